@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from mugrpo_megatron.durable import durable_file
 
 SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
 """One row a response, in the order of the sealed stage."""
@@ -27,12 +28,8 @@ def write_behaviour(path: Path, write: bool) -> Iterator[Append]:
     if not write:
         yield lambda logprobs: None
         return
-    temporary = path.with_name(f".{path.name}.tmp")
-    with pq.ParquetWriter(temporary, SCHEMA) as writer:
+    with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def read_behaviour(path: Path, update: int) -> list[np.ndarray]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.durable import durable_file
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 
@@ -72,12 +73,8 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that `path` holds either its old content or the new one, whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    with durable_file(path) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -21,14 +21,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.durable import digest, durable_file, fsync_directory
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.rollout.manifest import (
     Manifest,
     Sealed,
     Shard,
-    digest,
-    durable_file,
-    fsync_directory,
     parquet_spans,
     read_manifest,
     verify,

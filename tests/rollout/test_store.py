@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron import durable as durable_module
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.rollout import manifest as manifest_module
 from mugrpo_megatron.rollout import store as store_module
 from mugrpo_megatron.rollout.schema import COLUMNS, SCHEMA
 from mugrpo_megatron.rollout.store import StageStore
@@ -161,7 +161,7 @@ def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
             patch.setattr(Path, "replace", crashing(Path.replace))
             patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process tidies nothing up
         else:
-            owner = manifest_module if victim == "fsync_directory" else store_module
+            owner = durable_module if victim == "fsync_directory" else store_module
             patch.setattr(owner, victim, crashing(getattr(owner, victim)))
         store = StageStore(tmp_path)
         durable: set[int] = set()
