@@ -1,0 +1,186 @@
+"""Gather what the runs say into two small files that are kept: docs/study/cells.csv and docs/study/curves.json.
+
+    python -m run_scripts.study.collect --out runs/study
+
+A row of cells.csv is one finished cell; curves.json holds, for each of them, its evaluations and stages, and for the
+variants that are drawn update by update what their updates said. `python -m run_scripts.study.write` makes
+docs/study.md of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
+from run_scripts.study.grid import GRID, Grid, load_grid
+from run_scripts.study.processes import CpuClock, read_cpu_clock
+from run_scripts.study.run import CLOCK
+from run_scripts.study.states import accuracies, cell_of
+
+DOCS = Path(__file__).parents[2] / "docs" / "study"
+CURVES_OF_UPDATES = ("reward_mean", "vetoed_fraction", "clipped_fraction", "ess", "entropy", "ratio_neg_max", "kl_k3")
+DRAWN = ("headline", "scope")
+"""Parts whose first seed is kept update by update."""
+COLUMNS = (
+    *("kind", "part", "variant", "mu", "rate", "seed", "updates", "problems"),
+    *("accuracy_before", "accuracy", "low", "high"),
+    *(f"{phase}_s" for phase in PHASES),
+    *("wall_s", "cpu_s", "others_share"),
+    *("vetoed", "clipped", "ess_min", "entropy_last", "zero_variance", "mismatch_mean", "reward_last", "tokens"),
+)
+"""`wall_s` and `cpu_s` are those of training alone: without start-up and without evaluations. `optimize_s` is without
+the saves inside it. `kind` is `study`, or `clock` for a run that was taken for its wall-clock."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where the study's results are")
+    parser.add_argument("--grid", type=Path, default=GRID)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json go")
+    options = parser.parse_args(arguments)
+    rows, curves = collect(load_grid(options.grid), options.out)
+    options.docs.mkdir(parents=True, exist_ok=True)
+    with (options.docs / "cells.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(curve)}" for name, curve in sorted(curves.items()))
+    (options.docs / "curves.json").write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    print(f"{len(rows)} cells into {options.docs}")
+    return 0
+
+
+def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of cells.csv and the content of curves.json, of every finished cell below `out`."""
+    part_of = {variant.name: part.name for part in grid.parts for variant in part.variants}
+    rows: list[Row] = []
+    curves: dict[str, Any] = {}
+    for kind, root in (("study", out), ("clock", out / CLOCK)):
+        for cell in sorted(accuracies(grid, root)):
+            directory = root / cell.name
+            run, clock = read_run(directory), read_cpu_clock(directory)
+            mu = grid.variants()[cell.variant].mu
+            rows.append({"kind": kind, "part": part_of[cell.variant], "mu": mu, **row_of(run, clock)})
+            drawn = cell.seed == 0 and part_of[cell.variant] in DRAWN
+            curves[f"{kind}/{cell.name}"] = curve_of(run, clock, updates=drawn and kind == "study")
+    return rows, curves
+
+
+def row_of(run: RunData, clock: CpuClock | None) -> Row:
+    """One line of cells.csv."""
+    cell = cell_of(run.path)
+    first, last = run.evals[0], run.evals[-1]
+    phases = dict.fromkeys(PHASES, 0.0) | seconds_by_phase(run.phases)
+    phases["optimize"] -= sum(_overlap(save, other) for save, other in _pairs(run.phases, "save", "optimize"))
+    tail = run.updates[-max(1, len(run.updates) // 16) :]
+    return {
+        "variant": cell.variant,
+        "rate": cell.rate,
+        "seed": cell.seed,
+        "updates": len(run.updates),
+        "problems": last["problems"],
+        "accuracy_before": _short(first["accuracy"]),
+        "accuracy": _short(last["accuracy"]),
+        "low": _short(last["low"]),
+        "high": _short(last["high"]),
+        **{f"{name}_s": round(seconds, 2) for name, seconds in phases.items()},
+        "wall_s": round(training_seconds(run, last["time"]), 2),
+        "cpu_s": None if clock is None else round(training_cpu(run, clock, last["time"]), 2),
+        "others_share": None if clock is None else round(clock.others_share(), 3),
+        "vetoed": _mean(run.updates, "vetoed_fraction"),
+        "clipped": _mean(run.updates, "clipped_fraction"),
+        "ess_min": _short(min(row["ess"] for row in run.updates)),
+        "entropy_last": _mean(tail, "entropy"),
+        "zero_variance": _mean(run.stages, "zero_variance_fraction"),
+        "mismatch_mean": _mean(run.stages, "mismatch_mean"),
+        "reward_last": _short(run.stages[-1]["reward_mean"]),
+        "tokens": round(sum(row["generated_tokens"] for row in run.stages)),
+    }
+
+
+def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str, Any]:
+    """Evaluations as [update, wall, cpu, accuracy] and stages as [first update, reward]; with `updates` also phases as
+    [name, start, end] and the columns of every update. Seconds count from the end of start-up, without evaluations.
+    """
+    evals = [
+        [
+            row["update"],
+            round(training_seconds(run, _begin_of(run, row)), 2),
+            None if clock is None else round(training_cpu(run, clock, _begin_of(run, row)), 2),
+            _short(row["accuracy"]),
+        ]
+        for row in run.evals
+    ]
+    size = run.recipe["schedule"]["updates_per_stage"]
+    curve: dict[str, Any] = {
+        "evals": evals,
+        "stages": [[row["stage"] * size, _short(row["reward_mean"])] for row in run.stages],
+    }
+    if updates:
+        curve["phases"] = [
+            [row["phase"], *(round(training_seconds(run, row[end]), 2) for end in ("start", "end"))]
+            for row in run.phases
+            if row["phase"] not in ("eval", "start")
+        ]
+        curve["updates"] = {
+            name: [None if row.get(name) is None else _short(row[name]) for row in run.updates]
+            for name in CURVES_OF_UPDATES
+        }
+    return curve
+
+
+def training_seconds(run: RunData, when: float) -> float:
+    """Seconds that the run was alive until the Unix time `when`, without start-up and evaluations."""
+    return run.clock(when) - sum(_until(row, when) for row in run.phases if row["phase"] in ("start", "eval"))
+
+
+def training_cpu(run: RunData, clock: CpuClock, when: float) -> float:
+    """`training_seconds` in processor seconds of all processes."""
+    apart = [row for row in run.phases if row["phase"] in ("start", "eval") and row["start"] < when]
+    return clock(when) - sum(clock(min(row["end"], when)) - clock(row["start"]) for row in apart) - _imports(run, clock)
+
+
+def _imports(run: RunData, clock: CpuClock) -> float:
+    """What the first process used before its first phase: imports, which belong to start-up."""
+    return clock(run.phases[0]["start"])
+
+
+def _begin_of(run: RunData, row: Row) -> float:
+    """When the evaluation that ended in `row` began."""
+    starts = [phase["start"] for phase in run.phases if phase["phase"] == "eval" and phase["start"] <= row["time"]]
+    return starts[-1]
+
+
+def _until(row: Row, when: float) -> float:
+    return max(0.0, min(row["end"], when) - row["start"])
+
+
+def _pairs(phases: Sequence[Row], inner: str, outer: str) -> list[tuple[Row, Row]]:
+    of = {name: [row for row in phases if row["phase"] == name] for name in (inner, outer)}
+    return [(a, b) for a in of[inner] for b in of[outer]]
+
+
+def _overlap(a: Row, b: Row) -> float:
+    return max(0.0, min(a["end"], b["end"]) - max(a["start"], b["start"]))
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return _short(statistics.fmean(values)) if values else None
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

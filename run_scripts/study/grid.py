@@ -1,0 +1,148 @@
+"""The study's grid as data: its variants, the cells that are wanted of them, and the order in which they run."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+
+GRID = Path(__file__).with_name("grid.toml")
+EVALUATIONS = 8
+"""A cell with more stages than this evaluates about this often; one with fewer after each stage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to train: a row of the study's tables."""
+
+    name: str
+    title: str
+    mu: int
+    """Updates per stage."""
+    objective: Mapping[str, Any]
+    """Fields of the recipe's [objective]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Variants that answer one question together."""
+
+    name: str
+    title: str
+    seeds: int
+    variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What grid.toml holds."""
+
+    updates: int
+    rates: tuple[float, ...]
+    """Learning rates that every variant is tuned on."""
+    reference: str
+    """Variant whose best rate says which rates the later parts try first."""
+    parts: tuple[Part, ...]
+
+    def variants(self) -> dict[str, Variant]:
+        return {variant.name: variant for part in self.parts for variant in part.variants}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Cell:
+    """One run. Its name is its directory below the study's results."""
+
+    variant: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}/lr{self.rate:g}-seed{self.seed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Cells whose rate is not known before their variant is tuned."""
+
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}/lr?-seed{self.seed}"
+
+
+Accuracies = Mapping[Cell, float]
+"""Final held-out accuracy of every finished cell."""
+
+
+def load_grid(path: Path = GRID) -> Grid:
+    """The grid in `path`. Raises UserError where a variant's µ does not divide the updates or a name is taken twice."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such grid; the study's own is {GRID}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path}: not valid TOML: {error}") from None
+    updates, rates, reference = table.pop("updates"), table.pop("rates"), table.pop("reference")
+    parts = tuple(_part(name, one, updates, path) for name, one in table.items())
+    names = [variant.name for part in parts for variant in part.variants]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"{path}: variants {', '.join(twice)} are named twice; rename one")
+    if reference not in names:
+        raise UserError(f"{path}: reference = {reference!r} is no variant; take one of {', '.join(names)}")
+    return Grid(updates, tuple(sorted(rates)), reference, parts)
+
+
+def best_rate(grid: Grid, variant: str, done: Accuracies) -> float | None:
+    """The rate with the best final accuracy at the first seed, the lower of two equal ones; None until all are done."""
+    found = {rate: done[cell] for rate in grid.rates if (cell := Cell(variant, rate, 0)) in done}
+    return max(found, key=lambda rate: (found[rate], -rate)) if len(found) == len(grid.rates) else None
+
+
+def wanted(grid: Grid, done: Accuracies, parts: Sequence[str] = (), seeds: int = 0) -> Iterator[Cell | Waiting]:
+    """Every cell of the named parts (of all without names) in the order in which to run them, finished ones included.
+
+    A part first tunes its variants, the rate that suits `reference` ahead of its neighbours, then runs the best rates
+    seed by seed, so that an interrupted study has compared all variants on as many seeds as it got to. `seeds` replaces
+    every part's own number.
+    """
+    known = best_rate(grid, grid.reference, done)
+    rates = sorted(grid.rates, key=lambda rate: abs(math.log(rate / known))) if known else list(grid.rates)
+    for part in grid.parts:
+        if parts and part.name not in parts:
+            continue
+        for rate in rates:
+            yield from (Cell(variant.name, rate, 0) for variant in part.variants)
+        for seed in range(1, seeds or part.seeds):
+            for variant in part.variants:
+                rate = best_rate(grid, variant.name, done)
+                yield Waiting(variant.name, seed) if rate is None else Cell(variant.name, rate, seed)
+
+
+def overrides(grid: Grid, cell: Cell) -> list[str]:
+    """What `mugrpo train` is told with `--set` to run the cell, but for its directory and the model's."""
+    variant = grid.variants()[cell.variant]
+    stages = grid.updates // variant.mu
+    return [
+        f"run.seed={cell.seed}",
+        f"schedule.stages={stages}",
+        f"schedule.updates_per_stage={variant.mu}",
+        f"optimizer.lr={cell.rate:g}",
+        f"eval.every_stages={max(1, stages // EVALUATIONS)}",
+        *(f"objective.{key}={value}" for key, value in variant.objective.items()),
+    ]
+
+
+def _part(name: str, table: dict[str, Any], updates: int, path: Path) -> Part:
+    variants = tuple(Variant(key, **fields) for key, fields in table["variants"].items())
+    for variant in variants:
+        if updates % variant.mu:
+            raise UserError(f"{path}: mu = {variant.mu} of {variant.name} does not divide updates = {updates}")
+    return Part(name, table["title"], table["seeds"], variants)

@@ -1,0 +1,97 @@
+"""The study's kept results, read back from docs/study."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from run_scripts.study.grid import Cell, Grid, best_rate
+from run_scripts.study.stats import Mean, mean_of, reached
+
+Row = dict[str, Any]
+TEXT = {"kind", "part", "variant"}
+WALL, CPU = 1, 2
+"""Places in an evaluation of curves.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """cells.csv and curves.json, and the grid that they answer."""
+
+    grid: Grid
+    rows: list[Row]
+    curves: dict[str, Any]
+
+    def accuracies(self) -> dict[Cell, float]:
+        return {cell_of(row): row["accuracy"] for row in self.of_kind("study")}
+
+    def of_kind(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == kind]
+
+    def rate(self, variant: str) -> float | None:
+        """The tuned rate; None while rates are missing."""
+        return best_rate(self.grid, variant, self.accuracies())
+
+    def tuned(self, variant: str, kind: str = "study") -> list[Row]:
+        """The variant's runs at its tuned rate, by seed."""
+        rate = self.rate(variant)
+        found = [row for row in self.of_kind(kind) if row["variant"] == variant and row["rate"] == rate]
+        return sorted(found, key=lambda row: row["seed"])
+
+    def mean(self, variant: str, column: str = "accuracy") -> Mean | None:
+        values = [row[column] for row in self.tuned(variant) if row[column] is not None]
+        return mean_of(values) if values else None
+
+    def by_seed(self, variant: str, column: str = "accuracy") -> dict[int, float]:
+        return {row["seed"]: row[column] for row in self.tuned(variant)}
+
+    def curve(self, row: Row) -> dict[str, Any]:
+        return self.curves[f"{row['kind']}/{cell_of(row).name}"]
+
+    def timed(self, variant: str) -> list[Row]:
+        """The variant's runs that its wall-clock is read from: those taken for it, where there are any."""
+        return self.tuned(variant, "clock") or self.tuned(variant)
+
+    def seconds_to(self, variant: str, level: float, axis: int) -> list[float]:
+        """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
+        times = []
+        for row in self.timed(variant):
+            evals = [point for point in self.curve(row)["evals"] if point[axis] is not None]
+            there = reached([point[axis] for point in evals], [point[3] for point in evals], level)
+            if there is not None:
+                times.append(there)
+        return times
+
+
+def read_results(grid: Grid, docs: Path) -> Results:
+    """Raises FileNotFoundError before anything was collected."""
+    with (docs / "cells.csv").open(newline="", encoding="utf-8") as file:
+        rows = [{key: _value(key, text) for key, text in row.items()} for row in csv.DictReader(file)]
+    return Results(grid, rows, json.loads((docs / "curves.json").read_text(encoding="utf-8")))
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell(row["variant"], row["rate"], row["seed"])
+
+
+def column(rows: Iterable[Row], name: str) -> list[float]:
+    return [row[name] for row in rows if row[name] is not None]
+
+
+def mean_curve(curves: Sequence[Sequence[Sequence[float]]], axis: int) -> tuple[list[float], list[Mean]]:
+    """Evaluations of several runs of one variant, point by point: their mean place on `axis` and their accuracy."""
+    points = list(zip(*curves, strict=False))
+    xs = [sum(point[axis] for point in same) / len(same) for same in points]
+    return xs, [mean_of([point[3] for point in same]) for same in points]
+
+
+def _value(key: str, text: str) -> Any:
+    if key in TEXT:
+        return text
+    if not text:
+        return None
+    return int(text) if key in ("mu", "seed", "updates", "problems", "tokens") else float(text)

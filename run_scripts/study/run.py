@@ -1,0 +1,261 @@
+"""Run the study's grid: every cell is one `mugrpo train`, finished cells are left alone, interrupted ones go on.
+
+    python -m run_scripts.study.run                        # everything; what answers the main question first
+    python -m run_scripts.study.run --part headline        # one part
+    python -m run_scripts.study.run --cells 'kappa_*'      # cells whose name matches
+    python -m run_scripts.study.run --dry-run              # every cell with its state, and the time that is left
+    python -m run_scripts.study.run --clock 3              # the tuned headline again, 3 times, for its wall-clock alone
+
+Run it in the repository's root. The warm start is made first where it is missing. A cell that fails is named and left;
+the next call tries it again. Ctrl-C and SIGTERM save what is running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import psutil
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.progress import duration
+from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
+from run_scripts.study.processes import FILE_NAME as CPU_FILE
+from run_scripts.study.processes import CpuMeter
+from run_scripts.study.states import State, accuracies, minutes_of, state_of
+
+BASE = Path(__file__).with_name("base.toml")
+BULK = ("checkpoints", "stages", "hf")
+"""What a finished cell no longer needs: the study keeps numbers."""
+CLOCK = "clock"
+"""Where runs lie that are taken again for their wall-clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Where the study lies and what it runs."""
+
+    grid: Grid
+    base: Path
+    out: Path
+    model: Path
+    program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
+
+    def directory(self, cell: Cell) -> Path:
+        return self.out / cell.name
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A cell at work."""
+
+    cell: Cell
+    directory: Path
+    process: subprocess.Popen[bytes]
+    meter: CpuMeter
+    console: IO[bytes]
+    started: float
+
+
+class Interrupted(Exception):
+    """SIGINT or SIGTERM came."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    try:
+        grid = load_grid(options.grid)
+        study = Study(grid, options.base, options.out, options.model or options.out / "warm-start" / "hf")
+        known = [part.name for part in grid.parts]
+        if unknown := sorted(set(options.part) - set(known)):
+            raise UserError(f"--part {', '.join(unknown)}: the grid has {', '.join(known)}")
+        if options.dry_run:
+            _show(study, _chosen(study, options))
+            return 0
+        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGINT, _interrupt)
+        _warm_start(study, given=options.model is not None)
+        if options.clock:
+            return remeasure(study, options.clock)
+        return run_all(study, options)
+    except UserError as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
+    except Interrupted:
+        print("study: interrupted; the same command goes on")
+        return 130
+
+
+def _chosen(study: Study, options: argparse.Namespace) -> list[Cell | Waiting]:
+    found = wanted(study.grid, accuracies(study.grid, study.out), options.part, options.seeds)
+    return [one for one in found if not options.cells or any(fnmatch(one.name, glob) for glob in options.cells)]
+
+
+def run_all(study: Study, options: argparse.Namespace) -> int:
+    """Start the next unfinished cell whenever there is room; what is next is asked anew, as tuning decides it.
+
+    Returns 1 when a cell failed or waits for one that did, else 0.
+    """
+    running: list[Running] = []
+    failed: list[Cell] = []
+    try:
+        while True:
+            tried = {one.cell for one in running} | set(failed)
+            waiting = [
+                one
+                for one in _chosen(study, options)
+                if isinstance(one, Cell)
+                and one not in tried
+                and state_of(study.directory(one), study.grid.updates) is not State.DONE
+            ]
+            while waiting and len(running) < options.jobs:
+                cell = waiting.pop(0)
+                running.append(_start(study, cell, study.directory(cell)))
+            if not running:
+                break
+            _watch(study, running, failed, keep=options.keep)
+    finally:
+        _stop(running)
+    left = [one for one in _chosen(study, options) if isinstance(one, Waiting)]
+    for cell in failed:
+        print(f"failed: {cell.name}, see {study.directory(cell) / 'console.log'}")
+    for one in left:
+        print(f"not run: {one.name}, its variant is not tuned")
+    return 1 if failed or left else 0
+
+
+def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bool) -> None:
+    """A second of the running cells' life, or less when the first of them ends; those that ended leave the list."""
+    with suppress(subprocess.TimeoutExpired):
+        running[0].process.wait(timeout=1.0)
+    for one in list(running):
+        one.meter.sample()
+        code = one.process.poll()
+        if code is None:
+            continue
+        running.remove(one)
+        one.console.close()
+        done = state_of(one.directory, study.grid.updates) is State.DONE
+        if code or not done:
+            failed.append(one.cell)
+            print(f"{one.cell.name}: FAILED with exit code {code}", flush=True)
+            continue
+        if not keep:
+            for folder in BULK:
+                shutil.rmtree(one.directory / folder, ignore_errors=True)
+        accuracy = accuracies(study.grid, one.directory.parents[1]).get(one.cell, float("nan"))
+        print(f"{one.cell.name}: {100 * accuracy:.1f} % in {duration(time.time() - one.started)}", flush=True)
+
+
+def _start(study: Study, cell: Cell, directory: Path) -> Running:
+    directory.mkdir(parents=True, exist_ok=True)
+    console = (directory / "console.log").open("ab")
+    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell)]
+    process = subprocess.Popen(
+        [*study.program, "train", str(study.base), *_set(settings)],
+        stdin=subprocess.DEVNULL,
+        stdout=console,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C is ours to pass on
+    )
+    meter = CpuMeter(psutil.Process(process.pid), directory / CPU_FILE)
+    return Running(cell, directory, process, meter, console, time.time())
+
+
+def _stop(running: list[Running]) -> None:
+    """Ask every cell to save and wait until it has."""
+    for one in running:
+        one.process.terminate()
+    for one in running:
+        one.process.wait()
+        one.console.close()
+
+
+def remeasure(study: Study, times: int) -> int:
+    """The tuned cells of the first part once more, in turn, into directories of their own."""
+    done = accuracies(study.grid, study.out)
+    failed: list[Cell] = []
+    for turn in range(times):
+        for variant in study.grid.parts[0].variants:
+            rate = best_rate(study.grid, variant.name, done)
+            if rate is None:
+                raise UserError(f"{variant.name} is not tuned yet; run --part {study.grid.parts[0].name} first")
+            cell = Cell(variant.name, rate, turn)
+            directory = study.out / CLOCK / cell.name
+            if state_of(directory, study.grid.updates) is State.DONE:
+                continue
+            shutil.rmtree(directory, ignore_errors=True)  # one that was interrupted tells no time
+            running = [_start(study, cell, directory)]
+            try:
+                while running:
+                    _watch(study, running, failed, keep=False)
+            finally:
+                _stop(running)
+    return 1 if failed else 0
+
+
+def _warm_start(study: Study, *, given: bool) -> None:
+    if given or (study.model / "config.json").exists():
+        return
+    output = study.model.parent
+    subprocess.run([*study.program, "sft", str(study.base), "--set", f"sft.output={output}"], check=True)
+
+
+def _show(study: Study, cells: list[Cell | Waiting]) -> None:
+    """Every cell with its state and accuracy, and how long what is left takes at the pace of what is done."""
+    minutes = {}
+    for cell, accuracy in accuracies(study.grid, study.out).items():
+        minutes[cell] = (minutes_of(study.directory(cell)), accuracy)
+    left = 0
+    for one in cells:
+        if isinstance(one, Cell) and one in minutes:
+            print(f"done     {one.name:40} {100 * minutes[one][1]:5.1f} %  {minutes[one][0]:5.1f} min")
+            continue
+        left += 1
+        state = state_of(study.directory(one), study.grid.updates) if isinstance(one, Cell) else State.MISSING
+        print(f"{'waits' if isinstance(one, Waiting) else state.value:8} {one.name}")
+    pace = statistics.median(m for m, _ in minutes.values()) if minutes else None
+    print(f"{len(cells) - left} of {len(cells)} cells done; ", end="")
+    print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
+
+
+def _set(settings: list[str]) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", default=[], help="parts of the grid, all without this")
+    parser.add_argument("--cells", nargs="+", default=[], metavar="GLOB", help="only cells whose name matches")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of the tuned cells instead of each part's own")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; wall-clock is measured with 1")
+    parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
+    parser.add_argument(
+        "--clock", type=int, default=0, metavar="N", help="re-measure the headline's wall-clock N times"
+    )
+    parser.add_argument("--keep", action="store_true", help="keep checkpoints and responses of finished cells")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where results go")
+    parser.add_argument("--model", type=Path, help="checkpoint to start from instead of the study's own warm start")
+    parser.add_argument("--base", type=Path, default=BASE, help="recipe that every cell shares")
+    parser.add_argument("--grid", type=Path, default=GRID, help="the grid")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

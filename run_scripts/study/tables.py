@@ -1,0 +1,169 @@
+"""The study's tables and verdicts as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mugrpo_megatron.observe.metrics import PHASES
+from run_scripts.study.grid import Variant
+from run_scripts.study.results import CPU, WALL, Results, column
+from run_scripts.study.stats import Mean, difference, mean_of
+
+TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
+COLLAPSE = 0.10
+"""A run that ends this far below another, or below where it began, has collapsed."""
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; columns after the first are right-aligned."""
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def percent(mean: Mean | None) -> str:
+    """`63.1 ± 1.2` with the half-width of the 95 % interval; `–` where there is nothing."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
+
+
+def points(mean: Mean | None) -> str:
+    """A difference of accuracies in points, with its sign."""
+    if mean is None:
+        return "–"
+    return f"{100 * mean.value:+.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
+
+
+def coverage(results: Results) -> str:
+    """Which cells were run with how many seeds, and which were not yet."""
+    rows = []
+    for part in results.grid.parts:
+        for variant in part.variants:
+            tried = sum(c.variant == variant.name and c.seed == 0 for c in results.accuracies())
+            seeds = len(results.tuned(variant.name))
+            state = "complete" if seeds >= part.seeds else "not run" if not tried else "partly"
+            rates, tuned = len(results.grid.rates), _rate(results.rate(variant.name))
+            rows.append([variant.title, part.title, f"{tried} of {rates}", tuned, f"{seeds} of {part.seeds}", state])
+    return markdown(("Variant", "Part", "Rates tried", "Tuned rate", "Seeds", "State"), rows)
+
+
+def tuning(results: Results) -> str:
+    """Final accuracy of the first seed at every rate."""
+    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
+    rows = []
+    for variant in results.grid.variants().values():
+        found = [done.get((variant.name, rate)) for rate in results.grid.rates]
+        best = max((a for a in found if a is not None), default=None)
+        if best is not None:
+            cells = ["–" if a is None else f"**{100 * a:.1f}**" if a == best else f"{100 * a:.1f}" for a in found]
+            rows.append([variant.title, str(variant.mu), *cells])
+    return markdown(("Variant", "µ", *(_rate(rate) for rate in results.grid.rates)), rows)
+
+
+def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
+    """Accuracy at the tuned rate, difference to `against` on the same seeds, and what the updates were like."""
+    part = next(part for part in results.grid.parts if part.name == name)
+    variants = results.grid.variants()
+    rows = []
+    for variant in (*(variants[one] for one in extra), *part.variants):
+        runs = results.tuned(variant.name)
+        if not runs:
+            continue
+        apart = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
+        rows.append(
+            [
+                _title(variant),
+                str(variant.mu),
+                _rate(results.rate(variant.name)),
+                str(len(runs)),
+                percent(results.mean(variant.name)),
+                points(apart),
+                _share(runs, "vetoed"),
+                _share(runs, "clipped"),
+                _least(runs, "ess_min"),
+                _least(runs, "entropy_last", "{:.2f}"),
+            ]
+        )
+    head = ("Variant", "µ", "Rate", "Seeds", "Accuracy %", f"Against {variants[against].title}", "Vetoed %")
+    return markdown((*head, "Clipped %", "Least ESS", "Entropy"), rows) if rows else "No cell of this part is done yet."
+
+
+def clock_table(results: Results) -> str:
+    """Wall-clock by phase and processor seconds of the first part's variants, means over their runs."""
+    rows = []
+    for variant in results.grid.parts[0].variants:
+        runs = results.timed(variant.name)
+        if not runs:
+            continue
+        phases = [f"{mean_of(column(runs, f'{name}_s')).value:.1f}" for name in TIMED]
+        totals = [_seconds(runs, "wall_s"), _seconds(runs, "cpu_s"), _share(runs, "others_share")]
+        rows.append([variant.title, str(len(runs)), *phases, *totals])
+    return markdown(("Variant", "Runs", *TIMED, "Wall s", "CPU s", "Machine used by others %"), rows)
+
+
+def same_accuracy(results: Results) -> float | None:
+    """The accuracy that GRPO and mu-GRPO both reach: the lower of their means, less half a point."""
+    ends = [results.mean(name) for name in ("grpo", "mu_grpo")]
+    return None if None in ends else min(end.value for end in ends if end) - 0.005
+
+
+def speed_table(results: Results) -> str:
+    """Seconds to the same accuracy, and how many times less that is than GRPO's."""
+    level = same_accuracy(results)
+    if level is None:
+        return "Not measured yet."
+    base = {axis: results.seconds_to("grpo", level, axis) for axis in (WALL, CPU)}
+    rows = []
+    for variant in results.grid.parts[0].variants:
+        runs = results.timed(variant.name)
+        cells = []
+        for axis in (WALL, CPU):
+            times = results.seconds_to(variant.name, level, axis)
+            cells.append(f"{mean_of(times).value:.1f}" if times else "never")
+            ratio = mean_of(base[axis]).value / mean_of(times).value if times and base[axis] else None
+            cells.append(f"{ratio:.2f}" if ratio else "–")
+        reached = len(results.seconds_to(variant.name, level, WALL))
+        rows.append([variant.title, f"{reached} of {len(runs)}", *cells])
+    return markdown(("Variant", "Runs that reach it", "Wall s", "GRPO / this", "CPU s", "GRPO / this"), rows)
+
+
+def collapses(results: Results) -> list[tuple[float, float, float]]:
+    """(rate, relaxed, mu-GRPO) where the relaxed clip alone ends far below the veto on the first seed."""
+    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
+    pairs = [(r, done.get(("relaxed", r)), done.get(("mu_grpo", r))) for r in results.grid.rates]
+    return [(r, a, b) for r, a, b in pairs if a is not None and b is not None and b - a > COLLAPSE]
+
+
+def verdict(apart: Mean | None, bound: float) -> str:
+    """Whether a difference is above `bound`, as far as its interval says."""
+    if apart is None:
+        return "not measured"
+    if apart.low is None or apart.high is None:
+        return "open (one seed)"
+    return "holds" if apart.low >= bound else "does not hold" if apart.high < bound else "open"
+
+
+def _title(variant: Variant) -> str:
+    return variant.title
+
+
+def _rate(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:g}"
+
+
+def _share(runs: Sequence[dict[str, float]], name: str) -> str:
+    values = column(runs, name)
+    return f"{100 * mean_of(values).value:.1f}" if values else "–"
+
+
+def _least(runs: Sequence[dict[str, float]], name: str, form: str = "{:.3f}") -> str:
+    values = column(runs, name)
+    return form.format(mean_of(values).value) if values else "–"
+
+
+def _seconds(runs: Sequence[dict[str, float]], name: str) -> str:
+    values = column(runs, name)
+    if not values:
+        return "–"
+    mean = mean_of(values)
+    return f"{mean.value:.1f}" + ("" if mean.half is None else f" ± {mean.half:.1f}")

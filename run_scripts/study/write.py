@@ -1,0 +1,75 @@
+"""Make docs/study.md and its pictures from docs/study/cells.csv and curves.json.
+
+python -m run_scripts.study.write
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from run_scripts.study import tables
+from run_scripts.study.collect import DOCS
+from run_scripts.study.grid import GRID, load_grid
+from run_scripts.study.plots import write_plots
+from run_scripts.study.results import CPU, WALL, Results, read_results
+from run_scripts.study.stats import difference, mean_of
+
+TEMPLATE = Path(__file__).with_name("study.md.j2")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", type=Path, default=GRID)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json are, pictures go")
+    options = parser.parse_args(arguments)
+    results = read_results(load_grid(options.grid), options.docs)
+    pictures = write_plots(results, options.docs)
+    page = options.docs.parent / "study.md"
+    page.write_text(text(results, pictures), encoding="utf-8")
+    print(page)
+    return 0
+
+
+def text(results: Results, pictures: Sequence[str]) -> str:
+    """The page; its prose is study.md.j2, every number in it comes from the results."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATE.parent),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    environment.filters |= {"points": tables.points, "percent": tables.percent}
+    level = tables.same_accuracy(results)
+    return environment.get_template(TEMPLATE.name).render(
+        results=results,
+        grid=results.grid,
+        pictures=pictures,
+        tables=tables,
+        gap=difference(results.by_seed("mu_grpo"), results.by_seed("grpo")),
+        veto_gain=difference(results.by_seed("mu_grpo"), results.by_seed("relaxed")),
+        strict_gap=difference(results.by_seed("strict"), results.by_seed("mu_grpo")),
+        collapses=tables.collapses(results),
+        level=level,
+        speedup={name: _speedup(results, level, axis) for name, axis in (("wall", WALL), ("cpu", CPU))},
+        done=len(results.of_kind("study")),
+        clocked=len(results.of_kind("clock")),
+        problems=max((row["problems"] for row in results.rows), default=0),
+        before=max((row["accuracy_before"] for row in results.rows), default=0.0),
+    )
+
+
+def _speedup(results: Results, level: float | None, axis: int) -> float | None:
+    """How many times sooner mu-GRPO is at the accuracy that both reach."""
+    if level is None:
+        return None
+    ours, theirs = (results.seconds_to(name, level, axis) for name in ("mu_grpo", "grpo"))
+    return mean_of(theirs).value / mean_of(ours).value if ours and theirs else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

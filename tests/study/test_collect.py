@@ -1,0 +1,145 @@
+"""From run directories to the kept results and the page: seconds and accuracies are those of the rows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from subprocess import PIPE
+
+import psutil
+import pytest
+
+from mugrpo_megatron.observe.rundata import read_run
+from mugrpo_megatron.observe.summary import summarize
+from run_scripts.study import collect, write
+from run_scripts.study.grid import Grid, load_grid
+from run_scripts.study.processes import CpuMeter, read_cpu_clock
+from run_scripts.study.results import CPU, WALL, read_results
+from tests.observe.synthetic import recipe_of, rows_of, write_run
+
+GRID = """
+updates = 16
+rates = [1e-4, 1e-3]
+reference = "mu_grpo"
+[headline]
+title = "Main"
+seeds = 2
+[headline.variants]
+grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }
+mu_grpo = { title = "mu-GRPO", mu = 8, objective = { name = "mu_grpo" } }
+"""
+
+
+def make_cell(out: Path, name: str, stages: int, updates: int, seed: int = 0) -> Path:
+    """A finished cell whose processes used twice its wall-clock in processor time, and the others a fifth of that."""
+    rows = rows_of(stages, updates, seed=seed)
+    directory = write_run(out / name, rows, recipe_of(stages, updates))
+    (directory / "summary.json").write_text(json.dumps(summarize(directory)))
+    begin, end = rows[0]["time"], rows[-1]["end"]
+    samples = [{"time": begin + t, "cpu": 2 * t, "others": 0.4 * t} for t in range(int(end - begin) + 2)]
+    (directory / "cpu.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    return directory
+
+
+@pytest.fixture
+def grid(tmp_path: Path) -> Grid:
+    (tmp_path / "grid.toml").write_text(GRID)
+    return load_grid(tmp_path / "grid.toml")
+
+
+def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) -> None:
+    directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed3", 2, 8)
+    run = read_run(directory)
+    row = collect.row_of(run, read_cpu_clock(directory))
+    seconds = {
+        phase: sum(r["end"] - r["start"] for r in run.phases if r["phase"] == phase) for phase in ("eval", "start")
+    }
+    assert row["wall_s"] == pytest.approx(run.seconds - seconds["eval"] - seconds["start"], abs=0.7)
+    assert row["cpu_s"] == pytest.approx(2 * row["wall_s"], rel=0.02)
+    assert row["others_share"] == pytest.approx(0.4 / 2.4, abs=1e-3)
+    assert (row["variant"], row["rate"], row["seed"], row["updates"]) == ("mu_grpo", 1e-3, 3, 16)
+    assert row["accuracy"] == pytest.approx(run.evals[-1]["accuracy"], abs=1e-4)
+    assert set(row) | {"kind", "part", "mu"} == set(collect.COLUMNS)
+
+
+def test_evaluations_stand_where_training_had_come_to(tmp_path: Path) -> None:
+    directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed0", 4, 8)
+    run = read_run(directory)
+    points = collect.curve_of(run, read_cpu_clock(directory), updates=True)["evals"]
+    assert [point[0] for point in points] == [0, 8, 16, 24, 32]
+    assert points[0][WALL] == pytest.approx(0.05, abs=0.05)  # after the first sync
+    stage = 0.05 + 0.1 + 8 * 0.16 + 0.2 + 8 * 0.2 + 0.15  # sync, score, generate, optimize, save
+    assert points[2][WALL] - points[1][WALL] == pytest.approx(stage, abs=0.1)
+    assert all(point[CPU] == pytest.approx(2 * point[WALL], abs=0.3) for point in points)
+
+
+def test_saves_inside_optimizing_are_not_counted_twice(tmp_path: Path) -> None:
+    directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed0", 1, 8)
+    run = read_run(directory)
+    before = collect.row_of(run, None)
+    optimize = next(row for row in run.phases if row["phase"] == "optimize")
+    run.phases.append({"phase": "save", "stage": 0, "start": optimize["end"] - 0.5, "end": optimize["end"]})
+    after = collect.row_of(run, None)
+    assert before["optimize_s"] - after["optimize_s"] == pytest.approx(0.5, abs=0.02)
+
+
+def test_the_page_is_made_of_the_kept_files_alone_and_twice_the_same(tmp_path: Path, grid: Grid) -> None:
+    out, docs = tmp_path / "runs", tmp_path / "docs" / "study"
+    for name, stages in (("grpo", 4), ("mu_grpo", 2)):
+        for rate in grid.rates:
+            make_cell(out, f"{name}/lr{rate:g}-seed0", stages, 16 // stages)
+    assert collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
+    results = read_results(grid, docs)
+    assert len(results.rows) == 4
+    assert results.rate("grpo") in grid.rates
+    written = []
+    for _ in range(2):
+        assert write.main(["--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
+        written.append({path: path.read_bytes() for path in docs.parent.rglob("*") if path.is_file()})
+    assert written[0] == written[1]
+    page = (docs.parent / "study.md").read_text()
+    assert f"{100 * results.tuned('grpo')[0]['accuracy']:.1f}" in page
+    for picture in ("accuracy-over-time", "clipping-dilemma", "time-line", "reward-by-stage", "vetoed-fraction"):
+        assert f"study/{picture}.svg" in page
+        assert (docs / f"{picture}-dark.svg").exists()
+
+
+def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, grid: Grid) -> None:
+    out, docs = tmp_path / "runs", tmp_path / "docs"
+    for rate in grid.rates:
+        make_cell(out, f"grpo/lr{rate:g}-seed0", 4, 4)
+    before, _ = collect.collect(grid, out)
+    best = max(before, key=lambda row: (row["accuracy"], -row["rate"]))["rate"]
+    make_cell(out / "clock", f"grpo/lr{best:g}-seed0", 4, 4, seed=9)
+    collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)])
+    results = read_results(grid, docs)
+    assert [row["kind"] for row in results.timed("grpo")] == ["clock"]
+    assert [row["kind"] for row in results.tuned("grpo")] == ["study"]
+
+
+def test_a_resumed_run_adds_up_its_processes(tmp_path: Path) -> None:
+    rows = [(0, 0.0, 0.0), (10, 8.0, 2.0), (100, 0.0, 0.0), (105, 5.0, 1.0)]
+    text = "".join(json.dumps({"time": t, "cpu": cpu, "others": others}) + "\n" for t, cpu, others in rows)
+    (tmp_path / "cpu.jsonl").write_text(text)
+    clock = read_cpu_clock(tmp_path)
+    assert clock is not None
+    assert [clock(t) for t in (0, 5, 10, 50, 102.5, 200)] == [0.0, 4.0, 8.0, 8.0, 10.5, 13.0]
+    assert clock.others_share() == pytest.approx(3 / 16)
+
+
+def test_the_meter_counts_a_process_and_its_children(tmp_path: Path) -> None:
+    """The child burns processor time in a child of its own, says so and waits."""
+    burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True); input()"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
+        meter = CpuMeter(psutil.Process(process.pid), tmp_path / "cpu.jsonl")
+        meter.sample()
+        assert process.stdout
+        process.stdout.readline()
+        meter.sample()
+        process.communicate(b"\n")
+    clock = read_cpu_clock(tmp_path)
+    assert clock is not None
+    assert clock.cpu[-1] - clock.cpu[0] >= 0.25
