@@ -68,6 +68,17 @@ def _parser() -> argparse.ArgumentParser:
     _takes_overrides(score)
     score.set_defaults(command=_score)
 
+    plan = commands.add_parser("plan", help="memory, time and layouts of a run on any cluster, on paper")
+    plan.add_argument("recipe", type=Path, help="TOML file; the bundled ones are in run_scripts/recipes/")
+    _takes_overrides(plan)
+    plan.add_argument("--nodes", type=int, default=1)
+    plan.add_argument("--gpus-per-node", type=int, default=8, help="with --gpu cpu: ranks on each node")
+    plan.add_argument("--gpu", default="h200", help="h200, h100, a100, b200 or cpu")
+    plan.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
+    plan.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="replace an assumed rate")
+    plan.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
+    plan.set_defaults(command=_plan)
+
     report = commands.add_parser("report", help="write report.html of a run directory")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(command=_report)
@@ -137,6 +148,17 @@ def _score(options: argparse.Namespace) -> int:
 
     section = load_recipe(None, options.overrides).reward
     print(run(options.input, options.out, section, strict=not options.skip_malformed))
+    return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from mugrpo_megatron.plan.make import make_plan
+    from mugrpo_megatron.plan.report import print_json, print_plan
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    cluster = options.nodes, options.gpus_per_node, options.gpu
+    plan = make_plan(recipe, *cluster, options.model_config, options.assume)
+    (print_json if options.json else print_plan)(plan)
     return 0
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import Recipe
+from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, nearest
+from mugrpo_megatron.recipe.sections import ParallelSection, Recipe
 
 
 def read_model_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
@@ -33,14 +34,34 @@ def read_model_config(directory: Path, key: str = "model.path") -> dict[str, Any
 def check_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> None:
     """Everything that a layout can get wrong, found before a process group or an engine exists.
 
-    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError with every problem.
+    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError with every problem
+    and, where the layout is one, with the nearest layout that works.
     """
-    problems = list(_layout_problems(recipe, model, world_size))
+    wrong = list(layout_problems(recipe, model, world_size))
+    problems = [*wrong, *_other_problems(recipe, model)]
+    if wrong:
+        found = nearest_layout(recipe, model, world_size)
+        rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        problems.append(
+            f"the nearest layout that {rank} can run: {describe(found)}"
+            if found
+            else f"this model and batch have no layout on {rank}; change the number of ranks"
+        )
     if problems:
         raise UserError("; ".join(problems))
 
 
-def _layout_problems(recipe: Recipe, model: dict[str, Any], world_size: int) -> Iterator[str]:
+def nearest_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> ParallelSection | None:
+    """The layout closest to the recipe's that nothing here speaks against; None where there is none."""
+
+    def allowed(layout: ParallelSection) -> bool:
+        return not any(layout_problems(recipe.model_copy(update={"parallel": layout}), model, world_size))
+
+    return nearest(recipe.parallel, model, world_size, allowed)
+
+
+def layout_problems(recipe: Recipe, model: dict[str, Any], world_size: int) -> Iterator[str]:
+    """Why the recipe's `parallel` section cannot run this model on so many ranks, a sentence each."""
     parallel = recipe.parallel
     tp, pp, cp, vpp = parallel.tensor, parallel.pipeline, parallel.context, parallel.virtual_pipeline
     block = tp * pp * cp
@@ -57,36 +78,56 @@ def _layout_problems(recipe: Recipe, model: dict[str, Any], world_size: int) -> 
             f"rollout: prompts_per_update x responses_per_prompt = {responses} does not divide over "
             f"{data_parallel} data parallel ranks"
         )
+    if parallel.sequence and tp == 1:
+        yield "parallel.sequence = true needs parallel.tensor of at least 2"
+    if vpp > 1 and pp == 1:
+        yield "parallel.virtual_pipeline above 1 needs parallel.pipeline of at least 2"
+    layers = model.get("num_hidden_layers", 1)
+    yield from _shard_problems("parallel.tensor", tp, model)
+    if layers % (pp * vpp):
+        yield (
+            f"parallel.pipeline x virtual_pipeline = {pp * vpp} does not divide the model's {layers} layers; "
+            f"choose one of {divisors(layers)}"
+        )
+    yield from _expert_problems(parallel, experts_of(model), data_parallel)
+
+
+def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int) -> Iterator[str]:
+    if parallel.expert > 1 and not experts:
+        yield f"parallel.expert = {parallel.expert} but the model has no experts"
+        return
+    if experts and experts % parallel.expert:
+        yield f"parallel.expert = {parallel.expert} does not divide the model's {experts} experts"
+    if data_parallel * parallel.context % parallel.expert:
+        yield (
+            f"parallel.expert = {parallel.expert} does not divide the {data_parallel * parallel.context} data times "
+            "context parallel ranks that the experts are spread over"
+        )
+    if experts and parallel.tensor > 1 and not parallel.sequence:
+        yield "parallel.tensor above 1 on a model with experts needs parallel.sequence = true (Megatron's MoE layer)"
+
+
+def _shard_problems(name: str, size: int, model: dict[str, Any]) -> Iterator[str]:
+    """Why `size` tensor parallel ranks cannot share the model."""
+    heads = model.get("num_attention_heads", 1)
+    kv_heads = model.get("num_key_value_heads") or heads
+    if heads % size:
+        yield f"{name} = {size} does not divide the model's {heads} attention heads; take one of {divisors(heads)}"
+    if kv_heads % size and size % kv_heads:
+        yield f"{name} = {size} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if model.get(key) and model[key] % size:
+            yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
+
+
+def _other_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
+    """What is wrong whatever the learner's layout is."""
+    yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":
         yield (
             f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '
             'set rollout.behaviour = "learner" with it'
         )
-    if parallel.sequence and tp == 1:
-        yield "parallel.sequence = true needs parallel.tensor of at least 2"
-    if vpp > 1 and pp == 1:
-        yield "parallel.virtual_pipeline above 1 needs parallel.pipeline of at least 2"
-
-    heads, layers = model.get("num_attention_heads", 1), model.get("num_hidden_layers", 1)
-    kv_heads = model.get("num_key_value_heads") or heads
-    for name, size in (("parallel.tensor", tp), ("engine.tensor", recipe.engine.tensor)):
-        if heads % size:
-            yield f"{name} = {size} does not divide the model's {heads} attention heads; take one of {_divisors(heads)}"
-        if kv_heads % size and size % kv_heads:
-            yield f"{name} = {size} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
-        for key in ("intermediate_size", "moe_intermediate_size"):
-            if model.get(key) and model[key] % size:
-                yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
-    if layers % (pp * vpp):
-        yield (
-            f"parallel.pipeline x virtual_pipeline = {pp * vpp} does not divide the model's {layers} layers; "
-            f"choose one of {_divisors(layers)}"
-        )
-    experts = model.get("num_experts") or model.get("num_local_experts") or 0
-    if parallel.expert > 1 and not experts:
-        yield f"parallel.expert = {parallel.expert} but the model has no experts"
-    elif experts and experts % parallel.expert:
-        yield f"parallel.expert = {parallel.expert} does not divide the model's {experts} experts"
     limit = model.get("max_position_embeddings")
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     if limit and longest > limit:
@@ -94,7 +135,3 @@ def _layout_problems(recipe: Recipe, model: dict[str, Any], world_size: int) -> 
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
         )
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ Table = dict[str, Any]
 def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe in `path`, composed with its `base` files and overridden by `a.b=c` strings, validated.
 
-    None stands for an empty recipe: every key at its default. A recipe may start with `base = "other.toml"` (relative
-    to itself); its own keys win over the base's.
+    None stands for an empty recipe: every key at its default. A recipe may start with `base = "other.toml"`, or a list
+    of such paths (relative to itself); its own keys win over its bases', a later base's over an earlier one's.
     Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
     table = _read_with_base(path, seen=()) if path else {}
@@ -58,9 +59,11 @@ def _read_with_base(path: Path, seen: tuple[Path, ...]) -> Table:
     base = table.pop("base", None)
     if base is None:
         return table
-    if not isinstance(base, str):
-        raise UserError(f'{path}: `base` is the path of another recipe, as in base = "common.toml"')
-    return _merge(_read_with_base(path.parent / base, (*seen, path.resolve())), table)
+    names = [base] if isinstance(base, str) else base
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
+    tables = [_read_with_base(path.parent / name, (*seen, path.resolve())) for name in names]
+    return reduce(_merge, [*tables, table])
 
 
 def _merge(base: Table, top: Table) -> Table:

@@ -9,7 +9,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 
-RECIPES = sorted(Path("run_scripts/recipes").glob("*.toml"))
+RECIPES = sorted(Path("run_scripts/recipes").rglob("*.toml"))
 
 
 def write(path: Path, text: str) -> Path:
@@ -26,6 +26,14 @@ def test_own_keys_win_over_the_base_and_overrides_over_both(tmp_path: Path) -> N
     assert recipe.eval.temperature == 0.5
 
 
+def test_later_bases_win_over_earlier_ones(tmp_path: Path) -> None:
+    write(tmp_path / "common.toml", "[schedule]\nstages = 8\nupdates_per_stage = 2\n[run]\nseed = 5\n")
+    write(tmp_path / "method.toml", "[schedule]\nstages = 16\n")
+    top = write(tmp_path / "top.toml", 'base = ["common.toml", "method.toml"]\n[run]\nseed = 6\n')
+    recipe = load_recipe(top)
+    assert (recipe.schedule.stages, recipe.schedule.updates_per_stage, recipe.run.seed) == (16, 2, 6)
+
+
 def test_a_preset_fills_what_the_recipe_leaves_out(tmp_path: Path) -> None:
     path = write(tmp_path / "r.toml", '[objective]\nname = "grpo"\nclip_high = 1.28\n')
     objective = load_recipe(path).objective
@@ -37,7 +45,7 @@ def test_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path / "again.toml", dump_recipe(recipe))) == recipe
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", RECIPES, ids=str)
 def test_bundled_recipes_are_valid(path: Path) -> None:
     assert isinstance(load_recipe(path), Recipe)
 
@@ -54,6 +62,8 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("", ["objective.name=ppo2"], r"`objective.name` = 'ppo2'"),
         ('base = "r.toml"\n', [], r"leads back to itself"),
         ('base = "nowhere.toml"\n', [], r"nowhere.toml: no such recipe"),
+        ("base = 3\n", [], r"`base` is the path of another recipe, or a list of them"),
+        ('base = ["r.toml"]\n', [], r"leads back to itself"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, overrides: list[str], said: str) -> None:

@@ -1,0 +1,115 @@
+"""What a micro-batch keeps on a rank until its backward pass, tensor by tensor as this learner's layers keep it.
+
+Shapes per layer of t tokens (after context parallelism), s of them in norms and residual stream (t / TP under sequence
+parallelism, else t); H hidden, Q, K, F as in `weights.rows`, divided by TP. docs/plan.md has the list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mugrpo_megatron.plan.layout import Layout
+from mugrpo_megatron.weights.architecture import Architecture
+
+FLOAT = 4
+PADDED = 1.0
+"""Padded slots of a token in CPU attention: 1 for equal lengths, at most 1.25 (learner/attention.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """One transformer layer."""
+
+    input: float
+    """The residual stream that enters: all that full recompute keeps."""
+    attention: float
+    """What core attention keeps besides its output: dropped by selective recompute."""
+    projections: float
+    """What selective recompute keeps in attention's place."""
+    rest: float
+    """Norms, residual stream, products' inputs, feed-forward."""
+    working: float
+    """Gradients and temporaries that exist at once in the layer's backward pass."""
+
+    def kept(self, recompute: str) -> float:
+        """Bytes from forward to backward."""
+        if recompute == "full":
+            return self.input
+        return self.input + self.rest + (self.projections if recompute == "selective" else self.attention)
+
+    def remade(self, recompute: str) -> float:
+        """Bytes that come back for the one layer in whose backward pass the rank is."""
+        whole = self.kept("none")
+        return {"none": 0.0, "selective": self.attention, "full": whole}[recompute]
+
+
+def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
+    """One layer on `tokens` tokens of this rank (a packed row over context parallel ranks)."""
+    size = architecture.letters
+    tp, b = layout.tensor, itemsize
+    stream = tokens / (tp if layout.sequence else 1)
+    heads = architecture.transformer["num_attention_heads"] / tp
+    q, k = size["Q"] / tp, size["K"] / tp
+    norms = 2 * stream * FLOAT
+    if cuda:
+        # v is a view of the projection's output and keeps it whole; rotated q and k are copies; flash keeps lse.
+        attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
+    else:
+        # Rotated, padded and widened together; the output once padded, and lse.
+        attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
+    if architecture.qk_layernorm:
+        # The norm keeps its input: a copy of q, and k inside the projection's output, which CPU would free without.
+        attention += tokens * (b * q + FLOAT * (heads + heads * k / q))
+        attention += 0 if cuda else tokens * b * (q + 2 * k)
+    projections = tokens * b * (q + 2 * k + q)
+    rest = stream * b * size["H"] * 3 + norms + tokens * b * q
+    feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
+    return LayerBytes(stream * b * size["H"], attention, projections, rest + feed_forward, working)
+
+
+def _feed_forward(
+    architecture: Architecture, layout: Layout, tokens: int, stream: float, itemsize: int, cuda: bool
+) -> tuple[float, float]:
+    """Bytes kept beside the norm's output, and bytes that the backward pass works with."""
+    size, tp, b = architecture.letters, layout.tensor, itemsize
+    if not architecture.experts:
+        width = size["F"] / tp
+        return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
+    chosen = tokens * architecture.transformer["moe_router_topk"]  # as many as arrive when experts are evenly loaded
+    width = size["M"] / tp
+    products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
+    kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
+    return kept, b * chosen * (2 * size["H"] + 2 * width)
+
+
+def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
+    """Micro-batches (of a whole stage's layers) whose activations stage `stage` keeps at its fullest moment.
+
+    1F1B: one more than its warm-up. Interleaved: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
+    """
+    after = layout.pipeline - stage - 1
+    if layout.virtual == 1:
+        return min(after + 1, micro_batches)
+    chunks = min(2 * after + (layout.virtual - 1) * layout.pipeline + 1, micro_batches * layout.virtual)
+    return chunks / layout.virtual
+
+
+def loss_bytes(
+    architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool
+) -> dict[str, float]:
+    """Bytes on the last stage when the loss is formed, for `tokens` tokens that this rank takes the loss of.
+
+    `hidden`: the final norm's output, the rows of it that predict (all, at most) and their gradient. `forward`: one
+    chunk's logits in float32, in whose place the gradient is written; on CPU also the weight in float32 and the
+    softmax's scratch. `backward`: autograd's zeros for the output weight, whose gradient went to the gradient buffer.
+    """
+    width = architecture.letters["H"]
+    rows = -(-architecture.vocab_size // layout.tensor)
+    gathered = tokens * layout.context
+    hidden = itemsize * width * (gathered / (layout.tensor if layout.sequence else 1) / layout.context + 2 * tokens)
+    if layout.context > 1 or layout.sequence:
+        hidden += itemsize * width * gathered
+    forward = FLOAT * min(chunk, tokens) * rows
+    if not cuda:
+        forward += FLOAT * rows * width * (itemsize < FLOAT)
+    return {"hidden": hidden, "forward": forward, "backward": float(itemsize * rows * width)}

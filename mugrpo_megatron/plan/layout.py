@@ -1,0 +1,131 @@
+"""A learner layout, and how many parameters each of its ranks holds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.rows import Row
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Layout:
+    """The recipe's parallel section with everything settled."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    context: int = 1
+    expert: int = 1
+    data: int = 1
+    sequence: bool = False
+    recompute: str = "none"
+
+    @property
+    def world(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share the optimizer states of a dense parameter: data times context parallel."""
+        return self.data * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the optimizer states of an expert's parameter."""
+        return self.shards // self.expert
+
+    def __str__(self) -> str:
+        names = {"tensor": "TP", "pipeline": "PP", "virtual": "VPP", "context": "CP", "expert": "EP", "data": "DP"}
+        sizes = [f"{short}{getattr(self, name)}" for name, short in names.items() if getattr(self, name) > 1]
+        extras = ["SP"] * self.sequence + [f"{self.recompute} recompute"] * (self.recompute != "none")
+        return " ".join(sizes + extras) or "one rank"
+
+
+def layout_of(recipe: Recipe, world: int) -> Layout:
+    """The layout that a recipe asks for on `world` ranks, a multiple of its block."""
+    parallel = recipe.parallel
+    block = parallel.tensor * parallel.pipeline * parallel.context
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        data=max(1, world // block),
+        sequence=parallel.sequence,
+        recompute=recipe.learner.recompute,
+    )
+
+
+def with_layout(recipe: Recipe, layout: Layout) -> Recipe:
+    """The recipe in another layout."""
+    parallel = {
+        "tensor": layout.tensor,
+        "pipeline": layout.pipeline,
+        "virtual_pipeline": layout.virtual,
+        "context": layout.context,
+        "expert": layout.expert,
+        "sequence": layout.sequence,
+    }
+    return recipe.model_copy(
+        update={
+            "parallel": recipe.parallel.model_copy(update=parallel),
+            "learner": recipe.learner.model_copy(update={"recompute": layout.recompute}),
+        }
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters of one rank."""
+
+    dense: int
+    experts: int
+    vocabulary: int
+    """Of `dense`: embedding and output layer; the largest single parameter is one of them."""
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def held(architecture: Architecture, layout: Layout, stage: int) -> Held:
+    """What a rank of pipeline stage `stage` holds, vocabulary padding included: from the table that loads weights.
+
+    A tied output layer is the embedding where both are on one rank, and a copy of it on the last of several stages.
+    """
+    layers = architecture.layers // layout.pipeline
+    last = stage == layout.pipeline - 1
+    dense = experts = vocabulary = 0
+    for row in architecture.table:
+        size = _numel(row, architecture, layout.tensor)
+        if "{expert}" in row.megatron:
+            experts += layers * (architecture.experts // layout.expert) * size
+        elif "{layer}" in row.megatron:
+            dense += layers * size
+        elif row.megatron.startswith("embedding"):
+            vocabulary += size if stage == 0 else 0
+        elif row.megatron.startswith("output_layer"):
+            shared = architecture.tied and layout.pipeline == 1
+            vocabulary += size if last and not shared else 0
+        else:
+            dense += size if last else 0
+    return Held(dense + vocabulary, experts, vocabulary)
+
+
+def parameters(architecture: Architecture) -> int:
+    """Parameters of the whole model, each counted once and without padding."""
+    whole = held(architecture, Layout(), 0)
+    return whole.total
+
+
+def _numel(row: Row, architecture: Architecture, tensor: int) -> int:
+    shapes = [architecture.shape(letters) for _, letters in row.hf]
+    if row.form == "vocab":
+        rows, width = shapes[0]
+        return -(-rows // tensor) * width
+    numel = sum(math.prod(shape) for shape in shapes)
+    return numel if row.split == "none" else numel // tensor

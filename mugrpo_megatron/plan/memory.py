@@ -1,0 +1,212 @@
+"""The phases of one rank's memory, added up: learner, sync and engine share a device in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
+from mugrpo_megatron.plan.cluster import Assumptions, Cluster
+from mugrpo_megatron.plan.layout import Layout, held, parameters
+from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
+from mugrpo_megatron.plan.state import State, learner_state
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rollout.launch import CPU_KV_BYTES, kv_bytes_per_token
+from mugrpo_megatron.weights.architecture import Architecture
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """An update as one data parallel rank sees it at its largest."""
+
+    length: int
+    """Tokens of each packed row, over all context parallel ranks."""
+    micro_batches: int
+    """Packed rows of a rank in one update of mean lengths."""
+
+
+def batch_of(recipe: Recipe, layout: Layout, assumptions: Assumptions) -> Batch:
+    """Row length as `learner.packing.plan` bounds it; count from mean lengths."""
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    responses = recipe.rollout.prompts_per_update * recipe.rollout.responses_per_prompt
+    most = -(-responses * longest // layout.data)
+    length = max(longest, min(recipe.learner.micro_batch_tokens, most))
+    tokens = responses * mean_sequence(recipe, assumptions) / assumptions.packing / layout.data
+    multiple = layout.pipeline if layout.virtual > 1 else 1
+    count = max(1, round(tokens / length + 0.4999))
+    return Batch(length, -(-count // multiple) * multiple)
+
+
+def mean_sequence(recipe: Recipe, assumptions: Assumptions) -> float:
+    """Mean tokens of prompt and response together."""
+    return mean_prompt(recipe, assumptions) + mean_response(recipe, assumptions)
+
+
+def mean_prompt(recipe: Recipe, assumptions: Assumptions) -> float:
+    return max(1.0, assumptions.mean_prompt * recipe.data.max_prompt_tokens)
+
+
+def mean_response(recipe: Recipe, assumptions: Assumptions) -> float:
+    return max(1.0, assumptions.mean_response * recipe.rollout.max_response_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """Bytes of a learner rank on the fullest pipeline stage, at the fullest moment of an update."""
+
+    stage: int
+    state: State
+    activations: Mapping[str, float]
+    """Recompute choice -> kept and remade layer activations."""
+    recompute: str
+    loss: float
+    """Hidden states and the greater of the loss path's forward and backward; 0 on other stages."""
+    working: float
+    """Temporaries of a layer's backward pass and of the embedding's gradient, where they exceed the loss path's."""
+
+    @property
+    def update(self) -> float:
+        """What an update needs beside the state."""
+        return self.activations[self.recompute] + self.loss + self.working
+
+    @property
+    def total(self) -> float:
+        return self.state.total + self.update
+
+
+def learning(
+    recipe: Recipe, architecture: Architecture, layout: Layout, batch: Batch, cuda: bool, stage: int
+) -> Learning:
+    """Memory of a rank of pipeline stage `stage` in an update of `batch`."""
+    b = ITEMSIZE[recipe.model.dtype]
+    mine = held(architecture, layout, stage)
+    tokens = batch.length // layout.context
+    layer = layer_bytes(architecture, layout, tokens, b, cuda)
+    layers = architecture.layers // layout.pipeline
+    flying = micro_batches_in_flight(layout, stage, batch.micro_batches)
+    kept = {choice: flying * layers * layer.kept(choice) + layer.remade(choice) for choice in RECOMPUTE}
+    loss = 0.0
+    at_loss = 0.0
+    if stage == layout.pipeline - 1:
+        parts = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, cuda)
+        loss = parts["hidden"]
+        at_loss = max(parts["forward"], parts["backward"])
+    # A layer's backward pass comes after the loss path has let go, and the first layer's before the embedding's.
+    embedding = b * mine.vocabulary if stage == 0 else 0.0
+    working = max(at_loss, layer.working, embedding - kept[recipe.learner.recompute])
+    return Learning(
+        stage, learner_state(mine, layout, b), kept, recipe.learner.recompute, loss + min(at_loss, working),
+        working - min(at_loss, working),
+    )  # fmt: skip
+
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Bytes of an engine rank while it generates."""
+
+    weights: float
+    cache: float
+    """Keys and values: what `engine.memory_fraction` leaves of the device after the weights."""
+    work: float
+    """Activations and CUDA graphs, outside `memory_fraction`."""
+    tokens: int
+    """That the cache holds, over the engine's ranks."""
+    requests: int
+    """Responses decoded together, at most: what the cache and `engine.max_running_requests` allow."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.work
+
+
+def serving(
+    recipe: Recipe, architecture: Architecture, config: Mapping, cluster: Cluster, guess: Assumptions
+) -> Serving:
+    """Memory of one rank of an engine, as SGLang sizes it on a device that the learner has left."""
+    b, tp = ITEMSIZE[recipe.model.dtype], recipe.engine.tensor
+    weights = b * parameters(architecture) / tp
+    per_token = kv_bytes_per_token(dict(config), recipe.model.dtype) / min(
+        tp, architecture.transformer["num_query_groups"]
+    )
+    if cluster.device.cuda:
+        free = cluster.device.memory - guess.learner_rest - guess.engine_rest
+        cache, work = max(0.0, recipe.engine.memory_fraction * free - weights), guess.engine_work
+        if recipe.engine.max_total_tokens:
+            cache = min(cache, recipe.engine.max_total_tokens * per_token)
+    else:
+        cache, work = float(CPU_KV_BYTES), 0.0
+    tokens = int(cache / per_token)
+    lengths = response_lengths(
+        mean_response(recipe, guess), recipe.rollout.max_response_tokens, guess.spread
+    )  # fmt: skip
+    resident = mean_prompt(recipe, guess) + resident_mean(lengths)
+    requests = min(recipe.engine.max_running_requests, int(tokens / resident))
+    return Serving(weights, cache, work, tokens, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Every phase of the fullest rank, and whether it fits its device."""
+
+    device: int
+    learning: Learning
+    serving: Serving
+    learn: float
+    """Learner at work, engine asleep."""
+    sync: float
+    """Learner's and engine's weights together, and the buckets under way."""
+    generate: float
+    """Engine at work, learner asleep."""
+    host: float
+    """Host memory of one node: what sleeps, pinned, and a checkpoint's full states (learner/optimizer_states.py)."""
+
+    @property
+    def fits(self) -> bool:
+        return max(self.learn, self.sync, self.generate) <= self.device and self.serving.requests >= 1
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit; empty where it does."""
+        gib = 1 << 30
+        found = [
+            f"the {name} phase needs {value / gib:.1f} GiB of {self.device / gib:.1f}"
+            for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
+            if value > self.device
+        ]
+        if self.serving.requests < 1:
+            found.append("the engine's share of the device has no room for one response's keys and values")
+        return found
+
+
+def memory(
+    recipe: Recipe, architecture: Architecture, config: Mapping, layout: Layout, cluster: Cluster, guess: Assumptions
+) -> Memory:
+    """Memory of the run's fullest rank in each phase."""
+    b, cuda = ITEMSIZE[recipe.model.dtype], cluster.device.cuda
+    batch = batch_of(recipe, layout, guess)
+    stages = [learning(recipe, architecture, layout, batch, cuda, stage) for stage in range(layout.pipeline)]
+    fullest = max(stages, key=lambda one: one.total)
+    engine = serving(recipe, architecture, config, cluster, guess)
+    rests = guess.learner_rest + guess.engine_rest if cuda else 0.0
+    largest = b * architecture.vocab_size * architecture.letters["H"]
+    copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
+    bucket = max(recipe.engine.bucket_bytes, copies * largest)
+    state = max((one.state for one in stages), key=lambda one: one.total)
+    asleep = state.weights + state.optimizer if cuda else 0
+    full_states = 3 * 4 * max(held(architecture, layout, stage).total for stage in range(layout.pipeline))
+    learn = fullest.state.total + fullest.update * (1 + guess.fragmentation * cuda)
+    return Memory(
+        device=cluster.device.memory,
+        learning=fullest,
+        serving=engine,
+        # On CPU nobody gives memory back to the other.
+        learn=learn + (rests if cuda else engine.total),
+        sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
+        generate=engine.total + (rests if cuda else state.total),
+        host=cluster.per_node * (asleep + full_states),
+    )

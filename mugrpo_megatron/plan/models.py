@@ -1,0 +1,59 @@
+"""The shape of a recipe's model: from its directory, a config.json alone, or the bundled table of public models."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import architecture
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shape, and where it was found."""
+
+    config: dict[str, Any]
+    """As in config.json."""
+    architecture: Architecture
+    source: str
+
+
+def find_model(recipe: Recipe, config: Path | None = None) -> Model:
+    """The model to plan for: `config` if given, else `model.path`'s config.json, else the bundled entry of its name.
+
+    No weights are needed. Raises UserError, naming all three ways, when none of them leads to a shape.
+    """
+    path = config or recipe.model.path / "config.json"
+    if path.is_file():
+        return _from_file(path)
+    if config:
+        raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
+    table, name = bundled(), recipe.model.path.name
+    if name not in table:
+        raise UserError(
+            f"model.path = {recipe.model.path} holds no config.json and {name!r} is none of the bundled shapes "
+            f"({', '.join(sorted(table))}); give one with --model-config FILE"
+        )
+    return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
+
+
+def bundled() -> dict[str, dict[str, Any]]:
+    """Folder name -> config of the public models that are known without a download."""
+    return tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
+
+
+def _from_file(path: Path) -> Model:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as a model configuration ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: holds no table of settings, so it does not describe a model")
+    return Model(config, architecture(config, str(path)), str(path))

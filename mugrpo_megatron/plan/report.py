@@ -1,0 +1,148 @@
+"""A plan as tables on a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.plan.make import LISTED, Plan, plan_as_dict
+from mugrpo_megatron.plan.memory import RECOMPUTE
+
+GIB = 1 << 30
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """All tables of a plan."""
+    console = console or Console()
+    for line in _head(plan):
+        console.print(line, highlight=False)
+    for table in (_memory(plan), _phases(plan), _schedules(plan), _layouts(plan), _refused(plan)):
+        if table is not None:
+            console.print(table)
+    console.print(
+        "Times follow from assumed rates, replaced with --assume name=value; docs/plan.md has every formula and says "
+        "what is measured.",
+        highlight=False,
+    )
+
+
+def print_json(plan: Plan) -> None:
+    """The plan as JSON on standard output: bytes, seconds and shares."""
+    print(json.dumps(plan_as_dict(plan), indent=2))
+
+
+def _head(plan: Plan) -> Iterable[str]:
+    cluster, device = plan.cluster, plan.cluster.device
+    yield f"[bold]{plan.parameters / 1e9:.2f} B parameters[/bold] ({plan.model.source})"
+    yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
+    yield (
+        f"{cluster.nodes} x {cluster.per_node} {device.name} of {device.memory / GIB:.0f} GiB; learner: "
+        f"[bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} tokens on each "
+        f"rank; pipeline bubble {100 * plan.bubble:.1f} %"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    need, state = plan.memory, plan.memory.learning.state
+    learn, serve = need.learning, need.serving
+    table = _table(f"Memory of the fullest rank (pipeline stage {learn.stage})", "Part", ">GiB", "Note")
+    rows: list[tuple[str, float | None, str]] = [
+        ("learner: weights", state.weights, ""),
+        ("learner: gradients", state.gradients, "float32, not sharded"),
+        ("learner: master weights", state.master, f"float32, over {plan.layout.shards} ranks"),
+        ("learner: moments", state.moments, ""),
+        *(
+            (
+                f"learner: activations, {choice} recompute",
+                learn.activations[choice],
+                "chosen" * (choice == learn.recompute),
+            )
+            for choice in RECOMPUTE
+        ),
+        (
+            "learner: loss path",
+            learn.loss,
+            "hidden states and one chunk of logits" if learn.loss else "on the last stage",
+        ),
+        ("learner: backward temporaries", learn.working, ""),
+        ("engine: weights", serve.weights, ""),
+        ("engine: KV cache", serve.cache, f"{serve.tokens:,} tokens, {serve.requests:,} responses together"),
+        ("engine: at work", serve.work, "activations, CUDA graphs; assumed"),
+    ]
+    for name, value, note in rows:
+        table.add_row(name, _gib(value), note)
+    table.add_section()
+    for name, value, note in (
+        ("phase: learner at work", need.learn, "engine asleep"),
+        ("phase: sync", need.sync, "both weights and the buckets"),
+        ("phase: engine at work", need.generate, "learner asleep"),
+    ):
+        table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
+    table.add_row("host memory of a node", _gib(need.host), "what sleeps, and a checkpoint being saved")
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = _table("One stage of this recipe", "Phase", ">Time", ">Share")
+    total = plan.phases.total
+    for name, seconds in asdict(plan.phases).items():
+        table.add_row(name, duration(seconds), f"{100 * seconds / total:.1f} %")
+    table.add_section()
+    table.add_row("stage", duration(total), "")
+    return table
+
+
+def _schedules(plan: Plan) -> Table:
+    table = _table("The whole run under three schedules", "", *(f">{one.name}" for one in plan.schedules))
+    table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
+    for phase in plan.schedules[0].seconds:
+        table.add_row(phase, *(duration(one.seconds[phase]) for one in plan.schedules))
+        if phase == "generate":
+            table.add_row("  of it tails", *(duration(one.tail) for one in plan.schedules))
+    table.add_section()
+    table.add_row("total", *(duration(one.total) for one in plan.schedules))
+    table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
+    _, grpo, mu = plan.schedules
+    table.caption = f"GRPO takes {grpo.total / mu.total:.2f} times as long as mu-GRPO"
+    return table
+
+
+def _layouts(plan: Plan) -> Table:
+    valid = [one for one in plan.layouts if not one.problems]
+    table = _table(f"Fastest of {len(valid)} valid layouts", "Layout", ">Update", ">Learner GiB")
+    for one in valid[:LISTED]:
+        mark = " (this recipe)" if one.layout == plan.layout else ""
+        table.add_row(f"{one.layout}{mark}", duration(one.seconds), _gib(one.learn))
+    return table
+
+
+def _refused(plan: Plan) -> Table | None:
+    refused = [one for one in plan.layouts if one.problems]
+    if not refused:
+        return None
+    table = _table(f"{len(refused)} refused layouts, the nearest for each reason", "Layout", "Why")
+    alike = Counter(one.problems for one in refused)
+    nearest = {one.problems: one for one in reversed(refused)}
+    for one in sorted(nearest.values(), key=lambda one: one.distance)[:LISTED]:
+        more = f" and {alike[one.problems] - 1} more" if alike[one.problems] > 1 else ""
+        table.add_row(f"{one.layout}{more}", "; ".join(one.problems))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table whose columns are right-aligned where their name begins with `>`."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
+
+
+def _gib(value: float | None) -> str:
+    return "" if value is None else f"{value / GIB:,.2f}"

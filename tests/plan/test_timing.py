@@ -1,0 +1,112 @@
+"""Time: against figures worked out by other means, and the properties that a cost model must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.plan.activations import micro_batches_in_flight
+from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
+from mugrpo_megatron.plan.layout import Layout, layout_of
+from mugrpo_megatron.plan.memory import memory
+from mugrpo_megatron.plan.models import bundled
+from mugrpo_megatron.plan.schedule import Schedule, schedules
+from mugrpo_megatron.plan.timing import bubble, stage_bytes, update_seconds, work_of
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.families import architecture
+
+GUESS = Assumptions()
+CONFIG = bundled()["Qwen2.5-Math-7B"]
+MODEL = architecture(CONFIG)
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    table: dict[str, dict[str, Any]] = {
+        "rollout": {"prompts_per_update": 128, "responses_per_prompt": 8, "max_response_tokens": 3072},
+        "schedule": {"stages": 4, "updates_per_stage": 1024},
+        "parallel": {"tensor": 2, "sequence": True},
+    }
+    for name, values in sections.items():
+        table[name] = {**table.get(name, {}), **values}
+    return Recipe.model_validate(table)
+
+
+def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
+    """6 x (parameters - embedding), the usual count; attention apart."""
+    work = work_of(MODEL, 1000)
+    assert 3 * (work.layers + work.head) == pytest.approx(42.4e9, rel=0.005)
+    assert 3 * work.attention == pytest.approx(6 * 28 * 3584 * 1000)
+
+
+def test_only_chosen_experts_cost_work() -> None:
+    work = work_of(architecture(bundled()["Qwen3-30B-A3B"]), 1)
+    assert (work.layers + work.head) / 2 == pytest.approx(3.0e9, rel=0.05)  # "A3B", less the embedding
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "share"),
+    [
+        (Layout(), 8, 0.0),
+        (Layout(pipeline=4), 1, 3 / 4),
+        (Layout(pipeline=4), 9, 3 / 12),
+        (Layout(pipeline=4, virtual=3), 4, 3 / 15),
+    ],
+)
+def test_bubble(layout: Layout, micro_batches: int, share: float) -> None:
+    assert bubble(layout, micro_batches) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "in_flight"),
+    [
+        (Layout(pipeline=4), 16, [4, 3, 2, 1]),
+        (Layout(pipeline=4), 2, [2, 2, 2, 1]),
+        (Layout(pipeline=2, virtual=2), 8, [2.5, 1.5]),
+        (Layout(), 8, [1]),
+    ],
+)
+def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: list[float]) -> None:
+    stages = range(layout.pipeline)
+    assert [micro_batches_in_flight(layout, stage, micro_batches) for stage in stages] == in_flight
+
+
+def costs(**sections: dict[str, Any]) -> list[Schedule]:
+    cluster, chosen = make_cluster(1, 4, "h200"), recipe(**sections)
+    layout = layout_of(chosen, 4)
+    need = memory(chosen, MODEL, CONFIG, layout, cluster, GUESS)
+    return schedules(chosen, MODEL, CONFIG, layout, cluster, GUESS, need)
+
+
+def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stages() -> None:
+    own, grpo, mu = costs()
+    assert (grpo.stages, grpo.updates_per_stage) == (1024, 4)
+    assert (mu.stages, mu.updates_per_stage) == (4, 1024)
+    assert own.seconds == mu.seconds
+    assert grpo.seconds["optimize"] == pytest.approx(mu.seconds["optimize"])
+    assert grpo.seconds["evaluate"] == mu.seconds["evaluate"]
+    assert grpo.seconds["switch"] == pytest.approx(256 * mu.seconds["switch"])
+    assert grpo.tail > mu.tail >= 0
+    assert grpo.total > mu.total
+    assert mu.stage_bytes == pytest.approx(256 * grpo.stage_bytes)
+
+
+def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:
+    cluster = make_cluster(1, 4, "h200")
+
+    def seconds(**sections: dict[str, Any]) -> float:
+        chosen = recipe(**sections)
+        return update_seconds(chosen, MODEL, layout_of(chosen, 4), cluster, GUESS)
+
+    plain = seconds()
+    assert seconds(objective={"name": "gspo"}) > plain
+    assert seconds(objective={"name": "m2po"}) > 1.2 * plain  # a forward pass more
+    assert seconds(learner={"recompute": "full"}) == pytest.approx(4 / 3 * plain, rel=0.1)
+
+
+def test_a_stage_is_as_large_as_its_columns() -> None:
+    small = recipe(
+        schedule={"stages": 1, "updates_per_stage": 2}, rollout={"prompts_per_update": 2, "max_response_tokens": 100}
+    )
+    guess = Assumptions(mean_prompt=0.1, mean_response=0.5)
+    assert stage_bytes(small, guess) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))
