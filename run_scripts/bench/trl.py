@@ -192,7 +192,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
                 shuffle_dataset=False,
                 learning_rate=rate,
                 lr_scheduler_type="linear",
-                warmup_steps=0,
+                warmup_steps=recipe.optimizer.warmup_updates,
                 adam_beta1=recipe.optimizer.beta1,
                 adam_beta2=recipe.optimizer.beta2,
                 weight_decay=recipe.optimizer.weight_decay,

@@ -171,6 +171,7 @@ def _start(study: Study, cell: Cell, directory: Path) -> Running:
         start_new_session=True,  # Ctrl-C is ours to pass on
     )
     meter = CpuMeter(psutil.Process(process.pid), directory / CPU_FILE)
+    meter.sample()
     return Running(cell, directory, process, meter, console, time.time())
 
 
