@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -68,12 +68,8 @@ def main() -> None:
         for side in options.sides:
             results.append(_trl_apart(options, rate) if side == "trl" else _run_ours(options, side, rate))
             _print(results, options)
-    if options.out:
-        options.out.write_text(json.dumps([vars_of(result) for result in results], indent=1) + "\n", encoding="utf-8")
-
-
-def vars_of(result: Result) -> dict[str, Any]:
-    return {"side": result.side, "rate": result.rate, "points": result.points, "parts": result.parts}
+            if options.out:
+                options.out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
 
 
 def _run_ours(options: argparse.Namespace, side: str, rate: float) -> Result:
@@ -118,7 +114,7 @@ def _trl_apart(options: argparse.Namespace, rate: float) -> Result:
         "--model",
         str(options.model),
     ]
-    for name in ("updates", "mu", "seed", "eval_problems", "dtype"):
+    for name in ("updates", "mu", "seed", "eval_problems", "dtype", "threads"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
     done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -131,6 +127,8 @@ def _run_trl(options: argparse.Namespace) -> Result:
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
+    if options.threads:
+        torch.set_num_threads(options.threads)
     recipe = load_recipe(BASE, _shared(options))
     rollout, rate = recipe.rollout, options.rates[0]
     tokenizer = load_tokenizer(options.model)
@@ -316,6 +314,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-problems", type=int, default=2000)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument(
+        "--threads", type=int, default=0, help="torch threads of TRL, as many as cores without it; 1 on a busy machine"
+    )
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
