@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.presence import CollectiveFailure, Presence
 from mugrpo_megatron.recipe import Recipe
 
 
@@ -33,6 +35,8 @@ class Ranks:
     dp_size: int
     cp: int
     cp_size: int
+    presence: Presence | None = None
+    """None in a world of one."""
 
     @property
     def last_stage(self) -> bool:
@@ -42,10 +46,6 @@ class Ranks:
     def speaks(self) -> bool:
         """True on the ranks that contribute their tokens to a gather: together they have each token once."""
         return self.last_stage and self.tp == 0
-
-
-class CollectiveFailure(RuntimeError):
-    """A collective timed out or lost a peer; names this rank, the phase it was in and the likely cause."""
 
 
 def initialize(recipe: Recipe) -> Ranks:
@@ -79,22 +79,31 @@ def initialize(recipe: Recipe) -> Ranks:
     )
     torch.manual_seed(recipe.run.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
-    ranks = _ranks(device)
+    ranks = _ranks(device, recipe.run.collective_timeout_s)
     torch.set_num_threads(recipe.learner.threads or max(1, (os.cpu_count() or 1) // ranks.local_world))
     return ranks
 
 
-def shutdown() -> None:
+def shutdown(ranks: Ranks | None = None) -> None:
     """Leave every group."""
+    if ranks and ranks.presence:
+        ranks.presence.leave()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 @contextmanager
 def named_phase(ranks: Ranks, phase: str) -> Iterator[None]:
-    """Turn a failed collective inside the block into a CollectiveFailure that names rank, phase and likely cause."""
+    """Turn a failed collective inside the block into a CollectiveFailure.
+
+    It names rank, phase and likely cause, and what was last heard of every other rank, which hears of this phase too.
+    """
+    if ranks.presence:
+        ranks.presence.note(phase)
     try:
         yield
+    except CollectiveFailure:
+        raise
     except RuntimeError as error:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
@@ -103,7 +112,10 @@ def named_phase(ranks: Ranks, phase: str) -> Iterator[None]:
             cause = "another rank died or its node was cut off; its own log says why"
         else:
             raise
-        raise CollectiveFailure(f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error})") from error
+        heard = f"; last heard: {ranks.presence.account()}" if ranks.presence else ""
+        raise CollectiveFailure(
+            f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
+        ) from error
 
 
 def _device(recipe: Recipe) -> torch.device:
@@ -123,13 +135,16 @@ def _device(recipe: Recipe) -> torch.device:
     return device
 
 
-def _ranks(device: torch.device) -> Ranks:
+def _ranks(device: torch.device, patience_s: float) -> Ranks:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
+    store = dist.distributed_c10d._get_default_store()
     return Ranks(
         device=device,
-        rank=dist.get_rank(),
-        world=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        rank=rank,
+        world=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         tp=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         pp=parallel_state.get_pipeline_model_parallel_rank(),
@@ -138,4 +153,5 @@ def _ranks(device: torch.device) -> Ranks:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
+        presence=Presence(store, rank, world, node, patience_s) if world > 1 else None,
     )

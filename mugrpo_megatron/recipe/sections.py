@@ -143,7 +143,9 @@ class EngineSection(Section):
     """The SGLang engine that shares the learner's devices."""
 
     tensor: PositiveInt = 1
-    """Tensor parallel size of each engine."""
+    """Tensor parallel size of each engine; it divides the ranks of a node, whose engines share one queue of prompts."""
+    per_node: NonNegativeInt = 0
+    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
     between_stages: Literal["restart", "sleep"] = "sleep"
     """While the learner works: `sleep` keeps the process and releases its memory, `restart` ends it."""
     memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
@@ -173,7 +175,7 @@ class RewardSection(Section):
     function: str = "math"
     """`math` (math-verify) or a user's `module:function`."""
     workers: NonNegativeInt = 0
-    """Verifier processes on each generating rank; 0 takes one per two cores, at least 1."""
+    """Verifier processes on each generating rank; 0 shares one per two cores among the node's engines, at least 1."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
     timeout_s: PositiveFloat = 8.0

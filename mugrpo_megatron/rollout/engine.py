@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Literal
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.rollout.placement import ALONE, Seat
 from mugrpo_megatron.rollout.process import HostProcess
 from mugrpo_megatron.rollout.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.samples import Prompt, Response
@@ -19,6 +20,9 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
 PROMPTS_PER_MESSAGE = 64
+
+Take = Callable[[int, int], list[Prompt]]
+"""(prompts that the engine holds unfinished, prompts that it decodes together) -> prompts to go on with, maybe none."""
 
 
 class Engine:
@@ -29,12 +33,12 @@ class Engine:
     is left then, and `wake` or `restart` brings the engine back, with the weights of its model directory.
     """
 
-    def __init__(self, recipe: Recipe, model_dir: Path, log: Path, gpu: int = 0) -> None:
+    def __init__(self, recipe: Recipe, model_dir: Path, log: Path, seat: Seat = ALONE) -> None:
         """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served."""
         self._section = recipe.engine
         self._cuda = runs_on_cuda(recipe)
-        self._arguments = engine_arguments(recipe, model_dir, self._cuda, gpu)
-        self._environment = engine_environment(recipe, model_dir, self._cuda)
+        self._arguments = engine_arguments(recipe, model_dir, self._cuda, seat)
+        self._environment = engine_environment(recipe, model_dir, self._cuda, seat)
         self._log = log
         self._host: HostProcess | None = None
         self._ready = False
@@ -42,9 +46,9 @@ class Engine:
         self._starts = 0
 
     @classmethod
-    def start(cls, recipe: Recipe, model_dir: Path, log: Path, gpu: int = 0) -> Engine:
+    def start(cls, recipe: Recipe, model_dir: Path, log: Path, seat: Seat = ALONE) -> Engine:
         """Launch an engine and return at once."""
-        engine = cls(recipe, model_dir, log, gpu)
+        engine = cls(recipe, model_dir, log, seat)
         engine.restart()
         return engine
 
@@ -55,6 +59,11 @@ class Engine:
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
         self._host = HostProcess({**self._arguments, "random_seed": seed}, self._environment, self._log)
         self._starts += 1
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process, as far as anybody has noticed: False once it was stopped or has failed."""
+        return self._host is not None
 
     @property
     def tensor_parallel(self) -> int:
@@ -122,29 +131,38 @@ class Engine:
     ) -> Iterator[tuple[Prompt, list[Response]]]:
         """Sample `n` responses to each prompt; yield groups in order of completion.
 
-        Prompts are pulled from the iterable as capacity frees, so several engines may share one queue of work. Closing
-        the iterator early aborts what is in flight.
+        Prompts are pulled from the iterable as capacity frees, twice as many as are decoded together: the scheduler
+        then always has a next request. Closing the iterator early aborts what is in flight.
+        """
+        source = iter(prompts)
+
+        def take(held: int, slots: int) -> list[Prompt]:
+            return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - held))))
+
+        return self.generate_from(take, n, sampling)
+
+    def generate_from(self, take: Take, n: int, sampling: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
+        """`generate` for a source that several engines share: it is asked again whenever groups have finished.
+
+        Ends when nothing is held and the source gives nothing.
         """
         self.wait_ready()
         self._send(("generate", sampling))
-        source = iter(prompts)
         waiting: dict[int, Prompt] = {}
-        # Twice what is decoded together: the scheduler then always has a next request.
-        capacity = max(1, 2 * int(self._arguments["max_running_requests"]) // n)
-        submitted, exhausted = 0, False
+        slots = max(1, int(self._arguments["max_running_requests"]) // n)
+        submitted = 0
         try:
-            while waiting or not exhausted:
-                while not exhausted and len(waiting) < capacity:
-                    taken = list(islice(source, min(PROMPTS_PER_MESSAGE, capacity - len(waiting))))
+            while True:
+                while taken := take(len(waiting), slots):
                     work = [Work(submitted + i, prompt.ids, n) for i, prompt in enumerate(taken)]
                     waiting.update((item.key, prompt) for item, prompt in zip(work, taken, strict=True))
                     submitted += len(taken)
-                    exhausted = not taken
                     self._send(("prompts", work))
-                if waiting:
-                    groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
-                    for key, responses in groups.unpack():
-                        yield waiting.pop(key), responses
+                if not waiting:
+                    return
+                groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
+                for key, responses in groups.unpack():
+                    yield waiting.pop(key), responses
         finally:
             if self._host is not None:
                 self._close_generation()

@@ -12,11 +12,14 @@ import torch
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
+from mugrpo_megatron.rollout.placement import ALONE, Seat
 
 CPU_KV_BYTES = 1 << 29
 """KV cache of an engine on CPU, at most; it is written at start, so it costs memory whether used or not."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
+SEED_STRIDE = 7_919
+"""Between the random seeds of two engines."""
 LENGTH_MARGIN = 8
 """SGLang refuses the last few positions of its context; the window is this much longer than what is sampled."""
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
@@ -27,8 +30,8 @@ def runs_on_cuda(recipe: Recipe) -> bool:
     return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
 
 
-def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, gpu: int = 0) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`.
+def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, seat: Seat = ALONE) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`; engines of one run draw from random streams of their own.
 
     Raises UserError when `model_dir` is no checkpoint or when prompt plus response do not fit the model's positions.
     """
@@ -52,13 +55,13 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, gpu: int = 0) 
         "skip_server_warmup": True,
         "sleep_on_idle": True,
         "log_level": "warning",
-        "random_seed": recipe.run.seed,
+        "random_seed": recipe.run.seed + SEED_STRIDE * seat.number,
         "trust_remote_code": False,
     }
     if engine.attention_backend != "auto":
         arguments["attention_backend"] = engine.attention_backend
     if cuda:
-        return arguments | _cuda_arguments(recipe, gpu)
+        return arguments | _cuda_arguments(recipe, seat.gpu)
     return arguments | _cpu_arguments(recipe, config, arguments)
 
 
@@ -99,7 +102,7 @@ def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * (4 if dtype == "float32" else 2)
 
 
-def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool) -> dict[str, str]:
+def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, seat: Seat = ALONE) -> dict[str, str]:
     """Environment of the host process: this one's without torchrun's variables, which SGLang would obey."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN_PREFIXES)}
     environment |= {
@@ -111,7 +114,8 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool) -> dict[str,
     threads = str(recipe.engine.threads)
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
     if recipe.engine.tensor > 1:
-        cores = sorted(os.sched_getaffinity(0))
+        every = sorted(os.sched_getaffinity(0))
+        cores = every[seat.local :: seat.local_engines] or every
         shares = [cores[rank :: recipe.engine.tensor] or cores for rank in range(recipe.engine.tensor)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment

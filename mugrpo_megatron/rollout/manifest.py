@@ -1,7 +1,8 @@
 """What of a stage is complete: the manifest and its checksums.
 
-A file counts once the manifest names it. The manifest is replaced as the last step of every change, so a crash at any
-point leaves the state before or after it; files that it does not name are leftovers.
+A file counts once a manifest names it. A manifest is replaced as the last step of every change, so a crash at any
+point leaves the state before or after it; files that none names are leftovers. Every process that generates has a
+manifest and shards of its own; the first one's manifest also says that the stage is sealed, and then stands alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mugrpo_megatron.durable import Span, digest, durable_file
 from mugrpo_megatron.errors import UserError
 
 FORMAT = 1
-NAME = "manifest.json"
+OTHERS = "manifest-*.json"
+"""The manifests of all writers but the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,20 @@ class Manifest:
     sealed: Sealed | None = None
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a stage, empty when there is none; UserError when it is damaged."""
-    path = directory / NAME
+def manifest_name(writer: int) -> str:
+    """The file that says what is complete of what a writer wrote; writers count from 0."""
+    return f"manifest-{writer:04d}.json" if writer else "manifest.json"
+
+
+def shard_name(writer: int, number: int | str) -> str:
+    """A writer's shard of a number, or with a pattern for the number all of its shards."""
+    part = number if isinstance(number, str) else f"{number:05d}"
+    return f"shard-{writer:04d}-{part}.parquet" if writer else f"shard-{part}.parquet"
+
+
+def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
+    """A manifest of a stage, empty when there is none; UserError when it is damaged."""
+    path = directory / name
     if not path.exists():
         return Manifest([])
     try:
@@ -76,11 +89,17 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(shards, sealed)
 
 
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Replace the stage's manifest durably."""
+def other_shards(directory: Path, writer: int) -> list[Shard]:
+    """The complete shards of all writers but one."""
+    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHERS))]
+    return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
+
+
+def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_name(0)) -> None:
+    """Replace a manifest of the stage durably."""
     body = asdict(manifest)
     stored = {"format": FORMAT, "sha256": _digest_json(body), "stage": body}
-    with durable_file(directory / NAME) as file:
+    with durable_file(directory / name) as file:
         file.write(json.dumps(stored).encode())
 
 

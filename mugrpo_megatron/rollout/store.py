@@ -2,9 +2,10 @@
 
     stages/00003/manifest.json      what is complete, with checksums; replaced as the last step of every change
     stages/00003/shard-00000.parquet ...   groups as they were finished; gone once the stage is sealed
+    stages/00003/manifest-0002.json, shard-0002-00000.parquet ...   the same of writer 2, where several engines generate
     stages/00003/stage.parquet      the sealed stage: row group k is update k, its groups in order
 
-One process appends and seals; any number may read. The schema is in `schema.py`.
+Each file has one writer; any number of processes may read. The schema is in `schema.py`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.durable import digest, durable_file, fsync_directory
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.rollout.manifest import (
+    OTHERS,
     Manifest,
     Sealed,
     Shard,
+    manifest_name,
+    other_shards,
     parquet_spans,
     read_manifest,
+    shard_name,
     verify,
     write_manifest,
 )
@@ -50,23 +55,32 @@ log = logging.getLogger(__name__)
 
 
 class StageStore:
-    """The responses of one stage on disk, in `directory`."""
+    """The responses of one stage on disk, in `directory`.
 
-    def __init__(self, directory: Path) -> None:
+    Several processes may append, each with a `writer` number of its own and, since nobody claims a group that another
+    has claimed, groups of its own. Writer 0 seals what all of them wrote, once none of them writes any more.
+    """
+
+    def __init__(self, directory: Path, writer: int = 0) -> None:
         self.directory = directory
+        self._writer = writer
         self._buffer: list[list[Sample]] = []
         self._buffered_tokens = 0
         self._buffered_since = 0.0
         self._groups: set[int] = set()
         """While this store writes: every group that it holds, on disk or buffered."""
-        self._manifest: Manifest | None = None
-        """Set once this store writes, or has found the stage sealed: nobody else changes it then."""
+        self._own: Manifest | None = None
+        """Set once this store writes: nobody else changes this writer's manifest then."""
+        self._final: Sealed | None = None
+        """Set once the stage was found sealed: nobody changes it then."""
         self._layout: pq.FileMetaData | None = None
 
     @property
     def sealed(self) -> bool:
         """Whether every group is on disk in its final place."""
-        return self._current().sealed is not None
+        if self._final is None and (self._own is None or self._writer):
+            self._final = read_manifest(self.directory).sealed
+        return self._final is not None
 
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `statistics.StageStatistics` defines them."""
@@ -77,15 +91,17 @@ class StageStore:
 
         What `append` still buffers is not among them: a resumed stage generates exactly what is missing.
         """
-        manifest = self._current()
-        if manifest.sealed is not None:
-            return set(range(manifest.sealed.updates * manifest.sealed.prompts_per_update))
-        return {group for shard in _unharmed(self.directory, manifest) for group in shard.groups}
+        if self.sealed:
+            return set(range(self._sealed().updates * self._sealed().prompts_per_update))
+        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
+        shards = [*own.shards, *other_shards(self.directory, self._writer)]
+        return {group for shard in _unharmed(self.directory, shards) for group in shard.groups}
 
     def append(self, group: list[Sample]) -> None:
         """Add one finished group; it is durable once its shard is written: when full, aged, or at `flush`.
 
-        Raises ValueError when the group is there already or the stage is sealed, UserError when the disk is full.
+        Raises ValueError when this writer has the group already or the stage is sealed, UserError when the disk is
+        full.
         """
         self._open_for_writing()
         index = group[0].group
@@ -106,7 +122,7 @@ class StageStore:
             return
         manifest = self._open_for_writing()
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
-        path = self.directory / f"shard-{number:05d}.parquet"
+        path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
             samples = [sample for group in self._buffer for sample in group]
             pq.write_table(to_table(samples), file, compression=COMPRESSION)
@@ -116,26 +132,29 @@ class StageStore:
         self._buffer, self._buffered_tokens = [], 0
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
-        """Bring the stage into its final form, one row group an update, and drop the shards.
+        """Bring the stage into its final form, one row group an update, and drop the shards of all writers.
 
         Streams: memory holds SHARDS_IN_MEMORY shards and one update, whatever the stage's size. Raises ValueError when
         groups are missing, UserError when a shard is damaged or the disk is full.
         """
         self.flush()
-        manifest = self._open_for_writing()
-        if missing := sorted(set(range(updates * prompts_per_update)) - self._groups):
+        named = [*self._open_for_writing().shards, *other_shards(self.directory, self._writer)]
+        wanted = set(range(updates * prompts_per_update))
+        if missing := sorted(wanted.difference(*(shard.groups for shard in named))):
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
+        shards = _covering(self.directory, named, wanted)
         path = self.directory / SEALED_NAME
         statistics = StageStatistics()
         with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA, compression=COMPRESSION) as writer:
-            for table in _in_order(self.directory, manifest.shards, updates, prompts_per_update):
+            for table in _in_order(self.directory, shards, updates, prompts_per_update):
                 writer.write_table(table, row_group_size=len(table))
                 statistics.add(table)
         row_groups, footer = parquet_spans(path)
-        sealed = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
-        self._replace(Manifest([], sealed))
-        for shard in manifest.shards:
-            (self.directory / shard.file).unlink()
+        self._final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
+        self._replace(Manifest([], self._final))
+        for pattern in ("shard-*.parquet", OTHERS, ".shard-*.tmp", ".manifest-*.tmp"):
+            for leftover in self.directory.glob(pattern):
+                leftover.unlink()
 
     def read_update(self, update: int) -> list[Sample]:
         """The samples of one update of the sealed stage, groups in order; reads and verifies that row group alone.
@@ -157,51 +176,61 @@ class StageStore:
             table = file.read(columns=["reward", "group"])
         return table["reward"].to_numpy().astype(np.float64), table["group"].to_numpy().astype(np.int64)
 
-    def _current(self) -> Manifest:
-        if self._manifest is not None:
-            return self._manifest
-        manifest = read_manifest(self.directory)
-        if manifest.sealed is not None:
-            self._manifest = manifest
-        return manifest
-
     def _sealed(self) -> Sealed:
-        sealed = self._current().sealed
-        if sealed is None:
+        if not self.sealed:
             raise ValueError(f"{self.directory} is not sealed")
-        return sealed
+        assert self._final is not None
+        return self._final
 
     def _open_for_writing(self) -> Manifest:
-        """The manifest to go on from; the first time, leftovers of a crash and damaged shards are removed."""
-        if self._manifest is None:
+        """The manifest to go on from; the first time, this writer's leftovers of a crash and damaged shards go."""
+        if self._own is None and not self.sealed:
             self.directory.mkdir(parents=True, exist_ok=True)
             fsync_directory(self.directory.parent)
-            manifest = read_manifest(self.directory)
-            self._replace(Manifest(_unharmed(self.directory, manifest), manifest.sealed))
-            named = {shard.file for shard in self._current().shards}
-            for path in self.directory.iterdir():
-                if path.suffix == ".tmp" or (path.match("shard-*.parquet") and path.name not in named):
-                    path.unlink()
-            self._groups = {group for shard in self._current().shards for group in shard.groups}
-        if self._current().sealed is not None:
+            manifest = read_manifest(self.directory, manifest_name(self._writer))
+            own = Manifest(_unharmed(self.directory, manifest.shards))
+            self._replace(own)
+            self._remove_leftovers({shard.file for shard in own.shards})
+            self._groups = {group for shard in own.shards for group in shard.groups}
+        if self._final is not None or self._own is None:
             raise ValueError(f"{self.directory} is sealed: nothing can be added")
-        return self._current()
+        return self._own
+
+    def _remove_leftovers(self, named: set[str]) -> None:
+        """Remove the shards of this writer that its manifest does not name, and what it was writing when it died."""
+        shards = shard_name(self._writer, "[0-9]" * 5)
+        for path in self.directory.glob(shards):
+            if path.name not in named:
+                path.unlink()
+        for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
+            for path in self.directory.glob(f".{name}.tmp"):
+                path.unlink()
 
     def _replace(self, manifest: Manifest) -> None:
-        write_manifest(self.directory, manifest)
-        self._manifest = manifest
+        write_manifest(self.directory, manifest, manifest_name(self._writer))
+        self._own = manifest
 
 
-def _unharmed(directory: Path, manifest: Manifest) -> list[Shard]:
-    """The manifest's shards whose bytes are what was written; the others are named in the log."""
+def _unharmed(directory: Path, shards: list[Shard]) -> list[Shard]:
+    """The shards whose bytes are what was written; the others are named in the log."""
     unharmed = []
-    for shard in manifest.shards:
+    for shard in shards:
         try:
             verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated anew")
         except UserError as damage:
             log.warning("%s", damage)
         else:
             unharmed.append(shard)
+    return unharmed
+
+
+def _covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
+    """The unharmed shards; UserError when a damaged one holds a group that is nowhere else."""
+    unharmed = _unharmed(directory, shards)
+    lost = wanted.difference(*(shard.groups for shard in unharmed))
+    for shard in shards:
+        if lost.intersection(shard.groups):
+            verify(directory / shard.file, shard.whole, "run the same command again: its groups are generated anew")
     return unharmed
 
 
@@ -218,8 +247,6 @@ def _in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_up
     def read(file: str) -> pa.Table:
         return pq.read_table(directory / file, use_threads=False)
 
-    for shard in shards:
-        verify(directory / shard.file, shard.whole, "run the same command again: its groups are generated anew")
     for update in range(updates):
         rows = []
         for group in range(update * prompts_per_update, (update + 1) * prompts_per_update):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
+from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.export import fill, held_shards
 from mugrpo_megatron.weights.plan import Bucket, Plan, build_plan
@@ -46,9 +47,9 @@ class Bridge:
     engine_tensor: int
     """Tensor parallel size of each engine."""
     engine_group: dist.ProcessGroup | None
-    """CUDA: the ranks on the devices of this rank's engine, the leader first. CPU: None, the leader serves alone."""
+    """CUDA: the ranks on the devices of this rank's engine, the leader first. CPU: None, a leader serves alone."""
     staging: Sequence[torch.Tensor] | None
-    """CPU: up to two buffers of uint8 shared memory that the buckets pass through in turn."""
+    """CPU: up to two buffers of uint8 that the buckets pass through in turn; shared memory where there is an engine."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,7 @@ def build_bridge(
     """Work out the plan and set the memory aside; collective, once after the model is built.
 
     `bucket_bytes` bounds the memory of the bridge beside the model: two buckets are under way at a time.
-    Engines sit on consecutive ranks: rank r serves the engine that rank r - r % engine_tensor leads. On CPU there is
-    one engine and rank 0 leads it.
+    Engines sit on consecutive ranks: rank r serves the engine that rank r - r % engine_tensor leads, if it leads one.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     held = held_shards(chunks, architecture)
@@ -77,9 +77,6 @@ def build_bridge(
     # A file descriptor cannot travel inside a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    if dist.get_rank() == 0:
-        for flat in staging:
-            flat.share_memory_()
     return Bridge(architecture, plan, held, engine_tensor, None, staging)
 
 
@@ -87,22 +84,26 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
     """Load the learner's current weights into the engine of each leader and stamp them with `version`.
 
     Collective: every rank goes through every bucket; `engine` is None on ranks that lead none. The engine's weight
-    memory is awake and its KV cache still asleep, so that bucket and cache never need room at once.
-    Raises EngineFailure when the engine refuses a bucket.
+    memory is awake and its KV cache still asleep, so that bucket and cache never need room at once. Every bucket exists
+    whole on every rank anyway, so each leader hands its own copy to its engine.
+    Raises EngineFailure when this rank's engine refuses a bucket, once the other ranks have all they need of this one.
     """
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
+    failure: EngineFailure | None = None
     with ThreadPoolExecutor(1) as loader:
         for number, bucket in enumerate(bridge.plan.buckets):
             flat = buffer(bridge, bucket, number)
             fill(bucket, bridge.held, bridge.architecture, flat)
-            serialized = _serialize_for_engine(bridge, bucket, flat)
+            serialized = _serialize_for_engine(bridge, bucket, flat, engine is not None)
             if loading:
-                _finish(bridge, loading)
-            loading = loader.submit(_load, engine, serialized, flat)
+                failure = _finish(bridge, loading) or failure
+            loading = loader.submit(_load, None if failure else engine, serialized, flat)
             del flat  # held by the load alone, so that memory is given back bucket by bucket
         if loading:
-            _finish(bridge, loading)
+            failure = _finish(bridge, loading) or failure
+    if failure:
+        raise failure
     if engine is not None:
         engine.set_version(version)
     return SyncStats(version, bridge.plan.bytes, len(bridge.plan.buckets), time.perf_counter() - start)
@@ -122,13 +123,18 @@ def _load(engine: Engine | None, serialized: list[str], flat: torch.Tensor) -> t
     return flat
 
 
-def _finish(bridge: Bridge, loading: Future[torch.Tensor]) -> None:
-    """Wait until every rank's bucket has been read, and only then let go of its memory."""
-    loading.result()
+def _finish(bridge: Bridge, loading: Future[torch.Tensor]) -> EngineFailure | None:
+    """Wait until every rank's bucket has been read, and only then let go of its memory; returns why it was refused."""
+    failure = None
+    try:
+        loading.result()
+    except EngineFailure as refused:
+        failure = refused
     if bridge.engine_group is not None:
         # The engine reads the followers' memory as well, and only the leader knows when it is done.
         dist.barrier(group=bridge.engine_group)
         torch.cuda.ipc_collect()
+    return failure
 
 
 def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
@@ -149,10 +155,10 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
     return base64.b64encode(pickled.getvalue()).decode("ascii")
 
 
-def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[str]:
+def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor, leads: bool) -> list[str]:
     """One serialisation for each tensor parallel rank of the engine; on CUDA each from that rank's own device."""
     if bridge.engine_group is None:
-        return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)] if dist.get_rank() == 0 else []
+        return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)] if leads else []
     torch.cuda.current_stream().synchronize()  # another process is about to read what this stream has written
     gathered: list[str] = [""] * bridge.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rollout.launch import CPU_KV_BYTES, engine_arguments, engine_environment, kv_bytes_per_token
+from mugrpo_megatron.rollout.placement import ALONE
 from tests.rollout.tiny import recipe
 
 
@@ -52,7 +54,7 @@ def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint
     ],
 )
 def test_cuda_arguments(section: dict[str, object], fact: dict[str, object], checkpoint: Path) -> None:
-    arguments = engine_arguments(recipe(checkpoint, **section), checkpoint, cuda=True, gpu=3)
+    arguments = engine_arguments(recipe(checkpoint, **section), checkpoint, cuda=True, seat=replace(ALONE, gpu=3))
     assert fact.items() <= arguments.items()
     assert arguments["device"] == "cuda"
     assert arguments["base_gpu_id"] == 3
