@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.errors import EngineFailure, TrainingFailure, UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.stopping import Stopped
 
@@ -28,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped:
         print("mugrpo: stopped as asked, everything is saved; the same command continues the run")
         return 0
+    except TrainingFailure as error:
+        print(f"mugrpo: {error}", file=sys.stderr)
+        return 1
     except EngineFailure as error:
         print(f"mugrpo: {error}\nThe same command continues the run.", file=sys.stderr)
         return 1
@@ -44,6 +47,23 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="stages of generate -> optimize, from a recipe")
     _takes_recipe(train)
     train.set_defaults(command=_train)
+
+    generate = commands.add_parser("generate", help="only generate, score and seal the stage at which a run stands")
+    _takes_recipe(generate)
+    generate.add_argument("--stage", type=int, metavar="K", help="insist that this is the stage, from 0")
+    generate.set_defaults(command=_generate)
+
+    optimize = commands.add_parser("optimize", help="only take the updates of a sealed stage, without an engine")
+    _takes_recipe(optimize)
+    optimize.add_argument("--stage", type=int, metavar="K", help="insist that this is the stage, from 0")
+    optimize.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="RUN_DIR",
+        help="take stage K of this run into a new run.dir: another objective on the same responses and weights",
+    )
+    optimize.set_defaults(command=_optimize)
 
     sft = commands.add_parser("sft", help="warm start: a small model by supervised learning")
     _takes_recipe(sft)
@@ -117,6 +137,24 @@ def _train(options: argparse.Namespace) -> int:
         from mugrpo_megatron.train import train
 
         train(recipe)
+
+    return _with_recipe(options, run)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.apart import generate_alone
+
+        generate_alone(recipe, options.stage)
+
+    return _with_recipe(options, run)
+
+
+def _optimize(options: argparse.Namespace) -> int:
+    def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.apart import optimize_alone
+
+        optimize_alone(recipe, options.stage, options.source)
 
     return _with_recipe(options, run)
 

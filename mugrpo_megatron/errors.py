@@ -1,4 +1,4 @@
-"""The two kinds of failure a command can end with, and their exit codes."""
+"""The kinds of failure a command can end with, and their exit codes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ class UserError(Exception):
 
     Commands print it as one sentence on stderr and exit with 2; it never shows a traceback.
     """
+
+
+class TrainingFailure(Exception):
+    """Training cannot go on: says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
 class EngineFailure(Exception):

@@ -112,7 +112,7 @@ def generate(run: Run, stage: StageStore, cursor: Cursor) -> None:
             run.log.event("engine_failure", str(failure).splitlines()[0])
             run.display.say(f"{failure}\nThe engine is started anew for what the stage still lacks.")
     rest_engine(run)
-    if run.stop_asked():
+    if any(run.any_rank(run.stop.asked)):
         raise Stopped
 
 

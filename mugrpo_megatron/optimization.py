@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import NoReturn
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.selection import informative_updates
 from mugrpo_megatron.behaviour import read_behaviour, write_behaviour
-from mugrpo_megatron.checkpoints import save_newest
+from mugrpo_megatron.durable import durable_file
+from mugrpo_megatron.errors import TrainingFailure
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.rollout.schema import to_table
 from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.run import Run
 from mugrpo_megatron.samples import Sample
@@ -33,16 +37,15 @@ def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
         learner = np.concatenate(token_logprobs(run.learner, samples))
     engine = np.concatenate([sample.behaviour_logprobs for sample in samples])
     distance = np.abs(engine - learner)
-    if run.generator:
-        run.log.stage(
-            cursor.stage,
-            {
-                **stage.statistics(),
-                "mismatch_mean": float(distance.mean()),
-                "mismatch_p99": float(np.quantile(distance, 0.99)),
-                "mismatch_max": float(distance.max()),
-            },
-        )
+    run.log.stage(
+        cursor.stage,
+        {
+            **stage.statistics(),
+            "mismatch_mean": float(distance.mean()),
+            "mismatch_p99": float(np.quantile(distance, 0.99)),
+            "mismatch_max": float(distance.max()),
+        },
+    )
 
 
 def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
@@ -107,23 +110,41 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
 
 
 def record_update(run: Run, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar) -> None:
-    """Log one update and advance the bar."""
+    """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
     reward = float(np.mean([sample.reward for sample in samples]))
     update = cursor.updates_done(run.recipe.schedule)
     run.log.update(cursor.stage, update, cursor.age, {**metrics, "reward_mean": reward})
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
+    if run.learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
+        _give_up(run, cursor, samples)
+
+
+def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
+    run.saver.save(cursor.advanced(run.recipe.schedule))
+    run.saver.wait()
+    path = run.directory.poisoned(cursor.stage, cursor.age)
+    if run.leads:
+        path.parent.mkdir(exist_ok=True)
+        with durable_file(path) as file:
+            pq.write_table(to_table(samples), file)
+    raise TrainingFailure(
+        f"{run.learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
+        f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
+        "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
+    )
 
 
 def save_if_due(run: Run, cursor: Cursor) -> None:
     """After an update: make the learner's full state durable where the recipe or a request to stop asks for it.
 
-    The run resumes from `cursor`. A stage's end is always saved, inside it every `checkpoint.every_updates`-th update.
+    The run resumes from `cursor`. A stage's end is always saved, inside it every `checkpoint.every_updates`-th update
+    and every `checkpoint.every_minutes`.
     """
     every = run.recipe.checkpoint.every_updates
-    due = cursor.age == 0 or (every and cursor.age % every == 0)
-    stopping = run.stop_asked()
-    if due or stopping:
+    stopping, overdue = run.any_rank(run.stop.asked, run.leads and run.saver.overdue)
+    if stopping or overdue or cursor.age == 0 or (every and cursor.age % every == 0):
         with run.log.phase("save", cursor.stage):
-            save_newest(run.learner, run.directory.checkpoints, cursor, run.recipe.checkpoint.keep)
+            run.saver.save(cursor)
     if stopping:
+        run.saver.wait()
         raise Stopped

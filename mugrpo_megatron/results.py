@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from mugrpo_megatron.generation import evaluate, rest_engine, sync_weights
 from mugrpo_megatron.learner.model import policy
@@ -22,14 +23,22 @@ def finish(run: Run) -> None:
     sync_weights(run, cursor)
     evaluate(run, cursor)
     rest_engine(run)
-    with run.log.phase("save", cursor.stage):
-        chunks = [policy(chunk) for chunk in run.learner.chunks]
-        save_hf(chunks, run.learner.architecture, like=run.recipe.model.path, out=run.directory.hf)
-    run.wait_for_leader()
+    export(run, cursor)
     if run.leads:
         write_json(run.directory.summary, summarize(run.directory.path))
         write_report(run.directory.path)
         show(run.directory, run.display)
+
+
+def export(run: Run, cursor: Cursor) -> None:
+    """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's; every rank leaves together."""
+    if run.leads and run.directory.hf.exists():
+        shutil.rmtree(run.directory.hf)
+    run.wait_for_leader()
+    with run.log.phase("save", cursor.stage):
+        chunks = [policy(chunk) for chunk in run.learner.chunks]
+        save_hf(chunks, run.learner.architecture, like=run.recipe.model.path, out=run.directory.hf)
+    run.wait_for_leader()
 
 
 def show(directory: RunDirectory, display: Display) -> None:

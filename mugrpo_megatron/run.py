@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.checkpoints import newest_cursor, restore_newest
+from mugrpo_megatron.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.data.ready import Ready, ready
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import EngineFailure, UserError
@@ -60,6 +60,7 @@ class Run:
     """None on ranks that lead no engine."""
     cursor: Cursor
     """Where the newest complete checkpoint stands."""
+    saver: Saver
     log: MetricLog
     display: Display
     stop: StopRequest
@@ -79,12 +80,12 @@ class Run:
         if self.patience:
             dist.barrier(group=self.patience)
 
-    def stop_asked(self) -> bool:
-        """Whether any rank was asked to stop; the same answer on every rank, which all have to ask together."""
-        asked = torch.tensor(float(self.stop.asked))
+    def any_rank(self, *flags: bool) -> list[bool]:
+        """For each flag whether it is set on any rank: the same answers everywhere. Collective."""
+        found = torch.tensor(flags, dtype=torch.int32)
         if self.patience:
-            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.patience)
-        return bool(asked)
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.patience)
+        return [bool(flag) for flag in found]
 
     def title(self, cursor: Cursor) -> str:
         return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
@@ -96,15 +97,16 @@ def rank_of_environment() -> int:
 
 
 @contextmanager
-def open_run(recipe: Recipe) -> Iterator[Run]:
+def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
     """Check everything that can be checked on paper, start engine and learner side by side, resume.
 
+    With `generates` false there is neither engine nor verifier, and no problems are read.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     leads = rank_of_environment() == 0
     check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
     tokenizer = load_tokenizer(recipe.model.path)
-    problems = ready(recipe.data, recipe.reward, tokenizer) if leads else None
+    problems = ready(recipe.data, recipe.reward, tokenizer) if leads and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if leads else RunDirectory(recipe.run.dir)
         done = newest_cursor(directory.checkpoints).updates_done(recipe.schedule)
@@ -115,7 +117,8 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
             generator = _open_generator(recipe, directory, tokenizer, problems, stack) if problems else None
             learner = build_learner(recipe)
             stack.callback(shutdown)
-            cursor = restore_newest(learner, directory.checkpoints)
+            cursor = restore_newest(learner, directory.checkpoints, display.say if leads else lambda damage: None)
+            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint))
             chunks = [policy(chunk) for chunk in learner.chunks]
             bridge = build_bridge(chunks, learner.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
             if generator:
@@ -125,7 +128,7 @@ def open_run(recipe: Recipe) -> Iterator[Run]:
         for note in problems.notes if problems else ():
             display.say(note)
         patience = dist.new_group(backend="gloo", timeout=GENERATION_TIMEOUT) if learner.ranks.world > 1 else None
-        yield Run(recipe, directory, learner, bridge, generator, cursor, log, display, stop, patience)
+        yield Run(recipe, directory, learner, bridge, generator, cursor, saver, log, display, stop, patience)
 
 
 def _open_generator(

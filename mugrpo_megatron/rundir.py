@@ -48,6 +48,10 @@ class RunDirectory:
     def stage(self, stage: int) -> Path:
         return self.path / "stages" / f"{stage:05d}"
 
+    def poisoned(self, stage: int, age: int) -> Path:
+        """The batch of the last of too many skipped updates."""
+        return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 
@@ -98,20 +102,23 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def differing(old: Recipe, new: Recipe) -> list[str]:
+    """The keys, as `section.key`, that say something else about what is computed."""
+    return [
+        f"{name}.{key}"
+        for name in Recipe.model_fields
+        if name not in FREE_TO_CHANGE
+        for key in sorted(getattr(old, name).model_fields_set | getattr(new, name).model_fields_set)
+        if getattr(getattr(old, name), key) != getattr(getattr(new, name), key)
+    ]
+
+
 def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    old = load_recipe(directory.recipe)
-    differing = [
-        f"{name}.{key}"
-        for name in Recipe.model_fields
-        if name not in FREE_TO_CHANGE
-        for key in getattr(old, name).model_fields_set | getattr(new, name).model_fields_set
-        if getattr(getattr(old, name), key) != getattr(getattr(new, name), key)
-    ]
-    allowed = {"schedule.stages", "run.dir", "run.collective_timeout_s"}
-    if wrong := sorted(set(differing) - allowed):
+    allowed = {"schedule.stages", "run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
+    if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):
         raise UserError(
             f"{directory.path} belongs to a run with other values of {', '.join(wrong)}; "
             "choose another run.dir, or resume with the recipe it holds"

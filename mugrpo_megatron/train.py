@@ -17,15 +17,12 @@ from mugrpo_megatron.optimization import (
 )
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.results import finish, show_finished
-from mugrpo_megatron.run import open_run
+from mugrpo_megatron.run import Run, open_run
+from mugrpo_megatron.schedule import Cursor
 
 
 def train(recipe: Recipe) -> None:
     """S stages of µ updates: S=4, µ=1024 is mu-GRPO, S=1024, µ=4 ordinary GRPO; nothing else differs.
-
-    In a stage the engine generates all responses of the next µ updates with the learner's present weights. While the
-    updates are taken they grow stale, by up to µ - 1 updates: relaxed clipping keeps their gradients, and the
-    negative-advantage veto drops the part of a response that the policy would no longer produce.
 
     Every rank of the world runs this function. A run directory that holds an unfinished run is continued.
     """
@@ -33,21 +30,35 @@ def train(recipe: Recipe) -> None:
         return
     with open_run(recipe) as run:
         for cursor in run.cursor.stages_left(recipe.schedule):
-            stage = run.stage_store(cursor.stage)
-            while not stage.sealed:  # once, unless an engine fails and is started anew
-                sync_weights(run, cursor)  # learner -> bridge -> engine
-                evaluate_if_due(run, cursor)
-                generate(run, stage, cursor)  # engine -> verifier -> stage store
-            measure_mismatch(run, stage, cursor)
-            recompute_behaviour(run, stage, cursor)
-
-            with optimizing(run, cursor) as bar:
-                for now in cursor.updates_left(recipe.schedule):
-                    samples = read_update(run, stage, now)
-                    rewards = np.array([sample.reward for sample in samples])
-                    groups = np.array([sample.group for sample in samples])
-                    advantages = group_advantages(rewards, groups, recipe.objective)
-                    metrics = update(run.learner, samples, advantages)
-                    record_update(run, now, samples, metrics, bar)
-                    save_if_due(run, now.advanced(recipe.schedule))
+            generate_stage(run, cursor)
+            optimize_stage(run, cursor)
         finish(run)
+
+
+def generate_stage(run: Run, cursor: Cursor) -> None:
+    """The engine generates all responses of the next µ updates with the learner's present weights."""
+    stage = run.stage_store(cursor.stage)
+    while not stage.sealed:  # once, unless an engine fails and is started anew
+        sync_weights(run, cursor)  # learner -> bridge -> engine
+        evaluate_if_due(run, cursor)
+        generate(run, stage, cursor)  # engine -> verifier -> stage store
+
+
+def optimize_stage(run: Run, cursor: Cursor) -> None:
+    """µ updates on one stage, from `cursor` on; its responses grow stale by up to µ - 1 updates on the way.
+
+    Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
+    policy would no longer produce.
+    """
+    stage = run.stage_store(cursor.stage)
+    measure_mismatch(run, stage, cursor)
+    recompute_behaviour(run, stage, cursor)
+    with optimizing(run, cursor) as bar:
+        for now in cursor.updates_left(run.recipe.schedule):
+            samples = read_update(run, stage, now)
+            rewards = np.array([sample.reward for sample in samples])
+            groups = np.array([sample.group for sample in samples])
+            advantages = group_advantages(rewards, groups, run.recipe.objective)
+            metrics = update(run.learner, samples, advantages)
+            record_update(run, now, samples, metrics, bar)
+            save_if_due(run, now.advanced(run.recipe.schedule))

@@ -14,7 +14,7 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.rollout.store import StageStore
-from tests.tiny import save_model, write_recipe
+from tests.tiny import COIN, save_model, write_recipe
 
 MUGRPO = [sys.executable, "-m", "mugrpo_megatron"]
 UPDATES = 40
@@ -30,7 +30,13 @@ def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
     folder.mkdir(exist_ok=True)
     schedule = {"stages": 1, "updates_per_stage": UPDATES}
     return write_recipe(
-        folder / "recipe.toml", model, folder / "run", schedule=schedule, checkpoint={"every_updates": 3}, **sections
+        folder / "recipe.toml",
+        model,
+        folder / "run",
+        schedule=schedule,
+        checkpoint={"every_updates": 3},
+        reward=COIN,
+        **sections,
     )
 
 

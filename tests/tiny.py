@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,9 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+
+COIN = {"function": "tests.rewards.functions:parity"}
+"""A reward section that moves the weights: the tiny model's answers are never right."""
 
 
 def save_model(directory: Path) -> Path:
@@ -52,3 +57,11 @@ def write_recipe(path: Path, model: Path, run_dir: Path, **sections: dict[str, A
         table[name] = {**table.get(name, {}), **values}
     path.write_text(tomli_w.dumps(table), encoding="utf-8")
     return path
+
+
+def mugrpo(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end, which has to come with exit code `code`."""
+    command = [sys.executable, "-m", "mugrpo_megatron", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done

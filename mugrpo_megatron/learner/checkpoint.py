@@ -7,9 +7,7 @@ a run follows from `run.seed` and the cursor.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,50 +16,111 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.groups import named_phase
+from mugrpo_megatron.learner.checkpoint_files import checksums, damage, make_room, publish, read_state
+from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import set_steps, shards
 from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states
 from mugrpo_megatron.learner.state import Learner
 
-STATE = "state.json"
-"""Counters, cursor and model of a checkpoint; written last, so a directory that has it is complete."""
 
-
-class SaveInProcess(TorchDistSaveShardedStrategy):
-    """Megatron's `torch_dist` format written by this process itself.
+class WriteInProcess(AsyncSaveShardedStrategy):
+    """Megatron's `torch_dist` format, written by this process itself when the request is executed.
 
     Megatron forks writers and starts a manager process for their results: seconds for the first save of a small model,
-    a fork of a process full of threads, and a manager that outlives a rank that is killed.
+    a fork of a process full of threads, and a manager that outlives a rank that is killed. With `copy` the request
+    holds copies in host memory, so that training may go on before it is executed; its collectives use `group`.
     """
 
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
+    can_handle_sharded_objects = True
+
+    def __init__(self, group: dist.ProcessGroup | None, copy: bool) -> None:
+        super().__init__("torch_dist", 1)
+        self._group, self._copy = group, copy
+
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+        if self._copy:
+            for tensor in nested_values(sharded_state_dict):
+                if isinstance(tensor, ShardedTensor):
+                    tensor.data = tensor.data.detach().to("cpu", copy=True)
+        tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        torch_state = mcore_to_pyt_state_dict(tensors, False)
+
+        def write() -> None:
+            torch_checkpoint.save(
+                torch_state,
+                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
+                planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+                process_group=self._group,
+            )
+
+        return AsyncRequest(write, (), [])
 
 
 def save(learner: Learner, directory: Path, cursor: dict[str, Any]) -> None:
     """Write the learner's state and `cursor` (JSON values) to `directory`, which then appears complete or not at all.
 
-    Collective. Raises UserError, on every rank and before anything is written, when the disk has no room for it.
+    Collective. Raises UserError, on every rank, when the disk has no room for it.
     """
+    begin_save(learner, directory, cursor)()
+
+
+def begin_save(
+    learner: Learner,
+    directory: Path,
+    cursor: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+    copy: bool = False,
+) -> Callable[[], None]:
+    """Take what a save needs of the learner, and return the function that writes it, for every rank to call once.
+
+    With `copy` training may go on between the two, and the function may run in another thread of every rank: `group`
+    is then a gloo group of all ranks that nothing else uses. Collective. Raises UserError, here or there, on every
+    rank, when the disk has no room.
+    """
+    ranks = learner.ranks
     partial = directory.with_name(f".{directory.name}.partial")
-    with named_phase(learner.ranks, f"saving {directory}"):
-        _on_rank_zero(learner, lambda: _make_room(learner, partial))
-        dist_checkpointing.save(_tensors(learner, loading=False), str(partial), SaveInProcess("torch_dist", 1))
-        _on_rank_zero(learner, lambda: _publish(learner, partial, directory, cursor))
+    layout = ranks.tp_size * ranks.pp_size
+    held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
+    with named_phase(ranks, f"saving {directory}"):
+        _on_rank_zero(ranks, None, lambda: make_room(partial, held * layout))
+        tensors = _tensors(learner, loading=False)
+        request = dist_checkpointing.save(tensors, str(partial), WriteInProcess(group, copy), async_sharded_save=True)
+        for finalize in request.finalize_fns:
+            finalize()  # Megatron's own metadata; nothing counts before the state is there
+    state = _state(learner, cursor)
+
+    def write() -> None:
+        with named_phase(ranks, f"saving {directory}"):
+            try:
+                request.async_fn()
+            except torch_checkpoint.CheckpointException as failure:
+                raise _explained(failure, directory) from failure
+            shares: list[dict[str, str]] = [{}] * ranks.world
+            dist.all_gather_object(shares, checksums(partial, ranks.rank, ranks.world), group=group)
+            files = {name: sha256 for share in shares for name, sha256 in share.items()}
+            _on_rank_zero(ranks, group, lambda: publish(partial, directory, {**state, "files": files}))
+
+    return write
+
+
+def find_damage(learner: Learner, directory: Path) -> str | None:
+    """What is wrong with the checkpoint in `directory`, None when every byte is what was written. Collective."""
+    ranks = learner.ranks
+    found: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(found, damage(directory, ranks.rank, ranks.world))
+    return next((one for one in found if one), None)
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
@@ -69,7 +128,13 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
 
     Collective. Raises UserError when the directory is no complete checkpoint or belongs to another model.
     """
-    state = _read_state(learner, directory)
+    state = read_state(directory)
+    expected = _state(learner, {})["model"]
+    if state["model"] != expected:
+        raise UserError(
+            f"{directory}: the checkpoint holds the model {state['model']}, but model.path = "
+            f"{learner.recipe.model.path} describes {expected}; resume with the model the run was started from"
+        )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
         loaded = dist_checkpointing.load(_tensors(learner, loading=True), str(directory))
         for chunk, tensors in zip(learner.chunks, loaded["model"], strict=True):
@@ -97,59 +162,25 @@ def _state(learner: Learner, cursor: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read_state(learner: Learner, directory: Path) -> dict[str, Any]:
-    path = directory / STATE
-    if not path.is_file():
-        raise UserError(f"{directory} is no complete checkpoint: it has no {STATE}; take an older one or start afresh")
-    state = json.loads(path.read_text(encoding="utf-8"))
-    expected = _state(learner, {})["model"]
-    if state["model"] != expected:
-        raise UserError(
-            f"{path}: the checkpoint holds the model {state['model']}, but model.path = {learner.recipe.model.path} "
-            f"describes {expected}; resume with the model the run was started from"
-        )
-    return state
+def _explained(failure: torch_checkpoint.CheckpointException, directory: Path) -> BaseException:
+    """A UserError when a rank's disk was full, else the failure itself."""
+    for error, _ in failure.failures.values():
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return UserError(
+                f"{directory.parent}: no space left for {directory.name}; the checkpoints before it are kept, "
+                "so free some space and run the same command again"
+            )
+    return failure
 
 
-def _make_room(learner: Learner, partial: Path) -> None:
-    """An empty directory to write to, on a disk that has room for all ranks' state."""
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    layout = learner.ranks.tp_size * learner.ranks.pp_size
-    held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
-    needed, free = held * layout, shutil.disk_usage(partial).free
-    if free < needed:
-        partial.rmdir()
-        raise UserError(
-            f"{partial.parent}: a checkpoint takes about {needed / 2**30:.1f} GiB but {free / 2**30:.1f} GiB are free; "
-            "make room or move run.dir, then start the same command again to resume"
-        )
-
-
-def _publish(learner: Learner, partial: Path, directory: Path, cursor: dict[str, Any]) -> None:
-    with (partial / STATE).open("w", encoding="utf-8") as file:
-        json.dump(_state(learner, cursor), file, indent=2)
-    for path in [*partial.iterdir(), partial]:
-        _sync(path)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _on_rank_zero(learner: Learner, action: Callable[[], None]) -> None:
+def _on_rank_zero(ranks: Ranks, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
     """Run `action` on rank 0 while the others wait; a UserError there is raised on every rank."""
     outcome: list[UserError | None] = [None]
-    if learner.ranks.rank == 0:
+    if ranks.rank == 0:
         try:
             action()
         except UserError as error:
             outcome = [error]
-    dist.broadcast_object_list(outcome)
+    dist.broadcast_object_list(outcome, group=group)
     if outcome[0] is not None:
         raise outcome[0]

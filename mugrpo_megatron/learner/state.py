@@ -26,5 +26,7 @@ class Learner:
     """Updates taken, skipped ones included; drives the learning rate."""
     steps_done: int = 0
     """Steps the optimizer took: `updates_done` less the updates skipped for a non-finite gradient."""
+    skipped_in_a_row: int = 0
+    """Updates skipped since the last step."""
     asleep: dict[str, list[Parked]] = field(default_factory=dict)
     """Parts of the state whose memory the engine has (see `memory`)."""

@@ -92,4 +92,5 @@ def _step(learner: Learner) -> Step:
     step = take_step(learner.optimizer, learning_rate(section, learner.updates_done, total), section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped
+    learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

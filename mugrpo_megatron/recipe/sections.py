@@ -107,6 +107,8 @@ class OptimizerSection(Section):
     """Decoupled weight decay; norms and biases are left out."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
+    max_skipped: PositiveInt = 10
+    """Updates in a row skipped for a non-finite gradient that end the run, its state and the last batch saved."""
 
 
 class ParallelSection(Section):
@@ -210,6 +212,10 @@ class CheckpointSection(Section):
 
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves at stage ends only."""
+    every_minutes: NonNegativeFloat = 0.0
+    """Also save inside a stage when the last save is n minutes old; 0 does not look at the clock."""
+    asynchronous: bool = True
+    """Copy the state to host memory and write it while training goes on; false waits for the disk."""
     keep: PositiveInt = 2
     """Newest complete checkpoints that are kept."""
 

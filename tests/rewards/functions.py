@@ -42,3 +42,8 @@ def grow(response: str, answer: str) -> float:
 
 
 _left_behind: list[bytearray] = []
+
+
+def parity(response: str, answer: str) -> float:
+    """A coin that every response carries: a model that answers with noise is rewarded half of the time."""
+    return float(sum(map(ord, response)) % 2)
