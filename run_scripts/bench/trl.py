@@ -29,8 +29,8 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.order import problem_at
+from mugrpo_megatron.data.ready import ready
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.recipe import Recipe, load_recipe
@@ -116,6 +116,7 @@ def _trl_apart(options: argparse.Namespace, rate: float) -> Result:
     ]
     for name in ("updates", "mu", "seed", "eval_problems", "dtype", "threads"):
         command += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    command += [word for one in options.overrides for word in ("--set", one)]
     done = subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     return Result(f"TRL, µ={options.mu}", rate, found["points"], found["parts"])
@@ -134,7 +135,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
     tokenizer = load_tokenizer(options.model)
     tokenizer.padding_side = "left"
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
-    train, held_out = _problems(recipe, options.updates)
+    train, held_out = _problems(recipe, tokenizer, options.updates)
     assert tokenizer(train[0].question).input_ids == tokenizer.encode(train[0].question, add_special_tokens=False)
 
     with Verifier(recipe.reward) as verifier, TemporaryDirectory() as folder:
@@ -264,12 +265,11 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _problems(recipe: Recipe, updates: int) -> tuple[list[Problem], list[Problem]]:
+def _problems(recipe: Recipe, tokenizer: Any, updates: int) -> tuple[list[Problem], list[Problem]]:
     """The run's training problems in its order, and its held-out problems."""
-    data, size = recipe.data, recipe.rollout.prompts_per_update
-    pool = arithmetic.problems(0, "train", data.generated_problems, data.train)
-    train = [pool[problem_at(recipe.run.seed, len(pool), place)] for place in range(updates * size)]
-    return train, arithmetic.problems(0, "eval", data.eval_problems, data.eval)
+    found = ready(recipe.data, recipe.reward, tokenizer)
+    pool, places = found.train.problems, range(updates * recipe.rollout.prompts_per_update)
+    return [pool[problem_at(recipe.run.seed, len(pool), place)] for place in places], found.held_out.problems
 
 
 def _shared(options: argparse.Namespace) -> list[str]:
@@ -278,6 +278,7 @@ def _shared(options: argparse.Namespace) -> list[str]:
         f"model.dtype={options.dtype}",
         f"run.seed={options.seed}",
         f"data.eval_problems={options.eval_problems}",
+        *options.overrides,
     ]
 
 
@@ -318,6 +319,9 @@ def _options() -> argparse.Namespace:
         "--threads", type=int, default=0, help="torch threads of TRL, as many as cores without it; 1 on a busy machine"
     )
     parser.add_argument("--out", type=Path, help="write the results there as JSON")
+    parser.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for both sides"
+    )
     parser.add_argument("--side", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.model = options.model.resolve()

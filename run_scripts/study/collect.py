@@ -15,12 +15,14 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
+from run_scripts.study.cost import generation_points, switches
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.processes import CpuClock, read_cpu_clock
 from run_scripts.study.run import CLOCK
@@ -108,8 +110,10 @@ def row_of(run: RunData, clock: CpuClock | None) -> Row:
 
 
 def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str, Any]:
-    """Evaluations as [update, wall, cpu, accuracy] and stages as [first update, reward]; with `updates` also phases as
-    [name, start, end] and the columns of every update. Seconds count from the end of start-up, without evaluations.
+    """Evaluations as [update, wall, cpu, accuracy], stages as [first update, reward], what switches cost, stages'
+    generation as [responses, seconds]; with `updates` phases as [name, start, end] and the columns of every update too.
+
+    Seconds count from the end of start-up, without evaluations.
     """
     evals = [
         [
@@ -125,6 +129,8 @@ def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str
         "evals": evals,
         "stages": [[row["stage"] * size, _short(row["reward_mean"])] for row in run.stages],
     }
+    curve["switches"] = {name: _short(value) for name, value in asdict(switches(run)).items()}
+    curve["generation"] = [[responses, _short(seconds)] for responses, seconds in generation_points(run)]
     if updates:
         curve["phases"] = [
             [row["phase"], *(round(training_seconds(run, row[end]), 2) for end in ("start", "end"))]

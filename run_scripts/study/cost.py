@@ -13,12 +13,14 @@ import argparse
 import heapq
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
+from run_scripts.study.results import Results
 from run_scripts.study.tables import markdown
 
 
@@ -79,9 +81,8 @@ class Prediction:
 
 def switches(run: RunData) -> Switches:
     """What the run's stages cost apart from sampling and updates."""
-    per_stage: dict[str, list[float]] = {
-        name: [] for name in ("generate", "optimize", "sync", "score", "logprobs", "save", "rest")
-    }
+    names = ("generate", "optimize", "sync", "score", "logprobs", "save", "rest")
+    per_stage: dict[str, list[float]] = {name: [] for name in names}
     for row in run.stages:
         own = [phase for phase in run.phases if phase["stage"] == row["stage"] and phase["phase"] != "start"]
         seconds = dict.fromkeys((*per_stage, "eval"), 0.0)
@@ -96,15 +97,17 @@ def switches(run: RunData) -> Switches:
     return Switches(len(run.stages), statistics.median(row["responses"] for row in run.stages), **median)
 
 
-def generation_fit(runs: Sequence[RunData]) -> tuple[float, float]:
-    """(fixed, each): seconds of a stage's generation = fixed + each * responses, least squares over all stages.
+def generation_points(run: RunData) -> list[tuple[float, float]]:
+    """(responses, seconds of generating them) of every stage."""
+    seconds = {row["stage"]: row["end"] - row["start"] for row in run.phases if row["phase"] == "generate"}
+    return [(row["responses"], seconds[row["stage"]]) for row in run.stages if row["stage"] in seconds]
+
+
+def generation_fit(points: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """(fixed, each): seconds of a stage's generation = fixed + each * responses, least squares over `points`.
 
     Raises ValueError when all stages have the same number of responses.
     """
-    points = []
-    for run in runs:
-        seconds = {row["stage"]: row["end"] - row["start"] for row in run.phases if row["phase"] == "generate"}
-        points += [(row["responses"], seconds[row["stage"]]) for row in run.stages if row["stage"] in seconds]
     responses, times = np.array(points, dtype=float).T
     if len(set(responses)) == 1:
         raise ValueError("a fit needs stages of different sizes: give runs with different mu")
@@ -146,6 +149,8 @@ def kv_tokens(memory_gb: float, resident_gb: float, bytes_per_token: int) -> int
     return max(0, int((memory_gb - resident_gb) * 1e9 / bytes_per_token))
 
 
+SIGMAS = (0.0, 0.5, 1.0)
+"""Spreads of log-normal response lengths that the prediction is made for."""
 H200 = Machine(step_s=3.3e-3, row_s=13.5e-6, running=512, update_s=0.0, switch_s=10.0)
 """One of 4 H200 with Qwen2.5-7B in bfloat16. Reading the weights takes 3.3 ms a step; 25.6k, 38k and 50k tokens/s at
 batches of 128, 256 and 512 with a context of 1,024 put 13.5 µs a row on top. The switch is assumed, not measured."""
@@ -162,43 +167,72 @@ def main() -> None:
     options = parser.parse_args()
     runs = [read_run(path) for path in options.runs]
     if runs:
-        print(measured_table(runs))
-        print()
-        if len({row["responses"] for run in runs for row in run.stages}) > 1:
-            fixed, each = generation_fit(runs)
-            print(f"generation of a stage: {fixed:.2f} s + {1e3 * each:.3f} ms a response\n")
+        named = [(f"{run.path.parent.name}/{run.path.name}", switches(run)) for run in runs]
+        points = [point for run in runs for point in generation_points(run)]
+        print(switches_table(named), generation_text(points), sep="\n\n", end="\n\n")
     print(prediction_table())
     print()
     print(memory_table())
 
 
-def measured_table(runs: Sequence[RunData]) -> str:
+def switches_table(named: Sequence[tuple[str, Switches]]) -> str:
     """The switch of each run, part by part."""
     rows = []
-    for run in runs:
-        s = switches(run)
+    for name, s in named:
         parts = (s.generate, s.optimize, s.sync, s.score, s.logprobs, s.save, s.rest, s.switch)
         share = s.switch / (s.switch + s.generate + s.optimize)
-        name = f"{run.path.parent.name}/{run.path.name}"
-        rows.append(
-            [name, str(s.stages), f"{s.responses:g}", *(f"{seconds:.3f}" for seconds in parts), f"{100 * share:.0f}"]
-        )
+        seconds = (f"{part:.3f}" for part in parts)
+        rows.append([name, str(s.stages), f"{s.responses:g}", *seconds, f"{100 * share:.0f}"])
     head = ("Run", "Stages", "Responses", "generate", "optimize", "sync", "score", "logprobs", "save", "rest")
     return markdown((*head, "switch", "switch %"), rows)
 
 
-def prediction_table(updates: int = 4096, per_update: int = 256, devices: int = 4) -> str:
+def generation_text(points: Sequence[Sequence[float]]) -> str:
+    """The fit in a sentence."""
+    if len({responses for responses, _ in points}) < 2:
+        return "Stages of one size alone: nothing to fit."
+    fixed, each = generation_fit(points)
+    return f"Generating a stage takes {fixed:.2f} s and {1e3 * each:.3f} ms a response (fit over {len(points)} stages)."
+
+
+def kept_switches(results: Results) -> tuple[str, str]:
+    """`switches_table` and `generation_text` of the first part's tuned runs with seed 0; empty without any."""
+    found = [
+        (variant.title, results.curve(results.timed(variant.name)[0]))
+        for variant in results.grid.parts[0].variants
+        if results.timed(variant.name)
+    ]
+    if not found:
+        return "", ""
+    points = [point for _, curve in found for point in curve["generation"]]
+    return switches_table([(name, Switches(**curve["switches"])) for name, curve in found]), generation_text(points)
+
+
+def prediction_table() -> str:
     """GRPO (µ=4) and mu-GRPO (µ=1024) on 4 H200, for lengths with tails of different weight."""
     rows = []
-    for sigma in (0.0, 0.5, 1.0):
-        lengths = heavy_tail(updates * per_update // devices, 1024, 8192, sigma)
-        update_s = per_update * float(lengths.mean() + 256) / devices / H200_TRAINING_TOKENS_S
-        machine = Machine(H200.step_s, H200.row_s, H200.running, update_s, H200.switch_s)
-        small, large = (predict(lengths, machine, stages, updates) for stages in (updates // 4, 4))
+    for sigma in SIGMAS:
+        small, large = h200(sigma)
         for name, p in (("µ=4", small), ("µ=1024", large)):
             hours = (f"{seconds / 3600:.2f}" for seconds in (p.generate, p.optimize, p.switch, p.total))
             rows.append([f"{name}, σ={sigma:g}", *hours, f"{100 * p.occupancy:.0f}", f"{small.total / p.total:.2f}"])
     return markdown(("Run", "generate h", "optimize h", "switch h", "total h", "places in use %", "times faster"), rows)
+
+
+def savings() -> tuple[float, float]:
+    """Least and most times that mu-GRPO is faster in `prediction_table`."""
+    ratios = [small.total / large.total for small, large in map(h200, SIGMAS)]
+    return min(ratios), max(ratios)
+
+
+@lru_cache
+def h200(sigma: float, updates: int = 4096, per_update: int = 256, devices: int = 4) -> tuple[Prediction, Prediction]:
+    """µ=4 and µ=1024 on `devices` H200, each with an engine of its own and its share of the responses."""
+    lengths = heavy_tail(updates * per_update // devices, 1024, 8192, sigma)
+    update_s = per_update * float(lengths.mean() + 256) / devices / H200_TRAINING_TOKENS_S
+    machine = replace(H200, update_s=update_s)
+    small, large = (predict(lengths, machine, stages, updates) for stages in (updates // 4, updates // 1024))
+    return small, large
 
 
 def memory_table(context: int = 2048) -> str:

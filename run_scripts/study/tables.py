@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from mugrpo_megatron.observe.metrics import PHASES
-from run_scripts.study.grid import Variant
+from run_scripts.study.grid import Cell
 from run_scripts.study.results import CPU, WALL, Results, column
 from run_scripts.study.stats import Mean, difference, mean_of
 
 TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
 COLLAPSE = 0.10
-"""A run that ends this far below another, or below where it began, has collapsed."""
+"""A run that ends this far below another has collapsed."""
+PAPERS_SPEEDUP = 2.2
+QUIET = 0.1
+"""Share of the machine's processor time that others may use while wall-clock is taken."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -62,17 +66,17 @@ def tuning(results: Results) -> str:
 
 def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
     """Accuracy at the tuned rate, difference to `against` on the same seeds, and what the updates were like."""
-    part = next(part for part in results.grid.parts if part.name == name)
     variants = results.grid.variants()
+    own = [variant for part in results.grid.parts if part.name == name for variant in part.variants]
     rows = []
-    for variant in (*(variants[one] for one in extra), *part.variants):
+    for variant in (*(variants[one] for one in extra if one in variants), *own):
         runs = results.tuned(variant.name)
         if not runs:
             continue
         apart = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
         rows.append(
             [
-                _title(variant),
+                variant.title,
                 str(variant.mu),
                 _rate(results.rate(variant.name)),
                 str(len(runs)),
@@ -143,8 +147,76 @@ def verdict(apart: Mean | None, bound: float) -> str:
     return "holds" if apart.low >= bound else "does not hold" if apart.high < bound else "open"
 
 
-def _title(variant: Variant) -> str:
-    return variant.title
+def below(apart: Mean | None) -> str:
+    """Whether a difference is below 0, as far as its interval says."""
+    flipped = None if apart is None else Mean(-apart.value, apart.half, apart.n)
+    return verdict(flipped, 0.0)
+
+
+def speed_verdict(speedup: Mapping[str, float | None], clocked: int) -> str:
+    """Whether wall-clock shows the paper's factor; only runs taken for it on a quiet machine can say."""
+    wall = speedup["wall"]
+    if wall is None:
+        return "not measured"
+    said = "holds" if wall >= PAPERS_SPEEDUP else "does not show at this scale"
+    return said if clocked else f"{said}; the machine was shared"
+
+
+def collapse_text(results: Results) -> str:
+    """The accuracies at the highest rate that was run without and with the veto."""
+    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
+    both = [rate for rate in results.grid.rates if {("relaxed", rate), ("mu_grpo", rate)} <= done.keys()]
+    if not both:
+        return "nothing yet"
+    rate = (collapses(results) or [(both[-1], 0.0, 0.0)])[0][0]
+    relaxed, vetoed = 100 * done["relaxed", rate], 100 * done["mu_grpo", rate]
+    return f"at {rate:g}, seed 0: {relaxed:.1f} % without, {vetoed:.1f} % with the veto"
+
+
+def edges(results: Results) -> str:
+    """Which variants have their best rate at an end of the grid, so that a better one may lie beyond."""
+    ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
+    found = [
+        f"{variant.title} ({ends[rate]})"
+        for variant in results.grid.variants().values()
+        if (rate := results.rate(variant.name)) in ends
+    ]
+    if not found:
+        return "No variant has its best rate at an end of the grid."
+    return f"Best at an end of the grid, so that a better rate may lie beyond: {', '.join(found)}."
+
+
+def machine_note(results: Results) -> str:
+    """Whether the seconds were taken on a quiet machine."""
+    runs = [row for variant in results.grid.parts[0].variants for row in results.timed(variant.name)]
+    if runs and all(row["kind"] == "clock" and (row["others_share"] or 0.0) < QUIET for row in runs):
+        return "Taken on a quiet machine, in runs of their own."
+    return (
+        "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while "
+        "these cells ran at the lowest priority, two at a time. Its seconds compare with nothing; processor time does. "
+        "`python -m run_scripts.study.run --clock 3` takes it again on a quiet machine and replaces it here."
+    )
+
+
+def trl_table(trl: Sequence[Mapping[str, Any]], results: Results) -> str:
+    """TRL's runs beside the study's own at the same rates, seed 0."""
+    rows = []
+    for run in trl:
+        first, last = run["points"][0], run["points"][-1]
+        rows.append([run["side"], f"{run['rate']:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
+    for rate in sorted({run["rate"] for run in trl}):
+        for name in ("grpo", "mu_grpo"):
+            key = f"study/{Cell(name, rate, 0).name}"
+            if key in results.curves:
+                first, *_, last = results.curves[key]["evals"]
+                title = f"ours, {results.grid.variants()[name].title}"
+                rows.append([title, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
+    rows.sort(key=lambda row: float(row[1]))
+    return markdown(("Side", "Rate", "Before %", "After %", "Wall s", "CPU s"), rows)
+
+
+def _ends(point: Sequence[float | None]) -> list[str]:
+    return ["–" if seconds is None else f"{seconds:.1f}" for seconds in point[1:3]]
 
 
 def _rate(rate: float | None) -> str:

@@ -6,13 +6,15 @@ python -m run_scripts.study.write
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from run_scripts.study import tables
+from run_scripts.study import cost, tables
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.plots import write_plots
@@ -30,12 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = read_results(load_grid(options.grid), options.docs)
     pictures = write_plots(results, options.docs)
     page = options.docs.parent / "study.md"
-    page.write_text(text(results, pictures), encoding="utf-8")
+    trl = options.docs / "trl.json"
+    beside = json.loads(trl.read_text(encoding="utf-8")) if trl.exists() else []
+    page.write_text(text(results, pictures, beside), encoding="utf-8")
     print(page)
     return 0
 
 
-def text(results: Results, pictures: Sequence[str]) -> str:
+def text(results: Results, pictures: Sequence[str], trl: Sequence[Mapping[str, Any]]) -> str:
     """The page; its prose is study.md.j2, every number in it comes from the results."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
@@ -44,6 +48,7 @@ def text(results: Results, pictures: Sequence[str]) -> str:
         autoescape=False,
     )
     environment.filters |= {"points": tables.points, "percent": tables.percent}
+    switches, generation = cost.kept_switches(results)
     level = tables.same_accuracy(results)
     return environment.get_template(TEMPLATE.name).render(
         results=results,
@@ -59,6 +64,12 @@ def text(results: Results, pictures: Sequence[str]) -> str:
         done=len(results.of_kind("study")),
         clocked=len(results.of_kind("clock")),
         problems=max((row["problems"] for row in results.rows), default=0),
+        prediction=cost.prediction_table(),
+        saving=cost.savings(),
+        memory=cost.memory_table(),
+        switches=switches,
+        generation_fit=generation,
+        trl=trl,
         before=max((row["accuracy_before"] for row in results.rows), default=0.0),
     )
 

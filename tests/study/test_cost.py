@@ -13,6 +13,7 @@ from run_scripts.study.cost import (
     Machine,
     decode_seconds,
     generation_fit,
+    generation_points,
     heavy_tail,
     kv_tokens,
     predict,
@@ -88,10 +89,11 @@ def test_a_runs_switch_is_what_is_neither_sampling_nor_updates(tmp_path: Path) -
 
 def test_the_fit_finds_what_stages_of_two_sizes_cost(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / str(u), rows_of(2, u), recipe_of(2, u))) for u in (4, 16)]
-    fixed, each = generation_fit(runs)
+    points = [point for run in runs for point in generation_points(run)]
+    fixed, each = generation_fit(points)
     assert (fixed, each) == (pytest.approx(0.2, abs=1e-3), pytest.approx(0.16 / 256, rel=1e-3))
     with pytest.raises(ValueError, match="different sizes"):
-        generation_fit(runs[:1])
+        generation_fit(points[:2])
 
 
 def test_what_is_resident_leaves_less_cache() -> None:
