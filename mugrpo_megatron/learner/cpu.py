@@ -48,7 +48,7 @@ def install() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _named_as_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
     _install_random_state()
-    _complete_router()
+    _complete_experts()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -86,9 +86,18 @@ def _install_random_state() -> None:
     tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _complete_router() -> None:
-    """megatron-core 0.16.1 tests a Transformer Engine function for None but defines it only where the engine is."""
-    from megatron.core.transformer.moe import moe_utils
+def _complete_experts() -> None:
+    """Two gaps in Megatron's experts: a name that only Transformer Engine defines, and counts that stay tensors.
+
+    The router tests a Transformer Engine function for None, which exists only where the engine is. The dispatcher turns
+    token counts into numbers where it copies them from a CUDA device, so on CPU the all-to-all would get tensors.
+    """
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not moe_utils.HAVE_TE:
         moe_utils.te_general_gemm = None
+
+    def as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_counts

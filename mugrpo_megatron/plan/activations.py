@@ -94,22 +94,18 @@ def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> f
     return chunks / layout.virtual
 
 
-def loss_bytes(
-    architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool
-) -> dict[str, float]:
+def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool) -> float:
     """Bytes on the last stage when the loss is formed, for `tokens` tokens that this rank takes the loss of.
 
-    `hidden`: the final norm's output, the rows of it that predict (all, at most) and their gradient. `forward`: one
-    chunk's logits in float32, in whose place the gradient is written; on CPU also the weight in float32 and the
-    softmax's scratch. `backward`: autograd's zeros for the output weight, whose gradient went to the gradient buffer.
+    Hidden states: the final norm's output, gathered where it was split, the rows of it that predict a trained token
+    (all, at most) and their gradient. Beside them, first one chunk's logits in float32, in whose place the gradient is
+    written, on CPU also the weight in float32; then autograd's zeros for the output weight, whose gradient went to the
+    gradient buffer.
     """
     width = architecture.letters["H"]
     rows = -(-architecture.vocab_size // layout.tensor)
-    gathered = tokens * layout.context
-    hidden = itemsize * width * (gathered / (layout.tensor if layout.sequence else 1) / layout.context + 2 * tokens)
+    hidden = tokens / (layout.tensor if layout.sequence else 1) + 2 * tokens
     if layout.context > 1 or layout.sequence:
-        hidden += itemsize * width * gathered
-    forward = FLOAT * min(chunk, tokens) * rows
-    if not cuda:
-        forward += FLOAT * rows * width * (itemsize < FLOAT)
-    return {"hidden": hidden, "forward": forward, "backward": float(itemsize * rows * width)}
+        hidden += tokens * layout.context
+    forward = FLOAT * rows * (min(chunk, tokens) + (0 if cuda or itemsize == FLOAT else width))
+    return itemsize * width * hidden + max(forward, itemsize * rows * width)

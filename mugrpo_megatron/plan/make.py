@@ -10,7 +10,7 @@ from typing import Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.plan.cluster import Assumptions, Cluster, assume, make_cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of, parameters
-from mugrpo_megatron.plan.memory import ITEMSIZE, Batch, Memory, batch_of, memory
+from mugrpo_megatron.plan.memory import ITEMSIZE, Batch, Memory, batch_of, memory, serving
 from mugrpo_megatron.plan.models import Model, find_model
 from mugrpo_megatron.plan.schedule import Schedule, schedules
 from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
@@ -61,8 +61,9 @@ def make_plan(
     _check_engine(recipe, cluster)
     layout = layout_of(recipe, cluster.world)
     about = recipe, model.architecture, model.config
-    need = memory(*about, layout, cluster, guess)
-    layouts = compare(*about, cluster, guess)
+    engine = serving(*about, cluster, guess)
+    need = memory(recipe, model.architecture, layout, cluster, guess, engine)
+    layouts = compare(*about, cluster, guess, engine)
     if not need.fits:
         raise UserError(_refusal(recipe, layout, need, layouts, cluster))
     batch = batch_of(recipe, layout, guess)

@@ -52,24 +52,42 @@ def mean_response(recipe: Recipe, assumptions: Assumptions) -> float:
     return max(1.0, assumptions.mean_response * recipe.rollout.max_response_tokens)
 
 
+RECOMPUTE = ("none", "selective", "full")
+
+
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Bytes of a learner rank on the fullest pipeline stage, at the fullest moment of an update."""
+    """Bytes of a learner rank of one pipeline stage in an update."""
 
     stage: int
     state: State
-    activations: Mapping[str, float]
-    """Recompute choice -> kept and remade layer activations."""
     recompute: str
+    kept: Mapping[str, float]
+    """Recompute choice -> layer activations of all micro-batches in flight."""
+    remade: Mapping[str, float]
+    """Recompute choice -> activations that come back for one layer at a time."""
     loss: float
-    """Hidden states and the greater of the loss path's forward and backward; 0 on other stages."""
+    """Hidden states and the greater of the loss path's forward and backward; 0 on all stages but the last."""
     working: float
-    """Temporaries of a layer's backward pass and of the embedding's gradient, where they exceed the loss path's."""
+    """Gradients and temporaries of one layer's backward pass."""
+    embedding: float
+    """The embedding's gradient, on the first stage, before it is added to the gradient buffer."""
+    in_flight: float
+    """Micro-batches whose activations are kept."""
+
+    def peak(self, recompute: str) -> float:
+        """What an update needs beside the state at its fullest of three moments.
+
+        When the loss is formed; in the backward pass of the last layer, the loss path gone; at the embedding, when this
+        micro-batch's activations are gone.
+        """
+        kept = self.kept[recompute]
+        others = kept * (1 - 1 / self.in_flight)
+        return max(kept + self.loss, kept + self.remade[recompute] + self.working, others + self.embedding)
 
     @property
     def update(self) -> float:
-        """What an update needs beside the state."""
-        return self.activations[self.recompute] + self.loss + self.working
+        return self.peak(self.recompute)
 
     @property
     def total(self) -> float:
@@ -84,25 +102,22 @@ def learning(
     mine = held(architecture, layout, stage)
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, cuda)
+    in_flight = micro_batches_in_flight(layout, stage, batch.micro_batches)
     layers = architecture.layers // layout.pipeline
-    flying = micro_batches_in_flight(layout, stage, batch.micro_batches)
-    kept = {choice: flying * layers * layer.kept(choice) + layer.remade(choice) for choice in RECOMPUTE}
     loss = 0.0
-    at_loss = 0.0
     if stage == layout.pipeline - 1:
-        parts = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, cuda)
-        loss = parts["hidden"]
-        at_loss = max(parts["forward"], parts["backward"])
-    # A layer's backward pass comes after the loss path has let go, and the first layer's before the embedding's.
-    embedding = b * mine.vocabulary if stage == 0 else 0.0
-    working = max(at_loss, layer.working, embedding - kept[recipe.learner.recompute])
+        loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, cuda)
     return Learning(
-        stage, learner_state(mine, layout, b), kept, recipe.learner.recompute, loss + min(at_loss, working),
-        working - min(at_loss, working),
-    )  # fmt: skip
-
-
-RECOMPUTE = ("none", "selective", "full")
+        stage=stage,
+        state=learner_state(mine, layout, b),
+        recompute=recipe.learner.recompute,
+        kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
+        remade={choice: layer.remade(choice) for choice in RECOMPUTE},
+        loss=loss,
+        working=layer.working,
+        embedding=float(b * mine.vocabulary if stage == 0 else 0),
+        in_flight=in_flight,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +199,13 @@ class Memory:
 
 
 def memory(
-    recipe: Recipe, architecture: Architecture, config: Mapping, layout: Layout, cluster: Cluster, guess: Assumptions
+    recipe: Recipe, architecture: Architecture, layout: Layout, cluster: Cluster, guess: Assumptions, engine: Serving
 ) -> Memory:
-    """Memory of the run's fullest rank in each phase."""
+    """Memory of the run's fullest rank in each phase, beside an engine that takes what `engine` says."""
     b, cuda = ITEMSIZE[recipe.model.dtype], cluster.device.cuda
     batch = batch_of(recipe, layout, guess)
     stages = [learning(recipe, architecture, layout, batch, cuda, stage) for stage in range(layout.pipeline)]
     fullest = max(stages, key=lambda one: one.total)
-    engine = serving(recipe, architecture, config, cluster, guess)
     rests = guess.learner_rest + guess.engine_rest if cuda else 0.0
     largest = b * architecture.vocab_size * architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined

@@ -53,25 +53,19 @@ def _memory(plan: Plan) -> Table:
     need, state = plan.memory, plan.memory.learning.state
     learn, serve = need.learning, need.serving
     table = _table(f"Memory of the fullest rank (pipeline stage {learn.stage})", "Part", ">GiB", "Note")
-    rows: list[tuple[str, float | None, str]] = [
+    rows = [
         ("learner: weights", state.weights, ""),
         ("learner: gradients", state.gradients, "float32, not sharded"),
         ("learner: master weights", state.master, f"float32, over {plan.layout.shards} ranks"),
         ("learner: moments", state.moments, ""),
         *(
-            (
-                f"learner: activations, {choice} recompute",
-                learn.activations[choice],
-                "chosen" * (choice == learn.recompute),
-            )
+            (f"learner: update, {choice} recompute", learn.peak(choice), "chosen" * (choice == learn.recompute))
             for choice in RECOMPUTE
         ),
-        (
-            "learner: loss path",
-            learn.loss,
-            "hidden states and one chunk of logits" if learn.loss else "on the last stage",
-        ),
-        ("learner: backward temporaries", learn.working, ""),
+        ("  of it: activations kept", learn.kept[learn.recompute], f"{learn.in_flight:g} micro-batches in flight"),
+        ("  of it: remade for one layer", learn.remade[learn.recompute], ""),
+        ("  of it: loss path", learn.loss, "hidden states, one chunk of logits" if learn.loss else "on the last stage"),
+        ("  of it: a layer's backward pass", learn.working, "after the loss path"),
         ("engine: weights", serve.weights, ""),
         ("engine: KV cache", serve.cache, f"{serve.tokens:,} tokens, {serve.requests:,} responses together"),
         ("engine: at work", serve.work, "activations, CUDA graphs; assumed"),
@@ -144,5 +138,5 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _gib(value: float | None) -> str:
-    return "" if value is None else f"{value / GIB:,.2f}"
+def _gib(value: float) -> str:
+    return f"{value / GIB:,.2f}"

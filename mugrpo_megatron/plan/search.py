@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.plan.cluster import Assumptions, Cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of, with_layout
-from mugrpo_megatron.plan.memory import RECOMPUTE, memory
+from mugrpo_megatron.plan.memory import RECOMPUTE, Serving, memory
 from mugrpo_megatron.plan.timing import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
@@ -31,14 +31,19 @@ class Candidate:
 
 
 def compare(
-    recipe: Recipe, architecture: Architecture, config: Mapping, cluster: Cluster, guess: Assumptions
+    recipe: Recipe,
+    architecture: Architecture,
+    config: Mapping,
+    cluster: Cluster,
+    guess: Assumptions,
+    engine: Serving,
 ) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
     Of the recompute choices of a layout the fastest that fits is listed, or, where none fits, the smallest.
     """
     found = [
-        _best(candidate, recipe, architecture, config, cluster, guess)
+        _best(candidate, recipe, architecture, config, cluster, guess, engine)
         for candidate in _worth_trying(recipe, config, cluster)
     ]
     return sorted(found, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
@@ -58,6 +63,7 @@ def _best(
     config: Mapping,
     cluster: Cluster,
     guess: Assumptions,
+    engine: Serving,
 ) -> Candidate:
     away = distance(candidate.parallel, recipe.parallel)
     layout = layout_of(candidate, cluster.world)
@@ -69,7 +75,7 @@ def _best(
         learner = recipe.learner.model_copy(update={"recompute": recompute})
         trial = candidate.model_copy(update={"learner": learner})
         own = layout_of(trial, cluster.world)
-        need = memory(trial, architecture, config, own, cluster, guess)
+        need = memory(trial, architecture, own, cluster, guess, engine)
         seconds = update_seconds(trial, architecture, own, cluster, guess)
         choices.append(Candidate(own, seconds, need.learn, tuple(need.problems), away))
     fitting = [one for one in choices if not one.problems]

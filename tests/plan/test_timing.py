@@ -9,7 +9,7 @@ import pytest
 from mugrpo_megatron.plan.activations import micro_batches_in_flight
 from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of
-from mugrpo_megatron.plan.memory import memory
+from mugrpo_megatron.plan.memory import memory, serving
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.plan.schedule import Schedule, schedules
 from mugrpo_megatron.plan.timing import bubble, stage_bytes, update_seconds, work_of
@@ -74,7 +74,7 @@ def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: 
 def costs(**sections: dict[str, Any]) -> list[Schedule]:
     cluster, chosen = make_cluster(1, 4, "h200"), recipe(**sections)
     layout = layout_of(chosen, 4)
-    need = memory(chosen, MODEL, CONFIG, layout, cluster, GUESS)
+    need = memory(chosen, MODEL, layout, cluster, GUESS, serving(chosen, MODEL, CONFIG, cluster, GUESS))
     return schedules(chosen, MODEL, CONFIG, layout, cluster, GUESS, need)
 
 

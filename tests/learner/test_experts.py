@@ -1,0 +1,92 @@
+"""Mixtures of experts: the same update in every layout, expert parallelism included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.update import token_logprobs, update
+from tests.learner.tiny import VOCAB, advantages, recipe, samples
+from tests.ranks import run_ranks
+
+
+def two_updates(
+    model: str, sections: dict[str, dict[str, Any]]
+) -> tuple[dict[str, float], dict[str, float], np.ndarray]:
+    learner = build_learner(recipe(Path(model), **sections))
+    data = samples()
+    first = update(learner, data, advantages(len(data)))
+    second = update(learner, data, advantages(len(data)))
+    return first, second, np.concatenate(token_logprobs(learner, data))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("experts")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        use_sliding_window=False,
+    )
+    policy = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
+    policy.float().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def alone(model: str) -> Any:
+    return run_ranks(1, two_updates, model, {})[0]
+
+
+LAYOUTS = {
+    "ep2": (2, {"parallel": {"expert": 2}}),
+    "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "pp2 ep2": (4, {"parallel": {"pipeline": 2, "expert": 2}}),
+    "full recompute": (1, {"learner": {"recompute": "full"}}),
+}
+
+
+def refusal(model: str, sections: dict[str, dict[str, Any]]) -> str:
+    with pytest.raises(UserError) as refused:
+        build_learner(recipe(Path(model), **sections))
+    return str(refused.value)
+
+
+def test_what_gloo_cannot_gather_is_refused_on_cpu(model: str) -> None:
+    sections = {"parallel": {"tensor": 2, "sequence": True, "expert": 2}}
+    for said in run_ranks(4, refusal, model, sections):
+        assert "tensor 2 with expert 2 needs CUDA" in said
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_update_is_that_of_one_process(layout: str, model: str, alone: Any) -> None:
+    world, sections = LAYOUTS[layout]
+    first, second, logprobs = alone
+    for rank in run_ranks(world, two_updates, model, sections):
+        assert rank[0]["loss"] == pytest.approx(first["loss"], rel=1e-4)
+        assert rank[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+        assert rank[1]["loss"] == pytest.approx(second["loss"], rel=2e-3)
+        assert rank[1]["grad_norm"] == pytest.approx(second["grad_norm"], rel=2e-3)
+        np.testing.assert_allclose(rank[2], logprobs, atol=2e-3)

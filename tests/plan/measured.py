@@ -1,0 +1,63 @@
+"""What a learner really allocates: each allocation and release of torch's CPU allocator, as the profiler records it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.profiler import ProfilerActivity, profile
+
+from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Sample
+
+
+def allocations(work: Callable[[], Any]) -> tuple[Any, int, int]:
+    """What `work` returns, the bytes that it left allocated, and the most that it had allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        result = work()
+    events = recorded.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = np.cumsum([size for _, size in changes])
+    return result, int(held[-1]), int(held.max())
+
+
+def learner_bytes(sections: dict[str, Any], responses: int, prompt: int, response: int, vocab: int) -> tuple[int, int]:
+    """(state, peak of an update beside it) of this rank, on `responses` equally long responses.
+
+    The second update is measured, so that nothing is counted that is made once.
+    """
+    learner, state, _ = allocations(lambda: build_learner(Recipe.model_validate(sections)))
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(
+            group=index // 4,
+            problem=str(index // 4),
+            prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
+            response_ids=rng.integers(0, vocab, response).astype(np.int32),
+            behaviour_logprobs=rng.normal(-8, 0.1, response).astype(np.float32),
+            reward=float(index % 2),
+            weight_version=0,
+            finish_reason="stop",
+        )
+        for index in range(responses)
+    ]
+    advantages = rng.normal(size=responses).astype(np.float32)
+    update(learner, samples, advantages)
+    _, _, peak = allocations(lambda: update(learner, samples, advantages))
+    return state, peak
+
+
+def save_random(directory: Path, config: dict[str, Any]) -> Path:
+    """A float32 checkpoint of the model that a transformers config describes, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = {key: value for key, value in config.items() if key != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings))
+    model.float().save_pretrained(directory)
+    return directory
