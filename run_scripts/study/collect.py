@@ -36,11 +36,12 @@ COLUMNS = (
     *("kind", "part", "variant", "mu", "rate", "seed", "updates", "problems"),
     *("accuracy_before", "accuracy", "low", "high"),
     *(f"{phase}_s" for phase in PHASES),
+    *(f"{phase}_cpu_s" for phase in PHASES),
     *("wall_s", "cpu_s", "others_share"),
     *("vetoed", "clipped", "ess_min", "entropy_last", "zero_variance", "mismatch_mean", "reward_last", "tokens"),
 )
 """`wall_s` and `cpu_s` are those of training alone: without start-up and without evaluations. `optimize_s` is without
-the saves inside it. `kind` is `study`, or `clock` for a run that was taken for its wall-clock."""
+the saves inside it, `optimize_cpu_s` with them. `kind` is `study`, or `clock` for a run taken for its wall-clock."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +96,7 @@ def row_of(run: RunData, clock: CpuClock | None) -> Row:
         "low": _short(last["low"]),
         "high": _short(last["high"]),
         **{f"{name}_s": round(seconds, 2) for name, seconds in phases.items()},
+        **{f"{name}_cpu_s": None if clock is None else _cpu_of(run, clock, name) for name in PHASES},
         "wall_s": round(training_seconds(run, last["time"]), 2),
         "cpu_s": None if clock is None else round(training_cpu(run, clock, last["time"]), 2),
         "others_share": None if clock is None else round(clock.others_share(), 3),
@@ -168,6 +170,11 @@ def _begin_of(run: RunData, row: Row) -> float:
 
 def _until(row: Row, when: float) -> float:
     return max(0.0, min(row["end"], when) - row["start"])
+
+
+def _cpu_of(run: RunData, clock: CpuClock, name: str) -> float:
+    """Processor seconds of a phase; one shorter than the second between two samples gets its share of that second."""
+    return round(sum(clock(row["end"]) - clock(row["start"]) for row in run.phases if row["phase"] == name), 2)
 
 
 def _pairs(phases: Sequence[Row], inner: str, outer: str) -> list[tuple[Row, Row]]:

@@ -264,7 +264,7 @@ def _line(axes: Axes, xs: Sequence[float], means: Sequence[Mean], color: str, la
 
 
 def _percent(axes: Axes) -> None:
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.yaxis.set_major_locator(MaxNLocator(6))
 
 

@@ -32,9 +32,17 @@ class Results:
     def of_kind(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
 
+    def tried(self, variant: str) -> dict[float, float]:
+        """Final accuracy of the first seed at each rate that has run."""
+        return {c.rate: accuracy for c, accuracy in self.accuracies().items() if (c.variant, c.seed) == (variant, 0)}
+
+    def is_tuned(self, variant: str) -> bool:
+        return best_rate(self.grid, variant, self.accuracies()) is not None
+
     def rate(self, variant: str) -> float | None:
-        """The tuned rate; None while rates are missing."""
-        return best_rate(self.grid, variant, self.accuracies())
+        """The tuned rate, or the best of those tried so far; None before any."""
+        tried = self.tried(variant)
+        return max(tried, key=lambda rate: (tried[rate], -rate), default=None)
 
     def tuned(self, variant: str, kind: str = "study") -> list[Row]:
         """The variant's runs at its tuned rate, by seed."""

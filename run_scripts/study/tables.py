@@ -43,10 +43,16 @@ def coverage(results: Results) -> str:
     rows = []
     for part in results.grid.parts:
         for variant in part.variants:
-            tried = sum(c.variant == variant.name and c.seed == 0 for c in results.accuracies())
+            tried = len(results.tried(variant.name))
             seeds = len(results.tuned(variant.name))
-            state = "complete" if seeds >= part.seeds else "not run" if not tried else "partly"
-            rates, tuned = len(results.grid.rates), _rate(results.rate(variant.name))
+            state = (
+                "complete"
+                if seeds >= part.seeds and results.is_tuned(variant.name)
+                else "not run"
+                if not tried
+                else "partly"
+            )
+            rates, tuned = len(results.grid.rates), _rate_of(results, variant.name)
             rows.append([variant.title, part.title, f"{tried} of {rates}", tuned, f"{seeds} of {part.seeds}", state])
     return markdown(("Variant", "Part", "Rates tried", "Tuned rate", "Seeds", "State"), rows)
 
@@ -78,7 +84,7 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
             [
                 variant.title,
                 str(variant.mu),
-                _rate(results.rate(variant.name)),
+                _rate_of(results, variant.name),
                 str(len(runs)),
                 percent(results.mean(variant.name)),
                 points(apart),
@@ -92,17 +98,18 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
     return markdown((*head, "Clipped %", "Least ESS", "Entropy"), rows) if rows else "No cell of this part is done yet."
 
 
-def clock_table(results: Results) -> str:
-    """Wall-clock by phase and processor seconds of the first part's variants, means over their runs."""
+def clock_table(results: Results, unit: str = "s") -> str:
+    """Seconds by phase of the first part's variants, means over their runs; `unit` "s" is wall-clock, "cpu_s" processor
+    time of all processes."""
     rows = []
     for variant in results.grid.parts[0].variants:
         runs = results.timed(variant.name)
-        if not runs:
+        if not runs or not column(runs, f"generate_{unit}"):
             continue
-        phases = [f"{mean_of(column(runs, f'{name}_s')).value:.1f}" for name in TIMED]
-        totals = [_seconds(runs, "wall_s"), _seconds(runs, "cpu_s"), _share(runs, "others_share")]
-        rows.append([variant.title, str(len(runs)), *phases, *totals])
-    return markdown(("Variant", "Runs", *TIMED, "Wall s", "CPU s", "Machine used by others %"), rows)
+        phases = [f"{mean_of(column(runs, f'{name}_{unit}')).value:.1f}" for name in TIMED]
+        total = _seconds(runs, "wall_s" if unit == "s" else unit)
+        rows.append([variant.title, str(len(runs)), *phases, total, _share(runs, "others_share")])
+    return markdown(("Variant", "Runs", *TIMED, "Total", "Machine used by others %"), rows)
 
 
 def same_accuracy(results: Results) -> float | None:
@@ -154,12 +161,13 @@ def below(apart: Mean | None) -> str:
 
 
 def speed_verdict(speedup: Mapping[str, float | None], clocked: int) -> str:
-    """Whether wall-clock shows the paper's factor; only runs taken for it on a quiet machine can say."""
+    """Whether wall-clock shows the paper's factor; only runs taken for it can say."""
     wall = speedup["wall"]
     if wall is None:
         return "not measured"
-    said = "holds" if wall >= PAPERS_SPEEDUP else "does not show at this scale"
-    return said if clocked else f"{said}; the machine was shared"
+    if not clocked:
+        return "open: the machine was shared"
+    return "holds" if wall >= PAPERS_SPEEDUP else "does not show at this scale"
 
 
 def collapse_text(results: Results) -> str:
@@ -179,10 +187,12 @@ def edges(results: Results) -> str:
     found = [
         f"{variant.title} ({ends[rate]})"
         for variant in results.grid.variants().values()
-        if (rate := results.rate(variant.name)) in ends
+        if results.is_tuned(variant.name) and (rate := results.rate(variant.name)) in ends
     ]
+    if not any(results.is_tuned(name) for name in results.grid.variants()):
+        return "No variant is tuned yet."
     if not found:
-        return "No variant has its best rate at an end of the grid."
+        return "No tuned variant has its best rate at an end of the grid."
     return f"Best at an end of the grid, so that a better rate may lie beyond: {', '.join(found)}."
 
 
@@ -192,9 +202,10 @@ def machine_note(results: Results) -> str:
     if runs and all(row["kind"] == "clock" and (row["others_share"] or 0.0) < QUIET for row in runs):
         return "Taken on a quiet machine, in runs of their own."
     return (
-        "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while "
-        "these cells ran at the lowest priority, two at a time. Its seconds compare with nothing; processor time does. "
-        "`python -m run_scripts.study.run --clock 3` takes it again on a quiet machine and replaces it here."
+        "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
+        "these cells ran at the lowest priority, some of them two at a time. Their seconds compare with nothing;\n"
+        "processor time does. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet machine\n"
+        "and replaces it here."
     )
 
 
@@ -221,6 +232,11 @@ def _ends(point: Sequence[float | None]) -> list[str]:
 
 def _rate(rate: float | None) -> str:
     return "–" if rate is None else f"{rate:g}"
+
+
+def _rate_of(results: Results, variant: str) -> str:
+    """The rate that a variant's row stands for, with a star while it is only the best so far."""
+    return _rate(results.rate(variant)) + ("" if results.is_tuned(variant) or not results.tried(variant) else "\\*")
 
 
 def _share(runs: Sequence[dict[str, float]], name: str) -> str:
