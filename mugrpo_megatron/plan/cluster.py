@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import psutil
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rollout.placement import seat
 
 GIB = 1 << 30
 
@@ -47,6 +49,15 @@ class Cluster:
     @property
     def world(self) -> int:
         return self.nodes * self.per_node
+
+
+def engines_of(recipe: Recipe, cluster: Cluster) -> int:
+    """Engines of the whole cluster, which share one queue of prompts.
+
+    Raises UserError, naming the sizes that work, when the ranks of a node cannot be cut into them.
+    """
+    cores = None if cluster.device.cuda else psutil.cpu_count()
+    return seat(recipe.engine, 0, cluster.world, 0, cluster.per_node, cores).engines
 
 
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:

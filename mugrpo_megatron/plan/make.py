@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster, assume, make_cluster
+from mugrpo_megatron.plan.cluster import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of, parameters
 from mugrpo_megatron.plan.memory import ITEMSIZE, Batch, Memory, batch_of, memory, serving
 from mugrpo_megatron.plan.models import Model, find_model
@@ -35,6 +35,7 @@ class Plan:
     memory: Memory
     phases: Phases
     """Of one stage."""
+    engines: int
     bubble: float
     checkpoint_bytes: float
     sync_bytes: int
@@ -58,7 +59,7 @@ def make_plan(
     cluster, guess = make_cluster(nodes, per_node, device), assume(assumptions)
     model = find_model(recipe, model_config)
     check_layout(recipe, model.config, cluster.world)
-    _check_engine(recipe, cluster)
+    engines = engines_of(recipe, cluster)
     layout = layout_of(recipe, cluster.world)
     about = recipe, model.architecture, model.config
     engine = serving(*about, cluster, guess)
@@ -76,6 +77,7 @@ def make_plan(
         batch=batch,
         memory=need,
         phases=phases(*about, layout, cluster, guess, need),
+        engines=engines,
         bubble=bubble(layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(recipe, model.architecture),
         sync_bytes=parameters(model.architecture) * ITEMSIZE[recipe.model.dtype],
@@ -94,6 +96,7 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "batch": asdict(plan.batch),
         "memory": asdict(plan.memory),
         "stage_seconds": asdict(plan.phases),
+        "engines": plan.engines,
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,
@@ -103,16 +106,6 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
             for one in plan.layouts
         ],
     }  # fmt: skip
-
-
-def _check_engine(recipe: Recipe, cluster: Cluster) -> None:
-    tensor = recipe.engine.tensor
-    if cluster.device.cuda and (tensor > cluster.per_node or cluster.per_node % tensor):
-        fitting = [size for size in range(1, cluster.per_node + 1) if cluster.per_node % size == 0]
-        raise UserError(
-            f"engine.tensor = {tensor} does not divide the {cluster.per_node} devices of a node, and no engine spans "
-            f"nodes; take one of {fitting}"
-        )
 
 
 def _refusal(recipe: Recipe, layout: Layout, need: Memory, layouts: list[Candidate], cluster: Cluster) -> str:

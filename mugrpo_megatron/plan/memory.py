@@ -171,6 +171,8 @@ class Memory:
     device: int
     learning: Learning
     serving: Serving
+    start: float
+    """Engine and learner's state while a run starts, before either sleeps for the first time (run.py)."""
     learn: float
     """Learner at work, engine asleep."""
     sync: float
@@ -178,7 +180,7 @@ class Memory:
     generate: float
     """Engine at work, learner asleep."""
     host: float
-    """Host memory of one node: what sleeps, pinned, and a checkpoint's full states (learner/optimizer_states.py)."""
+    """Host memory of one node: what sleeps, pinned, and each rank's copy of the states that a checkpoint saves."""
 
     @property
     def fits(self) -> bool:
@@ -212,15 +214,16 @@ def memory(
     bucket = max(recipe.engine.bucket_bytes, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     asleep = state.weights + state.optimizer if cuda else 0
-    full_states = 3 * 4 * max(held(architecture, layout, stage).total for stage in range(layout.pipeline))
+    saved = max((b + 12) * held(architecture, layout, stage).total for stage in range(layout.pipeline))
     learn = fullest.state.total + fullest.update * (1 + guess.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
+        start=state.total + engine.total + rests,
         # On CPU nobody gives memory back to the other.
         learn=learn + (rests if cuda else engine.total),
         sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
         generate=engine.total + (rests if cuda else state.total),
-        host=cluster.per_node * (asleep + full_states),
+        host=cluster.per_node * (asleep + saved),
     )

@@ -67,13 +67,18 @@ def _memory(plan: Plan) -> Table:
         ("  of it: loss path", learn.loss, "hidden states, one chunk of logits" if learn.loss else "on the last stage"),
         ("  of it: a layer's backward pass", learn.working, "after the loss path"),
         ("engine: weights", serve.weights, ""),
-        ("engine: KV cache", serve.cache, f"{serve.tokens:,} tokens, {serve.requests:,} responses together"),
+        (
+            "engine: KV cache",
+            serve.cache,
+            f"{serve.tokens:,} tokens, {serve.requests:,} responses together; {plan.engines} engines",
+        ),
         ("engine: at work", serve.work, "activations, CUDA graphs; assumed"),
     ]
     for name, value, note in rows:
         table.add_row(name, _gib(value), note)
     table.add_section()
     for name, value, note in (
+        ("phase: start", need.start, "engine and learner's state" + _over(need.start, need.device)),
         ("phase: learner at work", need.learn, "engine asleep"),
         ("phase: sync", need.sync, "both weights and the buckets"),
         ("phase: engine at work", need.generate, "learner asleep"),
@@ -81,6 +86,12 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
     table.add_row("host memory of a node", _gib(need.host), "what sleeps, and a checkpoint being saved")
     return table
+
+
+def _over(start: float, device: int) -> str:
+    return ", too much together: engine.memory_fraction has to be lower, or the cache comes out smaller" * (
+        start > device
+    )
 
 
 def _phases(plan: Plan) -> Table:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster
+from mugrpo_megatron.plan.cluster import Assumptions, Cluster, engines_of
 from mugrpo_megatron.plan.layout import Layout, held, parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.plan.memory import ITEMSIZE, Memory, batch_of, mean_prompt, mean_response, mean_sequence
@@ -86,12 +86,7 @@ def phases(
     state = need.learning.state
     copies = 2 * (state.weights + state.optimizer) / guess.host_link + guess.wake if cluster.device.cuda else 0.0
     whole = parameters(architecture) * ITEMSIZE[recipe.model.dtype]
-    saves = (
-        1 + (schedule.updates_per_stage - 1) // recipe.checkpoint.every_updates
-        if recipe.checkpoint.every_updates
-        else 1
-    )
-    return Phases(
+    found = Phases(
         switch=copies,
         sync=whole / guess.bridge,
         generate=generate,
@@ -99,8 +94,27 @@ def phases(
         evaluate=evaluation * (stages + 1) / schedule.stages,
         logprobs=logprob_seconds(recipe, architecture, layout, cluster, guess),
         optimize=schedule.updates_per_stage * update_seconds(recipe, architecture, layout, cluster, guess),
-        save=saves * checkpoint_bytes(recipe, architecture) / guess.disk,
+        save=0.0,
     )
+    return replace(found, save=saving_seconds(found.total, recipe, architecture, layout, cluster, guess))
+
+
+def saving_seconds(
+    others: float, recipe: Recipe, architecture: Architecture, layout: Layout, cluster: Cluster, guess: Assumptions
+) -> float:
+    """A stage's saves, one at its end and those inside it, beside `others` seconds of other work.
+
+    Saved asynchronously, the run waits for the copy to host memory, and for the disk where one save is not done before
+    the next begins (checkpoints.py).
+    """
+    every, updates = recipe.checkpoint.every_updates, recipe.schedule.updates_per_stage
+    saves = 1 + (updates - 1) // every if every else 1
+    written = saves * checkpoint_bytes(recipe, architecture) / guess.disk
+    if not recipe.checkpoint.asynchronous:
+        return written
+    mine = max(held(architecture, layout, stage).total for stage in range(layout.pipeline))
+    copied = saves * mine * (ITEMSIZE[recipe.model.dtype] + 12.0) / guess.host_link if cluster.device.cuda else 0.0
+    return copied + max(0.0, written - others - copied)
 
 
 def decoding_seconds(
@@ -113,7 +127,7 @@ def decoding_seconds(
     need: Memory,
 ) -> float:
     """Until all engines, which share one queue, have decoded `responses`; prompts are read in passing."""
-    engines = max(1, cluster.world // recipe.engine.tensor) if cluster.device.cuda else 1
+    engines = engines_of(recipe, cluster)
     lengths = response_lengths(mean_response(recipe, guess), recipe.rollout.max_response_tokens, guess.spread)
     prompt, mean = mean_prompt(recipe, guess), mean_response(recipe, guess)
     work = work_of(architecture, prompt + mean)
@@ -133,11 +147,11 @@ def decoding_seconds(
 
 
 def scoring_seconds(responses: int, recipe: Recipe, cluster: Cluster, guess: Assumptions) -> float:
-    """Of the verifier's processes on every rank that leads an engine."""
-    leaders = max(1, cluster.world // recipe.engine.tensor) if cluster.device.cuda else 1
-    cores = guess.cores * recipe.engine.tensor
-    workers = recipe.reward.workers or max(1, int(cores // 2))
-    return responses / (guess.verifier * min(workers, cores) * leaders)
+    """Of the verifier's processes on every rank that leads an engine: as many as asked for, or one per two cores."""
+    engines = engines_of(recipe, cluster)
+    cores = guess.cores * cluster.world / engines
+    workers = min(recipe.reward.workers, cores) or max(1, int(cores // 2))
+    return responses / (guess.verifier * workers * engines)
 
 
 def logprob_seconds(
