@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.errors import EngineFailure, TrainingFailure, UserError
+from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.stopping import Stopped
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrainingFailure as error:
         print(f"mugrpo: {error}", file=sys.stderr)
         return 1
-    except EngineFailure as error:
+    except (EngineFailure, CollectiveFailure) as error:
         print(f"mugrpo: {error}\nThe same command continues the run.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -14,5 +14,9 @@ class TrainingFailure(Exception):
     """Training cannot go on: says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
+class CollectiveFailure(RuntimeError):
+    """Ranks lost each other: names this rank, the phase it was in, the likely cause and what each rank did last."""
+
+
 class EngineFailure(Exception):
     """The generation engine died, hung or answered with an error; carries the cause and the engine's log tail."""

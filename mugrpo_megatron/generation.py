@@ -1,25 +1,28 @@
-"""Generating: the engine gets the weights, samples a stage or the held-out problems, the verifier scores."""
+"""Generating: the engines get the weights and draw the prompts of a stage from one queue, the verifiers score."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from uuid import uuid4
 
 import numpy as np
 
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.ready import Ready
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.evaluate import grade, summarize
+from mugrpo_megatron.generator import Generator, rest
 from mugrpo_megatron.learner import memory
+from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.scores import Pending
 from mugrpo_megatron.rewards.shaping import shaped
-from mugrpo_megatron.rollout.sampler import held_out_sampling, sampling
+from mugrpo_megatron.rollout.engine import Engine
+from mugrpo_megatron.rollout.queue import PromptQueue
+from mugrpo_megatron.rollout.sampler import sampling
 from mugrpo_megatron.rollout.store import StageStore
-from mugrpo_megatron.run import Generator, Run
+from mugrpo_megatron.run import Run
 from mugrpo_megatron.samples import Prompt, Response, Sample
 from mugrpo_megatron.schedule import Cursor, stage_positions
 from mugrpo_megatron.stopping import Stopped
@@ -27,129 +30,152 @@ from mugrpo_megatron.weights.sync import sync
 
 
 def sync_weights(run: Run, cursor: Cursor) -> None:
-    """Give the engine the learner's weights, and then the device: learner and engine never hold it whole together.
+    """Give the engines the learner's weights, and then the devices: learner and engine never hold one whole together.
 
     The learner's optimizer state leaves first, the engine's weights wake and are synced, the learner's weights leave,
-    and only then does the engine take back its KV cache.
+    and only then does the engine take back its KV cache. An engine that fails here is out until the next sync.
     """
-    engine = run.generator.engine if run.generator else None
-    with run.log.phase("sync", cursor.stage) as facts:
+    with run.phase("sync", cursor) as facts:
         memory.wake(run.learner)  # an engine that failed is synced again
         memory.sleep(run.learner, "optimizer")
-        if engine:
-            engine.wake("weights")
-        stats = sync(run.bridge, engine, version=cursor.updates_done(run.recipe.schedule))
-        memory.sleep(run.learner, "weights")
-        if engine:
-            engine.wake("kv_cache")
-        facts["bytes"] = float(stats.bytes)
+        engine = _awake(run.generator) if run.generator else None
+        run.world.meet()  # no collective waits while an engine starts anew
+        try:
+            sync(run.bridge, engine, version=cursor.updates_done(run.recipe.schedule))
+            memory.sleep(run.learner, "weights")
+            if engine:
+                engine.wake("kv_cache")
+        except EngineFailure as failure:
+            assert run.generator
+            memory.sleep(run.learner, "weights")
+            run.generator.failed(failure)
+        facts["bytes"] = float(run.bridge.plan.bytes)
+
+
+def _awake(generator: Generator) -> Engine | None:
+    """The engine with its weights' memory back, started anew where it had failed; None when it does not come up."""
+    try:
+        generator.engine.wake("weights")
+        generator.engine.wait_ready()
+    except EngineFailure as failure:
+        generator.failed(failure)
+        return None
+    return generator.engine
 
 
 def rest_engine(run: Run) -> None:
-    """Give the device back to the learner; every rank waits for the engine to have left it."""
+    """Give the devices back to the learner; every rank waits for the engines to have left them."""
     if run.generator:
-        run.generator.engine.sleep()
-    run.wait_for_leader()
+        rest(run.generator)
+    run.world.meet()
     memory.wake(run.learner)
 
 
-def evaluate_if_due(run: Run, cursor: Cursor) -> None:
-    """Held-out accuracy before the first stage and before every `eval.every_stages`-th one after it."""
-    every = run.recipe.eval.every_stages
-    if cursor.stage == 0 or (every and cursor.stage % every == 0):
-        evaluate(run, cursor)
-
-
-def evaluate(run: Run, cursor: Cursor) -> None:
-    """Held-out accuracy of the engine's present weights; samples apart from training, so that it disturbs nothing."""
-    if not run.generator:
-        return
-    generator, held_out = run.generator, run.generator.problems.held_out
-    samples = run.recipe.eval.samples
-    prompts = [
-        Prompt(index, problem, ids)
-        for index, (problem, ids) in enumerate(zip(held_out.problems, held_out.prompts, strict=True))
-    ]
-    generate_held_out = partial(generator.engine.generate, sampling=held_out_sampling(run.recipe, generator.tokenizer))
-    with run.log.phase("eval", cursor.stage), run.display.bar("evaluate", len(prompts), "problems") as bar:
-        graded = []
-        for one in grade(generate_held_out, generator.verifier, generator.tokenizer, prompts, samples):
-            graded.append(one)
-            bar.advance(tokens=sum(one.tokens))
-        result = summarize("held out", graded)
-        bar.values["accuracy"] = result.mean.value
-    run.log.evaluation(
-        cursor.stage,
-        cursor.updates_done(run.recipe.schedule),
-        {
-            "accuracy": result.mean.value,
-            "low": result.mean.low,
-            "high": result.mean.high,
-            "problems": result.problems,
-            "samples": result.samples,
-            "tokens": result.tokens,
-        },
-    )
+def shared_queue(run: Run, groups: Sequence[int]) -> PromptQueue:
+    """The queue of what rank 0 says is to be generated, for all engines. Collective; others' `groups` do not count."""
+    name, wanted = run.world.broadcast((uuid4().hex, groups))
+    if run.learner.ranks.world == 1:
+        return PromptQueue(wanted)
+    return PromptQueue(wanted, run.engines, lambda counter, amount: run.world.count(f"queue/{name}/{counter}", amount))
 
 
 def generate(run: Run, stage: StageStore, cursor: Cursor) -> None:
     """Sample and score the groups that the stage still lacks and seal it; every rank leaves together.
 
-    The verifier works while the engine does; groups go to disk as they are scored. Afterwards the engine rests. An
-    engine that fails leaves the stage unsealed, with every finished group kept, and is started anew; EngineFailure is
-    raised after `engine.max_failures` failures in a row, those without a finished group between them.
+    Each engine's groups go to disk as they are scored, then the engine rests. An engine that fails leaves its
+    unfinished groups to the next round, in which it takes part again: the stage is then not sealed. EngineFailure is
+    raised on every rank after `engine.max_failures` failures of one engine in a row, without a finished group between.
     """
-    if run.generator:
-        before = len(stage.present())
-        try:
-            _fill(run, run.generator, stage, cursor)
-        except EngineFailure as failure:
-            stage.flush()
-            progressed = len(stage.present()) > before
-            run.generator.failures_in_a_row = 1 if progressed else run.generator.failures_in_a_row + 1
-            if run.generator.failures_in_a_row >= run.recipe.engine.max_failures:
-                raise
-            run.log.event("engine_failure", str(failure).splitlines()[0])
-            run.display.say(f"{failure}\nThe engine is started anew for what the stage still lacks.")
+    groups = range(run.recipe.schedule.updates_per_stage * run.recipe.rollout.prompts_per_update)
+    queue = shared_queue(run, sorted(set(groups) - stage.present()) if run.leads else [])
+    scoring: deque[Scoring] = deque()
+    with (
+        run.phase("generate", cursor) as facts,
+        run.display.bar(f"{run.title(cursor)}: generate", queue.total, "prompts") as bar,
+    ):
+        if run.generator:
+            _draw(run, run.generator, stage, cursor, queue, scoring, bar)
+        run.world.meet(lambda: show_totals(bar, queue, run.leads))
+        show_totals(bar, queue, run.leads)
+        facts["tokens"] = float(bar.tokens)
+    with run.phase("score", cursor):
+        for group in scoring:
+            stage.append(_samples(group, run.recipe))
+        stage.flush()
+        run.world.meet()
+        (stopping,) = run.any_rank(run.stop.asked)
+        _raise_or_tell_failures(run)
+        if run.leads and not stopping and stage.named().issuperset(groups):
+            stage.seal(run.recipe.schedule.updates_per_stage, run.recipe.rollout.prompts_per_update)
     rest_engine(run)
-    if any(run.any_rank(run.stop.asked)):
+    if stopping:
         raise Stopped
 
 
-def stage_prompts(recipe: Recipe, problems: Ready, stage: int) -> Iterator[Prompt]:
-    """The stage's prompts in the run's order; their index counts from 0 inside the stage."""
-    train = problems.train
-    for index, position in enumerate(stage_positions(stage, recipe.schedule, recipe.rollout.prompts_per_update)):
-        place = problem_at(recipe.run.seed, len(train.problems), position)
-        yield Prompt(index, train.problems[place], train.prompts[place])
+def _draw(
+    run: Run,
+    generator: Generator,
+    stage: StageStore,
+    cursor: Cursor,
+    queue: PromptQueue,
+    scoring: deque[Scoring],
+    bar: Bar,
+) -> None:
+    """Let one engine generate what it claims of the queue; what is scored goes to the stage, the rest to `scoring`."""
+    if not generator.engine.running:
+        queue.leave()
+        return
 
+    def take(held: int, slots: int) -> list[Prompt]:
+        return [stage_prompt(run.recipe, generator.problems, cursor.stage, g) for g in queue.take(held, slots)]
 
-def _fill(run: Run, generator: Generator, stage: StageStore, cursor: Cursor) -> None:
-    schedule, rollout = run.recipe.schedule, run.recipe.rollout
-    present = stage.present()
-    prompts = stage_prompts(run.recipe, generator.problems, cursor.stage)
-    missing = [prompt for prompt in prompts if prompt.index not in present]
-    scoring: deque[Scoring] = deque()
-    with (
-        run.log.phase("generate", cursor.stage) as facts,
-        run.display.bar(f"{run.title(cursor)}: generate", len(missing), "prompts") as bar,
-    ):
-        how = sampling(run.recipe, generator.tokenizer)
-        for prompt, responses in generator.engine.generate(missing, rollout.responses_per_prompt, how):
+    responses_per_prompt = run.recipe.rollout.responses_per_prompt
+    how = sampling(run.recipe, generator.tokenizer)
+    try:
+        for prompt, responses in generator.engine.generate_from(take, responses_per_prompt, how):
+            generator.failures_in_a_row = 0
             scoring.append(_submit(generator, prompt, responses))
             while scoring and scoring[0].pending.done():
                 stage.append(_samples(scoring.popleft(), run.recipe))
-            bar.advance(tokens=sum(len(response.ids) for response in responses))
+            queue.finished(sum(len(response.ids) for response in responses))
+            show_totals(bar, queue, run.leads)
             if run.stop.asked:
+                queue.close()
                 break
-        facts["tokens"] = float(bar.tokens)
-    with run.log.phase("score", cursor.stage):
-        for group in scoring:
-            stage.append(_samples(group, run.recipe))
-        if run.stop.asked:
-            stage.flush()
-        else:
-            stage.seal(schedule.updates_per_stage, rollout.prompts_per_update)
+    except EngineFailure as failure:
+        generator.failed(failure)
+        queue.leave()
+
+
+def show_totals(bar: Bar, queue: PromptQueue, leads: bool) -> None:
+    """Advance rank 0's bar to what all engines have finished of a queue that it shows alone."""
+    if leads:
+        groups, tokens = queue.totals()
+        bar.advance(groups - bar.done, tokens - bar.tokens)
+
+
+def _raise_or_tell_failures(run: Run) -> None:
+    """What the engines' leaders report: EngineFailure on every rank when it is one too many, else a line in the log."""
+    generator = run.generator
+    mine = None
+    if generator and generator.failure:
+        mine, generator.failure = (str(generator.failure), generator.failures_in_a_row), None
+    for rank, report in enumerate(run.world.gather(mine)):
+        if report is None:
+            continue
+        text = f"rank {rank}: {report[0]}" if run.learner.ranks.world > 1 else report[0]
+        if report[1] >= run.recipe.engine.max_failures:
+            raise EngineFailure(text)
+        run.log.event("engine_failure", text.splitlines()[0])
+        run.display.say(f"{text}\nThe engine is started anew for what the stage still lacks.")
+
+
+def stage_prompt(recipe: Recipe, problems: Ready, stage: int, group: int) -> Prompt:
+    """The prompt of a stage's group, in the run's order; groups count from 0 inside the stage."""
+    train = problems.train
+    position = stage_positions(stage, recipe.schedule, recipe.rollout.prompts_per_update)[group]
+    place = problem_at(recipe.run.seed, len(train.problems), position)
+    return Prompt(group, train.problems[place], train.prompts[place])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 
-from mugrpo_megatron.generation import evaluate, rest_engine, sync_weights
+from mugrpo_megatron.generation import rest_engine, sync_weights
+from mugrpo_megatron.held_out import evaluate
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.report import FILE_NAME, write_report

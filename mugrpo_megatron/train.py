@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.generation import evaluate_if_due, generate, sync_weights
+from mugrpo_megatron.generation import generate, sync_weights
+from mugrpo_megatron.held_out import evaluate_if_due
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.optimization import (
     measure_mismatch,

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.presence import CollectiveFailure, Presence
+from mugrpo_megatron.errors import CollectiveFailure, UserError
+from mugrpo_megatron.learner.presence import Presence
 from mugrpo_megatron.recipe import Recipe
 
 
@@ -93,12 +93,13 @@ def shutdown(ranks: Ranks | None = None) -> None:
 
 
 @contextmanager
-def named_phase(ranks: Ranks, phase: str) -> Iterator[None]:
+def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     """Turn a failed collective inside the block into a CollectiveFailure.
 
     It names rank, phase and likely cause, and what was last heard of every other rank, which hears of this phase too.
+    Without a `phase` this rank is still in the one that it was in.
     """
-    if ranks.presence:
+    if ranks.presence and phase:
         ranks.presence.note(phase)
     try:
         yield
@@ -113,6 +114,7 @@ def named_phase(ranks: Ranks, phase: str) -> Iterator[None]:
         else:
             raise
         heard = f"; last heard: {ranks.presence.account()}" if ranks.presence else ""
+        phase = ranks.presence.doing if ranks.presence else phase
         raise CollectiveFailure(
             f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
         ) from error

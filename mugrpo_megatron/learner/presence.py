@@ -20,14 +20,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from mugrpo_megatron.errors import CollectiveFailure
+
 T = TypeVar("T")
 BEATS_IN_PATIENCE = 10
 LONGEST_BEAT_S = 10.0
 MEETING_POLL_S = 0.02
-
-
-class CollectiveFailure(RuntimeError):
-    """Ranks lost each other: names this rank, the phase it was in, the likely cause and what each rank did last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,9 @@ class Presence:
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
         self._interval = min(LONGEST_BEAT_S, patience_s / BEATS_IN_PATIENCE)
-        self._note, self._beats, self._meetings = "started", 0, 0
+        self._beats, self._meetings = 0, 0
+        self.doing = "start"
+        """What this rank does, as the others hear it."""
         self._heard: dict[int, Heard] = {}
         self._listened = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
@@ -59,7 +59,7 @@ class Presence:
 
     def note(self, what: str) -> None:
         """Say what this rank does from now on."""
-        self._note = what
+        self.doing = what
 
     def leave(self) -> None:
         """Stop beating."""
@@ -109,7 +109,7 @@ class Presence:
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(
-            f"rank {self._rank} of {self._world} failed in {self._note}: {cause}; last heard: {self.account()}"
+            f"rank {self._rank} of {self._world} failed in {self.doing}: {cause}; last heard: {self.account()}"
         )
 
     def _run(self) -> None:
@@ -133,7 +133,7 @@ class Presence:
     def _exchange(self) -> None:
         """Beat, and listen to the others."""
         self._beats += 1
-        own = {"node": self._node, "note": self._note, "beat": self._beats}
+        own = {"node": self._node, "note": self.doing, "beat": self._beats}
         self._store.set(f"presence/{self._rank}", json.dumps(own))
         known = self._heard.keys()
         ranks = [rank for rank in range(self._world) if rank in known or self._store.check([f"presence/{rank}"])]

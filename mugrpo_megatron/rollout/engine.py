@@ -39,7 +39,7 @@ class Engine:
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, seat)
         self._environment = engine_environment(recipe, model_dir, self._cuda, seat)
-        self._log = log
+        self.log = log
         self._host: HostProcess | None = None
         self._ready = False
         self._asleep: set[Tag] = set()
@@ -57,7 +57,7 @@ class Engine:
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
-        self._host = HostProcess({**self._arguments, "random_seed": seed}, self._environment, self._log)
+        self._host = HostProcess({**self._arguments, "random_seed": seed}, self._environment, self.log)
         self._starts += 1
 
     @property

@@ -26,6 +26,11 @@ class PromptQueue:
         self._add = add or _counters_of_one()
         self._exhausted = not groups
 
+    @property
+    def total(self) -> int:
+        """Groups of this round."""
+        return len(self._groups)
+
     def take(self, held: int, slots: int) -> list[int]:
         """Groups to go on with, for an engine that holds `held` unfinished ones and decodes `slots` together.
 
@@ -57,9 +62,10 @@ class PromptQueue:
         """Let nobody claim more: the run was asked to stop."""
         self._add("out", self._engines)
 
-    def finished(self, tokens: int) -> tuple[int, int]:
-        """Count a finished group and its tokens; groups and tokens of all engines so far."""
-        return self._add("groups", 1), self._add("tokens", tokens)
+    def finished(self, tokens: int) -> None:
+        """Count a finished group and its tokens."""
+        self._add("groups", 1)
+        self._add("tokens", tokens)
 
     def totals(self) -> tuple[int, int]:
         """Groups and tokens that all engines have finished in this round."""

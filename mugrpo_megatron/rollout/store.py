@@ -97,6 +97,11 @@ class StageStore:
         shards = [*own.shards, *other_shards(self.directory, self._writer)]
         return {group for shard in _unharmed(self.directory, shards) for group in shard.groups}
 
+    def named(self) -> set[int]:
+        """Indices of the groups that the manifests name, as `present` but without a look at their bytes."""
+        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
+        return {group for shard in [*own.shards, *other_shards(self.directory, self._writer)] for group in shard.groups}
+
     def append(self, group: list[Sample]) -> None:
         """Add one finished group; it is durable once its shard is written: when full, aged, or at `flush`.
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.build import build_learner
-from mugrpo_megatron.learner.groups import CollectiveFailure, initialize, named_phase
+from mugrpo_megatron.learner.groups import initialize, named_phase
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from mugrpo_megatron.learner.presence import CollectiveFailure, Presence
+from mugrpo_megatron.errors import CollectiveFailure
+from mugrpo_megatron.learner.presence import Presence
 
 PATIENCE_S = 1.0
 
@@ -62,7 +63,7 @@ def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
     lonely = Presence(client, 1, 2, "node 1", PATIENCE_S)
     lonely.ask(lambda store: store.add("nothing", 0))
     del server
-    with pytest.raises(CollectiveFailure, match=r"rank 1 of 2 failed in started: the rendezvous .* cannot be reached"):
+    with pytest.raises(CollectiveFailure, match=r"rank 1 of 2 failed in start: the rendezvous .* cannot be reached"):
         lonely.meet()
     lonely.leave()
 
@@ -72,6 +73,6 @@ def test_many_ranks_that_say_the_same_are_told_together(tmp_path: Path) -> None:
     everyone = [Presence(store, rank, 5, f"node {rank // 3}", PATIENCE_S) for rank in range(5)]
     while "rank 4" not in everyone[0].account() and "ranks 3-4" not in everyone[0].account():
         everyone[0].ask(lambda store: store.add("nothing", 0))
-    assert everyone[0].account() == "ranks 0-2 (node 0): started; ranks 3-4 (node 1): started"
+    assert everyone[0].account() == "ranks 0-2 (node 0): start; ranks 3-4 (node 1): start"
     for one in everyone:
         one.leave()
