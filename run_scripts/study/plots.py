@@ -50,9 +50,8 @@ SCOPES = {
 }
 
 
-def write_plots(results: Results, docs: Path) -> list[str]:
-    """Draw every picture that the results have data for, as NAME.svg and NAME-dark.svg; returns their names."""
-    drawn = []
+def write_plots(results: Results, docs: Path) -> None:
+    """Draw every picture that the results have data for, as NAME.svg and NAME-dark.svg."""
     for name, (draw, has_data) in PICTURES.items():
         if not has_data(results):
             continue
@@ -62,8 +61,6 @@ def write_plots(results: Results, docs: Path) -> list[str]:
             with rc_context({"svg.hashsalt": "mugrpo", "svg.fonttype": "none"}):  # the same results, the same file
                 path = docs / f"{name}{ending}.svg"
                 figure.savefig(path, facecolor=look.theme.paper, metadata={"Date": None})
-        drawn.append(name)
-    return drawn
 
 
 def accuracy_over_time(results: Results, look: Look) -> Figure:

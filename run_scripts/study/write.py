@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from run_scripts.study import cost, tables
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import GRID, load_grid
-from run_scripts.study.plots import write_plots
+from run_scripts.study.plots import PICTURES, write_plots
 from run_scripts.study.results import CPU, WALL, Results, read_results
 from run_scripts.study.stats import difference, mean_of
 
@@ -30,16 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json are, pictures go")
     options = parser.parse_args(arguments)
     results = read_results(load_grid(options.grid), options.docs)
-    pictures = write_plots(results, options.docs)
+    write_plots(results, options.docs)
     page = options.docs.parent / "study.md"
-    trl = options.docs / "trl.json"
-    beside = json.loads(trl.read_text(encoding="utf-8")) if trl.exists() else []
-    page.write_text(text(results, pictures, beside), encoding="utf-8")
+    page.write_text(text(results, beside(options.docs)), encoding="utf-8")
     print(page)
     return 0
 
 
-def text(results: Results, pictures: Sequence[str], trl: Sequence[Mapping[str, Any]]) -> str:
+def beside(docs: Path) -> list[dict[str, Any]]:
+    """What `run_scripts.bench.trl` left there; empty where it has not run."""
+    path = docs / "trl.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def text(results: Results, trl: Sequence[Mapping[str, Any]]) -> str:
     """The page; its prose is study.md.j2, every number in it comes from the results."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
@@ -53,7 +57,7 @@ def text(results: Results, pictures: Sequence[str], trl: Sequence[Mapping[str, A
     return environment.get_template(TEMPLATE.name).render(
         results=results,
         grid=results.grid,
-        pictures=pictures,
+        pictures=[name for name, (_, has_data) in PICTURES.items() if has_data(results)],
         tables=tables,
         gap=difference(results.by_seed("mu_grpo"), results.by_seed("grpo")),
         veto_gain=difference(results.by_seed("mu_grpo"), results.by_seed("relaxed")),

@@ -1,0 +1,65 @@
+"""The published page is what the kept results say, and verdicts say no more than intervals do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from run_scripts.study import tables, write
+from run_scripts.study.collect import DOCS
+from run_scripts.study.grid import load_grid
+from run_scripts.study.plots import PICTURES
+from run_scripts.study.results import Results, read_results
+from run_scripts.study.stats import Mean
+
+
+@pytest.fixture(scope="module")
+def published() -> Results:
+    return read_results(load_grid(), DOCS)
+
+
+def test_the_page_is_that_of_the_kept_results(published: Results) -> None:
+    """After a change of either, `python -m run_scripts.study.write` makes it anew."""
+    assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == write.text(published, write.beside(DOCS))
+
+
+def test_every_picture_that_can_be_drawn_is_there_for_light_and_dark(published: Results) -> None:
+    for name, (_, has_data) in PICTURES.items():
+        assert [(DOCS / f"{name}{ending}.svg").exists() for ending in ("", "-dark")] == [has_data(published)] * 2
+
+
+def test_every_kept_cell_has_its_curve_and_belongs_to_the_grid(published: Results) -> None:
+    variants = published.grid.variants()
+    for row in published.rows:
+        assert row["updates"] == published.grid.updates
+        assert row["mu"] == variants[row["variant"]].mu
+        assert published.curve(row)["evals"][-1][3] == pytest.approx(row["accuracy"])
+    assert len({json.dumps([row["kind"], row["variant"], row["rate"], row["seed"]]) for row in published.rows}) == len(
+        published.rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("apart", "says"),
+    [
+        (None, "not measured"),
+        (Mean(0.05, None, 1), "open (one seed)"),
+        (Mean(0.0, 0.005, 3), "holds"),
+        (Mean(0.0, 0.02, 3), "open"),
+        (Mean(-0.05, 0.02, 3), "does not hold"),
+    ],
+)
+def test_a_verdict_needs_an_interval_on_one_side(apart: Mean | None, says: str) -> None:
+    assert tables.verdict(apart, -0.01) == says
+
+
+def test_below_is_above_turned_round() -> None:
+    assert tables.below(Mean(-0.05, 0.02, 3)) == "holds"
+    assert tables.below(Mean(0.05, 0.02, 3)) == "does not hold"
+
+
+def test_wall_clock_of_a_shared_machine_decides_nothing() -> None:
+    assert tables.speed_verdict({"wall": 9.0}, clocked=0) == "open: the machine was shared"
+    assert tables.speed_verdict({"wall": 2.5}, clocked=3) == "holds"
+    assert tables.speed_verdict({"wall": 1.1}, clocked=3) == "does not show at this scale"
