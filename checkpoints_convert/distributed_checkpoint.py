@@ -7,7 +7,6 @@ nothing larger than one chunk is in memory, and a stopped conversion goes on at 
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -30,14 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.checkpoint_files import INDEX, read_index
 
-METADATA = ".metadata"
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 OBJECT = "object"
-PICKLED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-PICKLED_NAMES = (("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"))
-PICKLED_OBJECTS = (type, torch.dtype, torch.layout)
-"""What the metadata may name, in torch and beside it, and nothing else: a pickle is not to run foreign code."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,7 @@ def write_metadata(directory: Path, items: Sequence[Item]) -> None:
         placed[MetadataIndex(item.key, item.offsets, len(tensor.chunks))] = info
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
     metadata = Metadata(described, storage_data=placed, storage_meta=StorageMeta())
-    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    (directory / INDEX).write_bytes(pickle.dumps(metadata))
     torch.save({}, directory / "common.pt")
     (directory / "metadata.json").write_text(json.dumps(CONFIG), encoding="utf-8")
 
@@ -134,13 +129,7 @@ class Reader:
     def __init__(self, directory: Path) -> None:
         """Raises UserError when the directory is no complete checkpoint or a data file is missing or too short."""
         self._directory = directory
-        path = directory / METADATA
-        if not path.is_file():
-            raise UserError(f"{directory} is no Megatron distributed checkpoint: it has no {METADATA}")
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise UserError(f"{path} is damaged or no checkpoint metadata ({error})") from error
+        metadata = read_index(directory)
         self._tensors: dict[str, TensorStorageMetadata] = {
             key: value
             for key, value in metadata.state_dict_metadata.items()
@@ -150,9 +139,9 @@ class Reader:
         for info in self._places.values():
             file = directory / info.relative_path
             if not file.is_file():
-                raise UserError(f"{file} is missing, though {METADATA} names it")
+                raise UserError(f"{file} is missing, though {INDEX} names it")
             if file.stat().st_size < info.offset + info.length:
-                raise UserError(f"{file} is truncated: {METADATA} expects at least {info.offset + info.length} bytes")
+                raise UserError(f"{file} is truncated: {INDEX} expects at least {info.offset + info.length} bytes")
 
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a whole tensor, None where the checkpoint has no such key."""
@@ -196,13 +185,3 @@ def _overlap(
     for start, size, extent in zip(chunk.offsets[depth:], chunk.sizes[depth:], shape, strict=True):
         end = min(start + size, extent)
         yield 0, start, end - start if inside else 0
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes of checkpoint metadata alone."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        of_torch = module == "torch" and isinstance(getattr(torch, name, None), PICKLED_OBJECTS)
-        if of_torch or module in PICKLED_MODULES or (module, name) in PICKLED_NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")

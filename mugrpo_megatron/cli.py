@@ -99,6 +99,23 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
     plan.set_defaults(command=_plan)
 
+    rollouts = commands.add_parser(
+        "rollouts", help="look at a stage's responses, and at what the veto takes out of them"
+    )
+    rollouts.add_argument("run_dir", type=Path)
+    rollouts.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
+    rollouts.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
+    rollouts.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
+    rollouts.add_argument("--min-reward", type=float, metavar="R")
+    rollouts.add_argument("--max-reward", type=float, metavar="R")
+    rollouts.add_argument("--advantage", choices=["positive", "negative", "zero"])
+    rollouts.add_argument("--vetoed", action="store_true", help="only responses that the veto takes tokens out of")
+    rollouts.add_argument(
+        "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
+    )
+    rollouts.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses")
+    rollouts.set_defaults(command=_rollouts)
+
     report = commands.add_parser("report", help="write report.html of a run directory")
     report.add_argument("run_dir", type=Path)
     report.set_defaults(command=_report)
@@ -197,6 +214,22 @@ def _plan(options: argparse.Namespace) -> int:
     cluster = options.nodes, options.gpus_per_node, options.gpu
     plan = make_plan(recipe, *cluster, options.model_config, options.assume)
     (print_json if options.json else print_plan)(plan)
+    return 0
+
+
+def _rollouts(options: argparse.Namespace) -> int:
+    from mugrpo_megatron.rollouts import Wanted, browse
+
+    wanted = Wanted(
+        update=options.update,
+        group=options.group,
+        min_reward=options.min_reward,
+        max_reward=options.max_reward,
+        advantage=options.advantage,
+        vetoed=options.vetoed,
+        limit=options.limit,
+    )
+    browse(options.run_dir, options.stage, wanted, options.policy)
     return 0
 
 

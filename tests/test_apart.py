@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.apart import generate_alone, optimize_alone
 from mugrpo_megatron.checkpoints import complete
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.observe.report import write_report
+from mugrpo_megatron.recipe import load_recipe
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +28,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reward=COIN,
     )
     assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
-    assert "mugrpo optimize" in mugrpo("generate", recipe).stdout, "a sealed stage is not generated twice"
-    refused = mugrpo("generate", recipe, "--stage", "1", code=2).stderr
-    assert "stands at stage 0" in refused
-    assert (folder / "run" / "hf").exists() is False
+    generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
+    with pytest.raises(UserError, match="stands at stage 0"):
+        generate_alone(load_recipe(recipe), 1)
     mugrpo("optimize", recipe)
     assert (folder / "run" / "hf" / "model.safetensors").exists()
-    refused = mugrpo("optimize", recipe, code=2).stderr
-    assert "mugrpo generate" in refused
+    with pytest.raises(UserError, match="mugrpo generate"):
+        optimize_alone(load_recipe(recipe), None)
     mugrpo("train", recipe)
     return recipe
 
@@ -53,7 +51,8 @@ def test_phases_apart_leave_what_train_leaves(trained: Path) -> None:
         "stage00001-age00000",
         "stage00002-age00000",
     ]
-    assert "taken all of its 2 stages" in mugrpo("optimize", trained, code=2).stderr
+    with pytest.raises(UserError, match="taken all of its 2 stages"):
+        optimize_alone(load_recipe(trained), None)
 
 
 @pytest.mark.slow
@@ -84,21 +83,22 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(trained: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("stage", "source", "changed", "words"),
     [
-        (["--from", "{source}"], "needs --stage"),
-        (["--stage", "7", "--from", "{source}"], "no sealed stage 7"),
-        (["--stage", "0", "--from", "{source}/nowhere"], "no run directory"),
-        (["--stage", "0", "--from", "{source}", "--set", "rollout.temperature=0.5"], "rollout.temperature"),
-        (["--stage", "0", "--from", "{source}", "--set", "run.dir={source}"], "holds a run already"),
+        (None, "run", [], "needs --stage"),
+        (7, "run", [], "no sealed stage 7"),
+        (0, "nowhere", [], "no run directory"),
+        (0, "run", ["rollout.temperature=0.5"], "rollout.temperature"),
+        (0, "run", ["run.dir={run}"], "holds a run already"),
     ],
 )
 @pytest.mark.slow
-def test_a_branch_that_cannot_be_is_refused(arguments: list[str], words: str, trained: Path, tmp_path: Path) -> None:
-    source = trained.parent / "run"
-    filled = [argument.format(source=source) for argument in arguments]
-    refused = mugrpo("optimize", trained, "--set", f"run.dir={tmp_path / 'b'}", *filled, code=2)
-    assert words in refused.stderr
+def test_a_branch_that_cannot_be_is_refused(
+    stage: int | None, source: str, changed: list[str], words: str, trained: Path, tmp_path: Path
+) -> None:
+    overrides = [f"run.dir={tmp_path / 'b'}", *(one.format(run=trained.parent / "run") for one in changed)]
+    with pytest.raises(UserError, match=words):
+        optimize_alone(load_recipe(trained, overrides), stage, trained.parent / source)
 
 
 @pytest.mark.slow

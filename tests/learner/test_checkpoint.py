@@ -11,6 +11,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.checkpoint_files import STATE
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
@@ -87,6 +88,6 @@ def test_incomplete_or_foreign_checkpoints_are_refused(model: str, tmp_path: Pat
     [message] = run_ranks(1, refused, other, str(directory))
     assert "'V': 90" in message
     assert "'V': 96" in message
-    shutil.move(directory / checkpoint.STATE, tmp_path)
+    shutil.move(directory / STATE, tmp_path)
     [message] = run_ranks(1, refused, model, str(directory))
     assert "no complete checkpoint" in message

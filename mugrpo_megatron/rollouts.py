@@ -1,0 +1,176 @@
+"""`mugrpo rollouts`: look at the responses of a sealed stage, and at what the veto would take out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.rollout.store import StageStore
+from mugrpo_megatron.rundir import RunDirectory
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stale import LaterPolicy, Stale
+
+SIGNS = {"positive": 1, "negative": -1, "zero": 0}
+CLIP = 48
+"""Characters of a prompt and of a response in the table."""
+PIPED_WIDTH = 180
+"""Columns where no terminal tells how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which responses to show."""
+
+    update: int | None = None
+    group: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    advantage: Literal["positive", "negative", "zero"] | None = None
+    vetoed: bool = False
+    """Only those that the veto takes tokens out of."""
+    limit: int = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """A response in its place."""
+
+    update: int
+    sample: Sample
+    advantage: float
+    stale: Stale | None
+    """None without a policy to look at it with."""
+
+
+def browse(run_dir: Path, stage: int | None, wanted: Wanted, policy: Path | None) -> None:
+    """Print the responses that are wanted: a table, or one group in full with its triggers marked.
+
+    `policy` is a Hugging Face checkpoint under which the veto is applied; the trained one, in the run's `hf/`, where
+    only vetoed responses are wanted. Raises UserError when the run or the stage is not there.
+    """
+    directory = RunDirectory(run_dir)
+    recipe = load_recipe(directory.recipe) if directory.recipe.exists() else None
+    if recipe is None:
+        raise UserError(f"{run_dir}: no run directory (it has no {directory.recipe.name})")
+    policy = policy or (directory.hf if wanted.vetoed else None)
+    later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
+    number, store = _stage(directory, stage)
+    tokenizer = load_tokenizer(directory.hf if directory.hf.exists() else recipe.model.path)
+    chosen = islice(_rollouts(store, wanted, later, recipe), wanted.limit)
+    console = Console()
+    if not console.is_terminal:
+        console.width = PIPED_WIDTH
+    if wanted.group is not None:
+        for rollout in chosen:
+            _print_in_full(console, rollout, tokenizer)
+        return
+    kappa = recipe.objective.kappa if later else None
+    console.print(_table(f"{run_dir}: stage {number}", list(chosen), tokenizer, kappa))
+
+
+def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]:
+    """The stage asked for, or the newest sealed one."""
+    stages = {int(path.name): StageStore(path) for path in sorted((directory.path / "stages").glob("[0-9]*"))}
+    sealed = [number for number, store in stages.items() if store.sealed]
+    number = stage if stage is not None else max(sealed, default=0)
+    if number not in sealed:
+        found = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
+        raise UserError(
+            f"{directory.path}: stage {number} holds {found}, only sealed ones are shown: {sealed or 'none'}"
+        )
+    return number, stages[number]
+
+
+def _rollouts(store: StageStore, wanted: Wanted, later: LaterPolicy | None, recipe: Recipe) -> Iterator[Rollout]:
+    """Update by update, so that memory holds one."""
+    objective, updates = recipe.objective, range(recipe.schedule.updates_per_stage)
+    if wanted.update is not None and wanted.update not in updates:
+        raise UserError(f"--update {wanted.update}: the stage's updates are 0 to {updates[-1]}")
+    if wanted.group is not None:
+        wanted = replace(wanted, update=wanted.group // recipe.rollout.prompts_per_update)
+    for update in updates if wanted.update is None else [wanted.update]:
+        samples = store.read_update(update)
+        advantages = group_advantages(
+            np.array([s.reward for s in samples]), np.array([s.group for s in samples]), objective
+        )
+        places = [i for i, sample in enumerate(samples) if _fits(sample, advantages[i], wanted)]
+        stale: list[Stale] | list[None] = [None] * len(places)
+        if later and places:
+            stale = later.look([samples[i] for i in places], advantages[places], objective)
+        for i, one in zip(places, stale, strict=True):
+            if not wanted.vetoed or (one is not None and one.dropped.any()):
+                yield Rollout(update, samples[i], float(advantages[i]), one)
+
+
+def _fits(sample: Sample, advantage: float, wanted: Wanted) -> bool:
+    return (
+        (wanted.group is None or sample.group == wanted.group)
+        and (wanted.min_reward is None or sample.reward >= wanted.min_reward)
+        and (wanted.max_reward is None or sample.reward <= wanted.max_reward)
+        and (wanted.advantage is None or np.sign(advantage) == SIGNS[wanted.advantage])
+        and (not wanted.vetoed or advantage < 0)
+    )
+
+
+def _table(title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase, kappa: float | None) -> Table:
+    caption = None if kappa is None else f"dropped: tokens that the veto takes out of the loss, κ = {kappa}"
+    table = Table(title=title, caption=caption)
+    for name in ("update", "group", "reward", "advantage", "tokens", *(["dropped"] if kappa is not None else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("finish", no_wrap=True)
+    for name in ("prompt", "response"):
+        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=CLIP)
+    for rollout in rollouts:
+        sample, stale = rollout.sample, rollout.stale
+        table.add_row(
+            str(rollout.update),
+            str(sample.group),
+            f"{sample.reward:g}",
+            f"{rollout.advantage:+.2f}",
+            str(len(sample.response_ids)),
+            *([] if stale is None else [str(int(stale.dropped.sum()))]),
+            sample.finish_reason,
+            *(escape(_text(tokenizer, ids).replace("\n", "⏎")) for ids in (sample.prompt_ids, sample.response_ids)),
+        )
+    return table
+
+
+def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Prompt and response as text; triggers stand in «», what the veto drops in ⟦⟧, so that a pipe shows them too."""
+    sample = rollout.sample
+    facts = f"reward {sample.reward:g}, advantage {rollout.advantage:+.2f}, {sample.finish_reason}"
+    console.rule(f"group {sample.group}, {escape(sample.problem)}: {facts}")
+    console.print(Text(_text(tokenizer, sample.prompt_ids), style="dim"))
+    response = Text(_text(tokenizer, sample.response_ids)) if rollout.stale is None else _marked(rollout, tokenizer)
+    console.print(response)
+
+
+def _marked(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Text:
+    assert rollout.stale is not None
+    text, inside = Text(), False
+    stale = rollout.stale
+    for token, trigger, dropped in zip(rollout.sample.response_ids, stale.trigger, stale.dropped, strict=True):
+        if dropped != inside:
+            text.append("⟦" if dropped else "⟧", style="red")
+            inside = bool(dropped)
+        piece = _text(tokenizer, np.array([token]))
+        text.append(f"«{piece}»" if trigger else piece, style="bold red" if trigger else "red" if dropped else "")
+    return text.append("⟧", style="red") if inside else text
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
+    return str(tokenizer.decode(ids.tolist()))

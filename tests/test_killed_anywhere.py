@@ -1,0 +1,148 @@
+"""A run killed again and again, at any moment: nothing committed is lost, and the end is the unbroken run's."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mugrpo_megatron.observe.log import read_rows
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
+
+STAGES, UPDATES, PROMPTS = 3, 12, 96
+"""Stages of 4,608 responses: a shard is committed while they are generated."""
+
+Rows = list[dict[str, object]]
+Moment = Callable[[Path, Rows], bool]
+
+MOMENTS: dict[str, Moment] = {
+    "start": lambda run_dir, rows: True,
+    "sync": lambda run_dir, rows: any(row.get("phase") == "start" for row in rows),
+    "generate": lambda run_dir, rows: any(row.get("phase") == "sync" for row in rows),
+    "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.tmp")),
+    "score": lambda run_dir, rows: any(row.get("phase") == "generate" for row in rows),
+    "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.tmp")),
+    "optimize": lambda run_dir, rows: any(row["kind"] == "update" for row in rows),
+    "save": lambda run_dir, rows: any(run_dir.glob("checkpoints/.*.partial")),
+    "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
+}
+"""What to wait for in the run directory and in the rows that this process logged; a random moment later it dies."""
+
+
+def contents(run_dir: Path) -> dict[tuple[str, int], str]:
+    """(stage, group) -> digest of its rows, of every group that a manifest names; read without the store."""
+    found: dict[tuple[str, int], str] = {}
+    for stage in sorted(run_dir.glob("stages/*")):
+        for manifest in sorted(stage.glob("manifest*.json")):
+            body = json.loads(manifest.read_text(encoding="utf-8"))["stage"]
+            names = [body["sealed"]["file"]] if body["sealed"] else [shard["file"] for shard in body["shards"]]
+            for name in names:
+                for group, digest in digests(pq.read_table(stage / name)):
+                    assert (stage.name, group) not in found, "a group is there twice"
+                    found[stage.name, group] = digest
+    return found
+
+
+def digests(table: pa.Table) -> Iterator[tuple[int, str]]:
+    rows: dict[int, list[object]] = {}
+    for row in table.to_pylist():
+        rows.setdefault(row["group"], []).append(row)
+    for group, members in rows.items():
+        yield group, hashlib.sha256(repr(members).encode()).hexdigest()
+
+
+def kill_at(moment: Moment, delay_s: float, recipe: Path, run_dir: Path) -> bool:
+    """Start the run and kill all of its processes `delay_s` after the moment; whether it was still alive then."""
+    log = run_dir / "metrics.jsonl"
+    before = len(read_rows(log)) if log.exists() else 0
+    command = [sys.executable, "-m", "mugrpo_megatron", "train", str(recipe)]
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    due: float | None = None
+    while due is None or time.monotonic() < due:
+        try:
+            process.wait(0.005)
+        except psutil.TimeoutExpired:
+            if due is None and moment(run_dir, read_rows(log)[before:] if log.exists() else []):
+                due = time.monotonic() + delay_s
+            continue
+        return False
+    family = [process, *process.children(recursive=True)]
+    for one in family:  # the whole job: nobody is left who could tidy up
+        try:
+            one.kill()
+        except psutil.NoSuchProcess:
+            continue
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    return True
+
+
+def killed_again_and_again(folder: Path, kills: list[str], seed: int) -> dict[str, int]:
+    """Kill one run at each of `kills`, let it finish, check it against the unbroken one; how many of each came true."""
+    folder.mkdir(exist_ok=True)
+    shape = {
+        "schedule": {"stages": STAGES, "updates_per_stage": UPDATES},
+        "rollout": {"prompts_per_update": PROMPTS},
+        "checkpoint": {"every_updates": 3},
+        "engine": {"max_running_requests": 256},
+        "reward": COIN,
+    }
+    model = save_model(folder / "model")
+    run_dir = folder / "run"
+    recipe = write_recipe(folder / "recipe.toml", model, run_dir, **shape)
+    draw = random.Random(seed)
+    committed: dict[tuple[str, int], str] = {}
+    hit: dict[str, int] = {}
+    for name in kills:
+        delay_s = draw.uniform(0.0, 12.0) if name == "start" else draw.uniform(0.0, 0.3)
+        if not kill_at(MOMENTS[name], delay_s, recipe, run_dir):
+            break  # it ended before the moment came: the run is over
+        hit[name] = hit.get(name, 0) + 1
+        now = contents(run_dir)
+        assert committed.items() <= now.items(), f"groups were lost or changed around the kill at {name}"
+        committed = now
+
+    mugrpo("train", recipe)
+    final = contents(run_dir)
+    assert committed.items() <= final.items()
+    assert set(final) == {(f"{stage:05d}", group) for stage in range(STAGES) for group in range(UPDATES * PROMPTS)}
+    updates = {row["update"] for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"}
+    assert updates == set(range(STAGES * UPDATES))
+
+    # The same sealed stages, in one go.
+    shutil.copytree(run_dir / "stages", folder / "unbroken" / "stages")
+    mugrpo("train", write_recipe(folder / "unbroken.toml", model, folder / "unbroken", **shape))
+    assert weights(run_dir) == weights(folder / "unbroken")
+    assert weights(run_dir) != (model / "model.safetensors").read_bytes()
+    return hit
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_while_generating_sealing_optimizing_and_saving(tmp_path: Path) -> None:
+    hit = killed_again_and_again(tmp_path, ["shard", "seal", "optimize", "save"], seed=0)
+    assert sum(hit.values()) == 4
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_forty_random_moments(seed: int, tmp_path: Path) -> None:
+    """Up to 9 kills of each of 5 runs, every kind of moment once, in random order."""
+    kills = list(MOMENTS)
+    random.Random(seed).shuffle(kills)
+    hit = killed_again_and_again(tmp_path, kills, seed)
+    assert sum(hit.values()) >= 7, "a run may end before the last moments come, not earlier"
