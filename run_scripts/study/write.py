@@ -71,6 +71,7 @@ def text(results: Results, trl: Sequence[Mapping[str, Any]]) -> str:
         prediction=cost.prediction_table(),
         saving=cost.savings(),
         memory=cost.memory_table(),
+        stragglers=cost.straggler_table(),
         switches=switches,
         generation_fit=generation,
         trl=trl,

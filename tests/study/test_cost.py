@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.data import arithmetic
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.observe.rundata import read_run
 from run_scripts.study.cost import (
     Machine,
@@ -16,6 +18,7 @@ from run_scripts.study.cost import (
     generation_points,
     heavy_tail,
     kv_tokens,
+    long_lengths,
     predict,
     switches,
 )
@@ -94,6 +97,13 @@ def test_the_fit_finds_what_stages_of_two_sizes_cost(tmp_path: Path) -> None:
     assert (fixed, each) == (pytest.approx(0.2, abs=1e-3), pytest.approx(0.16 / 256, rel=1e-3))
     with pytest.raises(ValueError, match="different sizes"):
         generation_fit(points[:2])
+
+
+def test_long_responses_have_the_length_that_the_tokenizer_gives_them() -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    texts = [arithmetic.demonstration(p) for p in arithmetic.problems(0, "train", 40, "arithmetic_long")]
+    expected = [len(tokenizer.encode(text)) + 1 for text in texts]  # and the end of the sequence
+    assert long_lengths(40) == [length for length in expected for _ in range(8)]
 
 
 def test_what_is_resident_leaves_less_cache() -> None:
