@@ -29,22 +29,24 @@ class MetricLog:
     """Takes rows and hands them to its sinks; without sinks (every rank but the first) it only checks names."""
 
     sinks: tuple[Sink, ...] = ()
+    clock: Callable[[], float] = time.time
+    """Unix time of the rows."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
         """Log one optimizer update: number `update` of the run, number `age` of its stage, all from 0."""
-        self._write("update", {"time": time.time(), "stage": stage, "update": update, "age": age}, metrics)
+        self._write("update", {"time": self.clock(), "stage": stage, "update": update, "age": age}, metrics)
 
     def stage(self, stage: int, metrics: Mapping[str, float]) -> None:
         """Log what is known of a stage's responses."""
-        self._write("stage", {"time": time.time(), "stage": stage}, metrics)
+        self._write("stage", {"time": self.clock(), "stage": stage}, metrics)
 
     def evaluation(self, stage: int, update: int, metrics: Mapping[str, float]) -> None:
         """Log an evaluation taken after `update` optimizer updates."""
-        self._write("eval", {"time": time.time(), "stage": stage, "update": update}, metrics)
+        self._write("eval", {"time": self.clock(), "stage": stage, "update": update}, metrics)
 
     def event(self, event: str, text: str) -> None:
         """Log something that happened: a short name and a sentence."""
-        self._write("event", {"time": time.time(), "event": event, "text": text}, {})
+        self._write("event", {"time": self.clock(), "event": event, "text": text}, {})
 
     @contextmanager
     def phase(self, phase: str, stage: int) -> Iterator[dict[str, float]]:
@@ -52,11 +54,11 @@ class MetricLog:
         if phase not in PHASES:
             raise ValueError(f"undefined phase {phase}; define it in observe/metrics.py")
         metrics: dict[str, float] = {}
-        start = time.time()
+        start = self.clock()
         try:
             yield metrics
         finally:
-            self._write("phase", {"phase": phase, "stage": stage, "start": start, "end": time.time()}, metrics)
+            self._write("phase", {"phase": phase, "stage": stage, "start": start, "end": self.clock()}, metrics)
 
     def _write(self, kind: Kind, place: Row, metrics: Mapping[str, float]) -> None:
         check(kind, metrics)
@@ -80,9 +82,19 @@ def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, wri
             sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done)))
         if write and section.wandb_project is not None:
             sinks.append(stack.enter_context(_wandb(run_dir, section.wandb_project)))
+        clock = steady_clock(run_dir / FILE_NAME)
         for sink in sinks:
-            sink({"kind": "process", "time": time.time(), "environment": environment()})
-        yield MetricLog(tuple(sinks))
+            sink({"kind": "process", "time": clock(), "environment": environment()})
+        yield MetricLog(tuple(sinks), clock)
+
+
+def steady_clock(path: Path) -> Callable[[], float]:
+    """Unix time that never goes back inside a run, whatever the machine's clock does: it starts no earlier than the
+    last row in `path` and then follows the monotonic clock.
+    """
+    rows = read_rows(path) if path.exists() else []
+    start = max([time.time(), *(row.get("end", row.get("time", 0.0)) for row in rows)]) - time.monotonic()
+    return lambda: start + time.monotonic()
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,16 @@ def test_missing_and_broken_files_are_the_users_to_mend(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_text('{"kind": "event"}\n{"kind":\n{}\n')
     with pytest.raises(UserError, match=f"{FILE_NAME}:2"):
         read_rows(tmp_path / FILE_NAME)
+
+
+def test_a_clock_that_goes_back_does_not_bend_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour lost between two rows, another between a stop and its resume: no phase takes negative time."""
+    now = time.time()
+    for lost in (0, 3600, 7200):
+        monkeypatch.setattr(time, "time", lambda lost=lost: now - lost)
+        with open_log(tmp_path, PLAIN) as log, log.phase("optimize", 0):
+            monkeypatch.setattr(time, "time", lambda lost=lost: now - lost - 3600)
+            log.event("inside", "while the clock is wrong")
+    times = [row.get("end", row.get("time")) for row in read_rows(tmp_path / FILE_NAME)]
+    assert times == sorted(times)
+    assert all(row["start"] <= row["end"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "phase")
