@@ -42,6 +42,13 @@ LAYOUTS = {
     "dp2": (2, True, {}),
     "tp2 pp2 sp": (4, True, {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}),
     "pp2 vpp2": (2, False, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
+    "pp2 vpp2 tied, full recompute": (
+        2,
+        True,
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}},
+    ),
+    "tp4 of 2 key/value heads": (4, True, {"parallel": {"tensor": 4, "sequence": True}}),
+    "pp2 cp2": (4, True, {"parallel": {"pipeline": 2, "context": 2}}),
     "cp2": (2, True, {"parallel": {"context": 2}}),
     "tp2 cp2 sp untied": (4, False, {"parallel": {"tensor": 2, "context": 2, "sequence": True}}),
     "dp2 pp2": (4, True, {"parallel": {"pipeline": 2}}),
