@@ -20,14 +20,12 @@ def generate_alone(recipe: Recipe, stage: int | None) -> None:
 
     Raises UserError when the run stands elsewhere.
     """
-    stage = _standing(recipe, stage)
-    store = StageStore(RunDirectory(recipe.run.dir).stage(stage))
-    if store.sealed:
-        _say(f"stage {stage} is sealed already; `mugrpo optimize` takes its updates")
+    if _sealed(recipe, _standing(recipe, stage)):
+        _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
     with open_run(recipe) as run:
         generate_stage(run, run.cursor)
-    _say(f"stage {stage} is sealed in {store.directory}; `mugrpo optimize` takes its updates")
+    _say(f"{run.directory.stage(run.cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
@@ -37,19 +35,19 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     responses and the same weights, whatever objective and optimizer the recipe now names. Raises UserError when the run
     stands elsewhere or the stage is not sealed.
     """
-    if source is not None:
-        if stage is None:
-            raise UserError("--from needs --stage: which of that run's stages is to be optimized again")
-        if rank_of_environment() == 0:
+    if source is not None and stage is None:
+        raise UserError("--from needs --stage: which of that run's stages is to be optimized again")
+    if rank_of_environment() == 0:  # the other ranks wait for it where they join the world
+        if source is not None and stage is not None:
             branch(recipe, source, stage)
-    stage = _standing(recipe, stage)
-    store = StageStore(RunDirectory(recipe.run.dir).stage(stage))
-    if not store.sealed:
-        raise UserError(f"{store.directory} is not complete; run `mugrpo generate` with this recipe first")
+        if not _sealed(recipe, _standing(recipe, stage)):
+            raise UserError(
+                f"{recipe.run.dir}: the stage is not complete; run `mugrpo generate` with this recipe first"
+            )
     with open_run(recipe, generates=False) as run:
         optimize_stage(run, run.cursor)
         export(run, run.cursor)
-    _say(f"stage {stage} is optimized; Hugging Face checkpoint: {RunDirectory(recipe.run.dir).hf}")
+    _say(f"stage {run.cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 
 def _standing(recipe: Recipe, stage: int | None) -> int:
@@ -66,6 +64,10 @@ def _standing(recipe: Recipe, stage: int | None) -> int:
             f"leave --stage out, or branch with `mugrpo optimize --stage {stage} --from RUN_DIR`"
         )
     return cursor.stage
+
+
+def _sealed(recipe: Recipe, stage: int) -> bool:
+    return StageStore(RunDirectory(recipe.run.dir).stage(stage)).sealed
 
 
 def _say(text: str) -> None:

@@ -93,7 +93,8 @@ def steady_clock(path: Path) -> Callable[[], float]:
     last row in `path` and then follows the monotonic clock.
     """
     rows = read_rows(path) if path.exists() else []
-    start = max([time.time(), *(row.get("end", row.get("time", 0.0)) for row in rows)]) - time.monotonic()
+    last = max((float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows), default=0.0)
+    start = max(time.time(), last) - time.monotonic()
     return lambda: start + time.monotonic()
 
 
