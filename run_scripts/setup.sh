@@ -1,20 +1,36 @@
 #!/usr/bin/env bash
 # Makes .venv with everything pinned. A second run finds it ready and returns at once.
 #
-#   run_scripts/setup.sh [--cpu | --cuda]      without a flag: cuda where nvidia-smi finds a GPU, else cpu
+#   run_scripts/setup.sh [--cpu | --cuda] [--with-te] [--with-apex]
+#
+# Without --cpu or --cuda: cuda where nvidia-smi finds a GPU, else cpu. The two accelerators are built from source against
+# the torch that was installed, which takes nvcc of torch's CUDA version and half an hour each; a run works without them:
+#   --with-te     NVIDIA Transformer Engine: context parallelism, fused Adam
+#   --with-apex   NVIDIA apex: fused Adam and gradient scaling where there is no Transformer Engine
+# What --cuda and these two do has not been tried on a CUDA machine yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-device=cpu
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
-case "${1:-}" in
-  --cpu) device=cpu ;;
-  --cuda) device=cuda ;;
-  "") ;;
-  *) echo "setup.sh: unknown option $1; it takes --cpu or --cuda" >&2; exit 2 ;;
-esac
+TE_VERSION=2.11.0     # from the registry: the core as a wheel, the torch extension as source
+APEX_TAG=25.09        # of https://github.com/NVIDIA/apex; the registry's "apex" is another project
 
-stamp="$device $(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -d' ' -f1)"
+device=cpu with_te='' with_apex=''
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
+for option in "$@"; do
+  case "$option" in
+    --cpu) device=cpu ;;
+    --cuda) device=cuda ;;
+    --with-te) with_te=yes ;;
+    --with-apex) with_apex=yes ;;
+    *) echo "setup.sh: unknown option $option; it takes --cpu, --cuda, --with-te, --with-apex" >&2; exit 2 ;;
+  esac
+done
+if [ -n "$with_te$with_apex" ] && [ "$device" = cpu ]; then
+  echo "setup.sh: Transformer Engine and apex are for CUDA machines; add --cuda, or leave them out" >&2
+  exit 2
+fi
+
+stamp="$device${with_te:+ te}${with_apex:+ apex} $(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -d' ' -f1)"
 if [ "$(cat .venv/.ready 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 
 python=
@@ -47,5 +63,46 @@ if [ "$device" = cpu ]; then
 else
   install --constraint run_scripts/constraints-cuda.txt --editable ".[cuda,dev]"
 fi
+
+# Compiled against the torch in .venv, so without pip's isolated build environment, which would bring another torch.
+check_compiler() {
+  local built found
+  built=$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")')
+  if [ -z "$built" ]; then
+    echo "setup.sh: the torch in .venv is built for CPU, so $1 cannot be compiled against it" >&2
+    exit 2
+  fi
+  found=$(nvcc --version 2>/dev/null | sed -n 's/.*release \([0-9]*\.[0-9]*\).*/\1/p')
+  if [ "$found" != "$built" ]; then
+    echo "setup.sh: $1 needs nvcc of CUDA $built, torch's, but ${found:-none} is on the PATH; install that toolkit" \
+      "or point PATH and CUDA_HOME at it" >&2
+    exit 2
+  fi
+  install ninja packaging wheel setuptools pybind11
+}
+
+if [ -n "$with_te" ]; then
+  check_compiler "Transformer Engine"
+  echo "setup: building Transformer Engine $TE_VERSION"
+  major=$(.venv/bin/python -c 'import torch; print(torch.version.cuda.split(".")[0])')
+  NVTE_FRAMEWORK=pytorch install --no-build-isolation "transformer-engine[pytorch,core_cu$major]==$TE_VERSION"
+  .venv/bin/python -c 'import transformer_engine.pytorch' || {
+    echo "setup.sh: Transformer Engine was built but does not load; .venv/bin/mugrpo doctor says why" >&2
+    exit 2
+  }
+fi
+
+if [ -n "$with_apex" ]; then
+  check_compiler apex
+  # The registry's package of this name is unrelated: one that is there is taken out, and pip is never asked for it.
+  .venv/bin/pip uninstall --quiet --yes apex 2>/dev/null || true
+  echo "setup: building NVIDIA apex $APEX_TAG"
+  APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install --no-build-isolation --no-deps "git+https://github.com/NVIDIA/apex@$APEX_TAG"
+  .venv/bin/python -c 'import amp_C; from apex.multi_tensor_apply import multi_tensor_applier' || {
+    echo "setup.sh: apex was built without its CUDA extensions; the compiler's output above says why" >&2
+    exit 2
+  }
+fi
+
 echo "$stamp" > .venv/.ready
 echo "setup: ready; run_scripts/quickstart.sh trains a small model, .venv/bin/mugrpo doctor says what was found"

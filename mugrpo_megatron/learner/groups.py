@@ -12,10 +12,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed.rendezvous import rendezvous
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
-from mugrpo_megatron.learner.presence import Presence
+from mugrpo_megatron.learner.presence import Presence, named
 from mugrpo_megatron.recipe import Recipe
+
+ARRIVAL = timedelta(minutes=15)
+"""How long the first ranks wait for the last one at the start."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +57,12 @@ def initialize(recipe: Recipe) -> Ranks:
 
     gloo on CPU, NCCL on CUDA, both with `run.collective_timeout_s`. Seeds every generator from `run.seed` and sets the
     number of CPU threads.
-    Raises UserError when the layout does not divide the world or CUDA is asked for and absent.
+    Raises UserError when the layout does not divide the world or CUDA is asked for and absent, CollectiveFailure when
+    ranks do not come.
     """
     device = _device(recipe)
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    timeout = timedelta(seconds=recipe.run.collective_timeout_s)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        store = dist.HashStore() if world == 1 else None  # a world of one needs no port
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=recipe.run.collective_timeout_s))
     layout = recipe.parallel
     block = layout.tensor * layout.pipeline * layout.context
     if dist.get_world_size() % block:
@@ -135,6 +136,25 @@ def _device(recipe: Recipe) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def _join(backend: str, timeout: timedelta) -> None:
+    """Make the world's process group once every rank is there: nodes come up minutes apart, collectives are quicker."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    store: dist.Store = dist.HashStore()  # a world of one needs no port
+    if world > 1:
+        store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
+        store.set(f"arrived/{rank}", "")
+        try:
+            store.wait([f"arrived/{other}" for other in range(world)], ARRIVAL)
+        except dist.DistStoreError:
+            late = [other for other in range(world) if not store.check([f"arrived/{other}"])]
+            raise CollectiveFailure(
+                f"rank {rank} of {world}: {named(late)} did not come within {ARRIVAL.seconds // 60} minutes; "
+                "their own log, or their node's, says why"
+            ) from None
+    group_store = dist.PrefixStore("world", store)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)
 
 
 def _ranks(device: torch.device, patience_s: float) -> Ranks:

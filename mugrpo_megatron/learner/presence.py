@@ -85,7 +85,7 @@ class Presence:
         here = self.ask(lambda store: store.add(key, 1))
         while here < self._world:
             if silent := self.silent(self._patience_s):
-                raise self._failure(f"nothing was heard of {_named(silent)} for {self._patience_s:g} s")
+                raise self._failure(f"nothing was heard of {named(silent)} for {self._patience_s:g} s")
             meanwhile()
             self._leaving.wait(MEETING_POLL_S * max(1, self._world // 16))
             here = self.ask(lambda store: store.add(key, 0))
@@ -105,7 +105,7 @@ class Presence:
             return heard.node, f"{heard.note}{f', silent for {age:.0f} s' if quiet else ''}"
 
         by_state = groupby(sorted(self._heard), key=state)
-        return "; ".join(f"{_named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "nobody"
+        return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "nobody"
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(
@@ -146,7 +146,7 @@ class Presence:
         self._listened = now
 
 
-def _named(ranks: list[int]) -> str:
+def named(ranks: list[int]) -> str:
     """rank 3; ranks 0-3, 6."""
     runs: list[list[int]] = []
     for rank in ranks:
