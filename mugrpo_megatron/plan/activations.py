@@ -79,7 +79,7 @@ def _feed_forward(
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
     kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    return kept, b * chosen * (2 * size["H"] + 2 * width)
+    return kept, b * chosen * 3 * (size["H"] + width)
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:

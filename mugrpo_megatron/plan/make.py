@@ -18,9 +18,6 @@ from mugrpo_megatron.plan.timing import Phases, bubble, checkpoint_bytes, phases
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout
 
-LISTED = 8
-"""Layouts of each kind that a report lists."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

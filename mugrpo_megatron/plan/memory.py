@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster
+from mugrpo_megatron.plan.cluster import GIB, Assumptions, Cluster
 from mugrpo_megatron.plan.layout import Layout, held, parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.plan.state import State, learner_state
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rollout.launch import CPU_KV_BYTES, kv_bytes_per_token
+from mugrpo_megatron.rollout.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
 from mugrpo_megatron.weights.architecture import Architecture
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -72,18 +72,21 @@ class Learning:
     """Gradients and temporaries of one layer's backward pass."""
     embedding: float
     """The embedding's gradient, on the first stage, before it is added to the gradient buffer."""
+    reduced: float
+    """On CPU, gloo's copy of the gradients that it reduces; NCCL needs none."""
     in_flight: float
     """Micro-batches whose activations are kept."""
 
     def peak(self, recompute: str) -> float:
-        """What an update needs beside the state at its fullest of three moments.
+        """What an update needs beside the state at its fullest moment.
 
         When the loss is formed; in the backward pass of the last layer, the loss path gone; at the embedding, when this
-        micro-batch's activations are gone.
+        micro-batch's activations are gone; when gradients are reduced, with no activations at all.
         """
         kept = self.kept[recompute]
         others = kept * (1 - 1 / self.in_flight)
-        return max(kept + self.loss, kept + self.remade[recompute] + self.working, others + self.embedding)
+        layer = kept + self.remade[recompute] + self.working
+        return max(kept + self.loss, layer, others + self.embedding, self.reduced)
 
     @property
     def update(self) -> float:
@@ -116,6 +119,7 @@ def learning(
         loss=loss,
         working=layer.working,
         embedding=float(b * mine.vocabulary if stage == 0 else 0),
+        reduced=0.0 if cuda else 4.0 * max(mine.dense, mine.experts),
         in_flight=in_flight,
     )
 
@@ -148,17 +152,17 @@ def serving(
     per_token = kv_bytes_per_token(dict(config), recipe.model.dtype) / min(
         tp, architecture.transformer["num_query_groups"]
     )
+    limit = recipe.engine.max_total_tokens or float("inf")
     if cluster.device.cuda:
         free = cluster.device.memory - guess.learner_rest - guess.engine_rest
-        cache, work = max(0.0, recipe.engine.memory_fraction * free - weights), guess.engine_work
-        if recipe.engine.max_total_tokens:
-            cache = min(cache, recipe.engine.max_total_tokens * per_token)
+        cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
+        work = guess.engine_work
     else:
-        cache, work = float(CPU_KV_BYTES), 0.0
+        window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
+        cache = min(limit, recipe.engine.max_running_requests * window) * per_token
+        cache, work = min(cache, max(CPU_KV_BYTES, window * per_token)), 0.0
     tokens = int(cache / per_token)
-    lengths = response_lengths(
-        mean_response(recipe, guess), recipe.rollout.max_response_tokens, guess.spread
-    )  # fmt: skip
+    lengths = response_lengths(mean_response(recipe, guess), recipe.rollout.max_response_tokens, guess.spread)
     resident = mean_prompt(recipe, guess) + resident_mean(lengths)
     requests = min(recipe.engine.max_running_requests, int(tokens / resident))
     return Serving(weights, cache, work, tokens, requests)
@@ -189,9 +193,8 @@ class Memory:
     @property
     def problems(self) -> list[str]:
         """Why it does not fit; empty where it does."""
-        gib = 1 << 30
         found = [
-            f"the {name} phase needs {value / gib:.1f} GiB of {self.device / gib:.1f}"
+            f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
             for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
             if value > self.device
         ]

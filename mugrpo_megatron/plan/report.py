@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.plan.make import LISTED, Plan, plan_as_dict
+from mugrpo_megatron.plan.cluster import GIB
+from mugrpo_megatron.plan.make import Plan, plan_as_dict
 from mugrpo_megatron.plan.memory import RECOMPUTE
 
-GIB = 1 << 30
+LISTED = 8
+"""Layouts of each kind that a report lists."""
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:

@@ -21,7 +21,7 @@ def allocations(work: Callable[[], Any]) -> tuple[Any, int, int]:
         result = work()
     events = recorded.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = np.cumsum([size for _, size in changes])
+    held = np.cumsum([0, *(size for _, size in changes)])
     return result, int(held[-1]), int(held.max())
 
 

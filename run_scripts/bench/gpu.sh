@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Measures one GPU in under eight minutes and writes docs/benchmarks/<device>-<date>.json.
+#
+#   run_scripts/bench/gpu.sh [options of run_scripts/bench/gpu.py]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+if ! command -v nvidia-smi >/dev/null; then echo "gpu.sh: no nvidia-smi, so no GPU to measure" >&2; exit 2; fi
+device=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr ' ' '-')
+mkdir -p docs/benchmarks
+exec .venv/bin/python run_scripts/bench/gpu.py --out "docs/benchmarks/$device-$(date -u +%F).json" "$@"
