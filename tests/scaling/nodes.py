@@ -39,15 +39,21 @@ class Cluster:
         if self.namespaces:
             _ip("-n", self.namespaces[node], "link", "set", "eth0", "down")
             return
-        family = [psutil.Process(torchrun.pid), *psutil.Process(torchrun.pid).children(recursive=True)]
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signal.SIGKILL)
+        kill(torchrun)
 
     def mend(self, node: int) -> None:
         """Undo `cut_off`."""
         if self.namespaces:
             _ip("-n", self.namespaces[node], "link", "set", "eth0", "up")
+
+
+def kill(torchrun: subprocess.Popen[bytes]) -> None:
+    """Kill a node's torchrun and everything that it started."""
+    with suppress(psutil.NoSuchProcess):
+        launcher = psutil.Process(torchrun.pid)
+        for process in [launcher, *launcher.children(recursive=True)]:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)
 
 
 @contextmanager
