@@ -1,0 +1,120 @@
+"""The learner on a GPU against the same learner on the CPU, in a process that sees no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mugrpo_megatron.learner import memory
+from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.groups import shutdown
+from mugrpo_megatron.learner.update import token_logprobs, update
+from mugrpo_megatron.plan.layout import Layout
+from mugrpo_megatron.plan.memory import Batch, learning
+from mugrpo_megatron.samples import Sample
+from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HERE = "from tests.gpu.test_learner import two_updates; import json, sys; print(json.dumps(two_updates(sys.argv[1])))"
+
+
+def two_updates(model: str) -> list[list[float]]:
+    """Loss and gradient norm of two updates, then the log-probabilities after them, float32."""
+    learner = build_learner(recipe(Path(model)))
+    data = samples()
+    found = []
+    for _ in range(2):
+        metrics = update(learner, data, advantages(len(data)))
+        found.append([metrics["loss"], metrics["grad_norm"]])
+    after = np.concatenate(token_logprobs(learner, data)).tolist()
+    shutdown()
+    return [*found, after]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def test_updates_are_those_of_the_cpu(model: Path) -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", HERE, str(model)], env=hidden, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    expected = json.loads(done.stdout.splitlines()[-1])
+    for found, known in zip(two_updates(str(model)), expected, strict=True):
+        np.testing.assert_allclose(found, known, rtol=2e-3, atol=2e-3)
+
+
+def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
+    learner = build_learner(recipe(model))
+    data = samples()
+    update(learner, data, advantages(len(data)))
+    before, held = token_logprobs(learner, data), torch.cuda.memory_allocated()
+    memory.sleep(learner, "optimizer")
+    memory.sleep(learner, "weights")
+    assert torch.cuda.memory_allocated() < 0.2 * held
+    memory.wake(learner)
+    for found, known in zip(token_logprobs(learner, data), before, strict=True):
+        np.testing.assert_array_equal(found, known)
+    shutdown()
+
+
+def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
+    """Full rows of 16,384 tokens through a model whose activations outweigh everything that is not planned."""
+    path = save_wide(tmp_path)
+    chosen = recipe(path, learner={"micro_batch_tokens": 16384, "loss_chunk_tokens": 1024}, model={"dtype": "bfloat16"})
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    learner = build_learner(chosen)
+    state = torch.cuda.memory_allocated() - before
+    data = full_rows()
+    update(learner, data, advantages(len(data)))
+    torch.cuda.reset_peak_memory_stats()
+    update(learner, data, advantages(len(data)))
+    peak = torch.cuda.max_memory_allocated() - before - state
+    planned = learning(chosen, learner.architecture, Layout(), Batch(16384, 1), cuda=True, stage=0)
+    shutdown()
+    assert planned.state.total == pytest.approx(state, rel=0.02)
+    assert planned.update == pytest.approx(peak, rel=0.1)
+
+
+def save_wide(directory: Path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        max_position_embeddings=2048,
+        use_sliding_window=False,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def full_rows() -> list[Sample]:
+    rng = np.random.default_rng(0)
+    return [
+        Sample(
+            group=index // 4,
+            problem=str(index // 4),
+            prompt_ids=rng.integers(0, VOCAB, 24).astype(np.int32),
+            response_ids=rng.integers(0, VOCAB, 1000).astype(np.int32),
+            behaviour_logprobs=rng.normal(-4.5, 0.3, 1000).astype(np.float32),
+            reward=float(index % 2),
+            weight_version=0,
+            finish_reason="length",
+        )
+        for index in range(16)
+    ]
