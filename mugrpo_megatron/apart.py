@@ -53,9 +53,9 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 def _standing(recipe: Recipe, stage: int | None) -> int:
     """The stage at which the run stands; UserError when `stage` is another."""
     cursor = newest_cursor(RunDirectory(recipe.run.dir).checkpoints)
-    if cursor.stage >= recipe.schedule.stages:
+    if cursor.finished(recipe.schedule):
         raise UserError(
-            f"{recipe.run.dir} has taken all of its {recipe.schedule.stages} stages; `mugrpo train` ends it, a larger "
+            f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` ends it, a larger "
             "schedule.stages goes on"
         )
     if stage not in (None, cursor.stage):

@@ -21,6 +21,8 @@ FREE_TO_BRANCH = (
     "optimizer.",
     "rollout.behaviour",
     "schedule.stages",
+    "schedule.min_ess",
+    "schedule.max_vetoed",
     "run.",
     "sft.",
     "data.",

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.distributed as dist
@@ -50,7 +51,7 @@ class Saver:
         write = checkpoint.begin_save(
             self._learner,
             self._directory / checkpoint_name(cursor),
-            {"stage": cursor.stage, "age": cursor.age},
+            asdict(cursor),
             self._group,
             copy=self._section.asynchronous,
         )

@@ -11,7 +11,7 @@ import numpy as np
 
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.ready import Ready
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.generator import Generator, rest
 from mugrpo_megatron.learner import memory
 from mugrpo_megatron.observe.progress import Bar
@@ -24,7 +24,7 @@ from mugrpo_megatron.rollout.sampler import sampling
 from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.run import Run
 from mugrpo_megatron.samples import Prompt, Response, Sample
-from mugrpo_megatron.schedule import Cursor, stage_positions
+from mugrpo_megatron.schedule import Cursor
 from mugrpo_megatron.stopping import Stopped
 from mugrpo_megatron.weights.sync import sync
 
@@ -41,7 +41,7 @@ def sync_weights(run: Run, cursor: Cursor) -> None:
         engine = _awake(run.generator) if run.generator else None
         run.world.meet()  # no collective waits while an engine starts anew
         try:
-            sync(run.bridge, engine, version=cursor.updates_done(run.recipe.schedule))
+            sync(run.bridge, engine, version=cursor.updates)
             memory.sleep(run.learner, "weights")
             if engine:
                 engine.wake("kv_cache")
@@ -86,7 +86,8 @@ def generate(run: Run, stage: StageStore, cursor: Cursor) -> None:
     unfinished groups to the next round, in which it takes part again: the stage is then not sealed. EngineFailure is
     raised on every rank after `engine.max_failures` failures of one engine in a row, without a finished group between.
     """
-    groups = range(run.recipe.schedule.updates_per_stage * run.recipe.rollout.prompts_per_update)
+    updates = cursor.stage_updates(run.recipe.schedule)
+    groups = range(updates * run.recipe.rollout.prompts_per_update)
     queue = shared_queue(run, sorted(set(groups) - stage.present()) if run.leads else [])
     scoring: deque[Scoring] = deque()
     with (
@@ -105,11 +106,25 @@ def generate(run: Run, stage: StageStore, cursor: Cursor) -> None:
         run.world.meet()
         (stopping,) = run.any_rank(run.stop.asked)
         _raise_or_tell_failures(run)
+        written = run.world.gather(stage.written)
+        _check_shared(run, stage, not run.leads or stage.wait_for(set().union(*written), sealed=False))
         if run.leads and not stopping and stage.named().issuperset(groups):
-            stage.seal(run.recipe.schedule.updates_per_stage, run.recipe.rollout.prompts_per_update)
+            stage.seal(updates, run.recipe.rollout.prompts_per_update)
     rest_engine(run)
+    if any(run.any_rank(run.leads and stage.sealed)):
+        _check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
         raise Stopped
+
+
+def _check_shared(run: Run, stage: StageStore, seen: bool) -> None:
+    """UserError on every rank when one of them does not see what another has written. Collective."""
+    blind = [rank for rank, sees in enumerate(run.world.gather(seen)) if not sees]
+    if blind:
+        raise UserError(
+            f"rank {blind[0]} does not see what other ranks have written to {stage.directory}: run.dir has to be on a "
+            "file system that all nodes share, under the same path"
+        )
 
 
 def _draw(
@@ -127,7 +142,7 @@ def _draw(
         return
 
     def take(held: int, slots: int) -> list[Prompt]:
-        return [stage_prompt(run.recipe, generator.problems, cursor.stage, g) for g in queue.take(held, slots)]
+        return [stage_prompt(run.recipe, generator.problems, cursor, g) for g in queue.take(held, slots)]
 
     responses_per_prompt = run.recipe.rollout.responses_per_prompt
     how = sampling(run.recipe, generator.tokenizer)
@@ -170,10 +185,10 @@ def _raise_or_tell_failures(run: Run) -> None:
         run.display.say(f"{text}\nThe engine is started anew for what the stage still lacks.")
 
 
-def stage_prompt(recipe: Recipe, problems: Ready, stage: int, group: int) -> Prompt:
+def stage_prompt(recipe: Recipe, problems: Ready, cursor: Cursor, group: int) -> Prompt:
     """The prompt of a stage's group, in the run's order; groups count from 0 inside the stage."""
     train = problems.train
-    position = stage_positions(stage, recipe.schedule, recipe.rollout.prompts_per_update)[group]
+    position = cursor.stage_positions(recipe.schedule, recipe.rollout.prompts_per_update)[group]
     place = problem_at(recipe.run.seed, len(train.problems), position)
     return Prompt(group, train.problems[place], train.prompts[place])
 

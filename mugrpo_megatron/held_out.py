@@ -45,7 +45,7 @@ def evaluate(run: Run, cursor: Cursor) -> None:
         bar.values["accuracy"] = result.mean.value
     run.log.evaluation(
         cursor.stage,
-        cursor.updates_done(run.recipe.schedule),
+        cursor.updates,
         {
             "accuracy": result.mean.value,
             "low": result.mean.low,

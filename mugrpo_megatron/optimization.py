@@ -53,7 +53,7 @@ def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
     path = run.directory.behaviour(cursor.stage)
     if run.recipe.rollout.behaviour == "engine" or path.exists():
         return
-    updates = run.recipe.schedule.updates_per_stage
+    updates = cursor.stage_updates(run.recipe.schedule)
     with (
         run.log.phase("logprobs", cursor.stage),
         run.display.bar(f"{run.title(cursor)}: learner logprobs", updates, "updates") as bar,
@@ -100,7 +100,7 @@ def _stored_update(run: Run, stage: StageStore, cursor: Cursor, age: int) -> lis
 @contextmanager
 def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
     """Around a stage's updates: the phase's wall-clock and tokens, and a bar to advance."""
-    updates = run.recipe.schedule.updates_per_stage - cursor.age
+    updates = cursor.stage_updates(run.recipe.schedule) - cursor.age
     with (
         run.log.phase("optimize", cursor.stage) as facts,
         run.display.bar(f"{run.title(cursor)}: optimize", updates, "updates") as bar,
@@ -112,8 +112,7 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
 def record_update(run: Run, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar) -> None:
     """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
     reward = float(np.mean([sample.reward for sample in samples]))
-    update = cursor.updates_done(run.recipe.schedule)
-    run.log.update(cursor.stage, update, cursor.age, {**metrics, "reward_mean": reward})
+    run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
     if run.learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
         _give_up(run, cursor, samples)

@@ -14,13 +14,12 @@ from mugrpo_megatron.observe.summary import summarize, summary_table
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run import Run, rank_of_environment
 from mugrpo_megatron.rundir import RunDirectory, check_same_run, write_json
-from mugrpo_megatron.schedule import Cursor
+from mugrpo_megatron.schedule import Cursor, total_updates
 from mugrpo_megatron.weights.save import save_hf
 
 
-def finish(run: Run) -> None:
+def finish(run: Run, cursor: Cursor) -> None:
     """Evaluate the trained policy and write everything that outlives the run."""
-    cursor = Cursor(run.recipe.schedule.stages)
     sync_weights(run, cursor)
     evaluate(run, cursor)
     rest_engine(run)
@@ -57,7 +56,7 @@ def show_finished(recipe: Recipe) -> bool:
     if not directory.summary.exists():
         return False
     check_same_run(directory, recipe)
-    if json.loads(directory.summary.read_text(encoding="utf-8"))["stages"] < recipe.schedule.stages:
+    if json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] < total_updates(recipe.schedule):
         return False
     with open_display(show=rank_of_environment() == 0) as display:
         display.say(f"{directory.path} is finished; another run.dir starts afresh")

@@ -97,7 +97,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]
 
 def _rollouts(store: StageStore, wanted: Wanted, later: LaterPolicy | None, recipe: Recipe) -> Iterator[Rollout]:
     """Update by update, so that memory holds one."""
-    objective, updates = recipe.objective, range(recipe.schedule.updates_per_stage)
+    objective, updates = recipe.objective, range(store.updates)
     if wanted.update is not None and wanted.update not in updates:
         raise UserError(f"--update {wanted.update}: the stage's updates are 0 to {updates[-1]}")
     if wanted.group is not None:

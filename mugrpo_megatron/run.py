@@ -99,7 +99,7 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
     problems = ready(recipe.data, recipe.reward, tokenizer) if leads and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if leads else RunDirectory(recipe.run.dir)
-        done = newest_cursor(directory.checkpoints).updates_done(recipe.schedule)
+        done = newest_cursor(directory.checkpoints).updates
         log = stack.enter_context(open_log(directory.path, recipe.track, updates_done=done, write=leads))
         display = stack.enter_context(open_display(show=leads))
         stop = stack.enter_context(listening_for_sigterm())

@@ -19,7 +19,7 @@ from mugrpo_megatron.optimization import (
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.results import finish, show_finished
 from mugrpo_megatron.run import Run, open_run
-from mugrpo_megatron.schedule import Cursor
+from mugrpo_megatron.schedule import Cursor, worn_out
 
 
 def train(recipe: Recipe) -> None:
@@ -30,10 +30,11 @@ def train(recipe: Recipe) -> None:
     if show_finished(recipe):
         return
     with open_run(recipe) as run:
-        for cursor in run.cursor.stages_left(recipe.schedule):
+        cursor = run.cursor
+        while not cursor.finished(recipe.schedule):
             generate_stage(run, cursor)
-            optimize_stage(run, cursor)
-        finish(run)
+            cursor = optimize_stage(run, cursor)
+        finish(run, cursor)
 
 
 def generate_stage(run: Run, cursor: Cursor) -> None:
@@ -45,21 +46,23 @@ def generate_stage(run: Run, cursor: Cursor) -> None:
         generate(run, stage, cursor)  # engine -> verifier -> stage store
 
 
-def optimize_stage(run: Run, cursor: Cursor) -> None:
-    """µ updates on one stage, from `cursor` on; its responses grow stale by up to µ - 1 updates on the way.
+def optimize_stage(run: Run, start: Cursor) -> Cursor:
+    """µ updates on one stage, from `start` on; its responses grow stale by up to µ - 1 updates on the way.
 
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
-    policy would no longer produce.
+    policy would no longer produce. Returns where the next stage begins.
     """
-    stage = run.stage_store(cursor.stage)
+    schedule, stage, cursor = run.recipe.schedule, run.stage_store(start.stage), start
     measure_mismatch(run, stage, cursor)
     recompute_behaviour(run, stage, cursor)
     with optimizing(run, cursor) as bar:
-        for now in cursor.updates_left(run.recipe.schedule):
-            samples = read_update(run, stage, now)
+        while cursor.stage == start.stage:
+            samples = read_update(run, stage, cursor)
             rewards = np.array([sample.reward for sample in samples])
             groups = np.array([sample.group for sample in samples])
             advantages = group_advantages(rewards, groups, run.recipe.objective)
             metrics = update(run.learner, samples, advantages)
-            record_update(run, now, samples, metrics, bar)
-            save_if_due(run, now.advanced(run.recipe.schedule))
+            record_update(run, cursor, samples, metrics, bar)
+            cursor = cursor.advanced(schedule, ends_stage=worn_out(metrics, schedule))
+            save_if_due(run, cursor)
+    return cursor

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.apart import generate_alone, optimize_alone
-from mugrpo_megatron.checkpoints import complete
+from mugrpo_megatron.checkpoints import complete, newest_cursor
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.observe.report import write_report
 from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.schedule import Cursor
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 
@@ -51,7 +52,7 @@ def test_phases_apart_leave_what_train_leaves(trained: Path) -> None:
         "stage00001-age00000",
         "stage00002-age00000",
     ]
-    with pytest.raises(UserError, match="taken all of its 2 stages"):
+    with pytest.raises(UserError, match="taken all of its 6 updates"):
         optimize_alone(load_recipe(trained), None)
 
 
@@ -99,6 +100,16 @@ def test_a_branch_that_cannot_be_is_refused(
     overrides = [f"run.dir={tmp_path / 'b'}", *(one.format(run=trained.parent / "run") for one in changed)]
     with pytest.raises(UserError, match=words):
         optimize_alone(load_recipe(trained, overrides), stage, trained.parent / source)
+
+
+@pytest.mark.slow
+def test_a_worn_out_stage_ends_early(trained: Path, tmp_path: Path) -> None:
+    """The first update is on policy, the second no longer."""
+    changed = ["--set", "schedule.min_ess=0.9999999", "--set", f"run.dir={tmp_path / 'b'}"]
+    mugrpo("optimize", trained, "--stage", "0", "--from", trained.parent / "run", *changed)
+    assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(stage=1, age=0, updates=2)
+    rows = [row for row in read_rows(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "update"]
+    assert [row["age"] for row in rows] == [0, 1]
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
 from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.schedule import total_updates
 
 
 def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> dict[str, float]:
@@ -87,8 +88,7 @@ def _statistics(
 
 
 def _step(learner: Learner) -> Step:
-    schedule, section = learner.recipe.schedule, learner.recipe.optimizer
-    total = schedule.stages * schedule.updates_per_stage
+    section, total = learner.recipe.optimizer, total_updates(learner.recipe.schedule)
     step = take_step(learner.optimizer, learning_rate(section, learner.updates_done, total), section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped

@@ -45,6 +45,8 @@ SHARD_TOKENS = 1 << 20
 SHARD_RESPONSES = 4096
 SHARD_SECONDS = 10.0
 """A shard is written when it has this many tokens or responses, or its oldest group has waited this long."""
+VISIBLE_SECONDS = 20.0
+"""How late a shared file system may show one node what another has written."""
 SHARDS_IN_MEMORY = 4
 """Shards that sealing keeps decoded: groups of one update finish at different times, so they lie in several."""
 COMPRESSION: Final = "zstd"
@@ -82,6 +84,11 @@ class StageStore:
             self._final = read_manifest(self.directory).sealed
         return self._final is not None
 
+    @property
+    def updates(self) -> int:
+        """Updates that the sealed stage holds the responses of."""
+        return self._sealed().updates
+
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `statistics.StageStatistics` defines them."""
         return self._sealed().statistics
@@ -101,6 +108,23 @@ class StageStore:
         """Indices of the groups that the manifests name, as `present` but without a look at their bytes."""
         own = self._own or read_manifest(self.directory, manifest_name(self._writer))
         return {group for shard in [*own.shards, *other_shards(self.directory, self._writer)] for group in shard.groups}
+
+    @property
+    def written(self) -> set[int]:
+        """The groups that this writer has, once it has written."""
+        return set(self._groups)
+
+    def wait_for(self, groups: set[int], sealed: bool) -> bool:
+        """Whether what other processes have written is to be seen: these groups, or the sealed stage.
+
+        A shared file system may show it late, so this waits for up to VISIBLE_SECONDS.
+        """
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while not (self.sealed if sealed else self.named() >= groups):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
 
     def append(self, group: list[Sample]) -> None:
         """Add one finished group; it is durable once its shard is written: when full, aged, or at `flush`.
