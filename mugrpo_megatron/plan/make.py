@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.cluster import Assumptions, Cluster, assume, engines_of, make_cluster
-from mugrpo_megatron.plan.layout import Layout, layout_of, parameters
-from mugrpo_megatron.plan.memory import ITEMSIZE, Batch, Memory, batch_of, memory, serving
+from mugrpo_megatron.plan.layout import Layout, parameters
+from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, memory, serving
 from mugrpo_megatron.plan.models import Model, find_model
 from mugrpo_megatron.plan.schedule import Schedule, schedules
 from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
-from mugrpo_megatron.plan.timing import Phases, bubble, checkpoint_bytes, phases
+from mugrpo_megatron.plan.timing import Phases, checkpoint_bytes, phases, sync_bytes
+from mugrpo_megatron.plan.updating import bubble
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout
 
@@ -57,28 +59,26 @@ def make_plan(
     model = find_model(recipe, model_config)
     check_layout(recipe, model.config, cluster.world)
     engines = engines_of(recipe, cluster)
-    layout = layout_of(recipe, cluster.world)
-    about = recipe, model.architecture, model.config
-    engine = serving(*about, cluster, guess)
-    need = memory(recipe, model.architecture, layout, cluster, guess, engine)
-    layouts = compare(*about, cluster, guess, engine)
+    case = make_case(recipe, model.architecture, model.config, cluster, guess)
+    engine = serving(case)
+    need, layouts = memory(case, engine), compare(case, engine)
     if not need.fits:
-        raise UserError(_refusal(recipe, layout, need, layouts, cluster))
-    batch = batch_of(recipe, layout, guess)
+        raise UserError(_refusal(case, need, layouts))
+    batch = batch_of(case)
     return Plan(
         model=model,
         parameters=parameters(model.architecture),
         cluster=cluster,
         assumptions=guess,
-        layout=layout,
+        layout=case.layout,
         batch=batch,
         memory=need,
-        phases=phases(*about, layout, cluster, guess, need),
+        phases=phases(case, need),
         engines=engines,
-        bubble=bubble(layout, batch.micro_batches),
-        checkpoint_bytes=checkpoint_bytes(recipe, model.architecture),
-        sync_bytes=parameters(model.architecture) * ITEMSIZE[recipe.model.dtype],
-        schedules=schedules(*about, layout, cluster, guess, need),
+        bubble=bubble(case.layout, batch.micro_batches),
+        checkpoint_bytes=checkpoint_bytes(case),
+        sync_bytes=sync_bytes(case),
+        schedules=schedules(case, need),
         layouts=layouts,
     )
 
@@ -105,10 +105,10 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _refusal(recipe: Recipe, layout: Layout, need: Memory, layouts: list[Candidate], cluster: Cluster) -> str:
-    where = f"{cluster.nodes} x {cluster.per_node} {cluster.device.name}"
-    said = f"{layout} on {where} does not fit: {'; '.join(need.problems)}"
+def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
+    where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
+    said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
     if found is None:
         return f"{said}; no layout fits on so few devices: take more, or a smaller learner.micro_batch_tokens"
-    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(recipe, found)}"
+    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found)}"

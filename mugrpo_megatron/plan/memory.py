@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
-from mugrpo_megatron.plan.cluster import GIB, Assumptions, Cluster
-from mugrpo_megatron.plan.layout import Layout, held, parameters
+from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.cluster import GIB
+from mugrpo_megatron.plan.layout import held, parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.plan.state import State, learner_state
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rollout.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.weights.architecture import Architecture
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +25,16 @@ class Batch:
     """Packed rows of a rank in one update of mean lengths."""
 
 
-def batch_of(recipe: Recipe, layout: Layout, assumptions: Assumptions) -> Batch:
+def batch_of(case: Case) -> Batch:
     """Row length as `learner.packing.plan` bounds it; count from mean lengths."""
+    recipe, layout = case.recipe, case.layout
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    responses = recipe.rollout.prompts_per_update * recipe.rollout.responses_per_prompt
-    most = -(-responses * longest // layout.data)
+    most = -(-case.responses * longest // layout.data)
     length = max(longest, min(recipe.learner.micro_batch_tokens, most))
-    tokens = responses * mean_sequence(recipe, assumptions) / assumptions.packing / layout.data
+    tokens = case.responses * case.mean_sequence / case.guess.packing / layout.data
     multiple = layout.pipeline if layout.virtual > 1 else 1
-    count = max(1, round(tokens / length + 0.4999))
+    count = max(1, math.ceil(tokens / length))
     return Batch(length, -(-count // multiple) * multiple)
-
-
-def mean_sequence(recipe: Recipe, assumptions: Assumptions) -> float:
-    """Mean tokens of prompt and response together."""
-    return mean_prompt(recipe, assumptions) + mean_response(recipe, assumptions)
-
-
-def mean_prompt(recipe: Recipe, assumptions: Assumptions) -> float:
-    return max(1.0, assumptions.mean_prompt * recipe.data.max_prompt_tokens)
-
-
-def mean_response(recipe: Recipe, assumptions: Assumptions) -> float:
-    return max(1.0, assumptions.mean_response * recipe.rollout.max_response_tokens)
 
 
 RECOMPUTE = ("none", "selective", "full")
@@ -97,19 +82,17 @@ class Learning:
         return self.state.total + self.update
 
 
-def learning(
-    recipe: Recipe, architecture: Architecture, layout: Layout, batch: Batch, cuda: bool, stage: int
-) -> Learning:
+def learning(case: Case, batch: Batch, stage: int) -> Learning:
     """Memory of a rank of pipeline stage `stage` in an update of `batch`."""
-    b = ITEMSIZE[recipe.model.dtype]
+    recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
     mine = held(architecture, layout, stage)
     tokens = batch.length // layout.context
-    layer = layer_bytes(architecture, layout, tokens, b, cuda)
+    layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, stage, batch.micro_batches)
     layers = architecture.layers // layout.pipeline
     loss = 0.0
     if stage == layout.pipeline - 1:
-        loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, cuda)
+        loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, case.cuda)
     return Learning(
         stage=stage,
         state=learner_state(mine, layout, b),
@@ -119,7 +102,7 @@ def learning(
         loss=loss,
         working=layer.working,
         embedding=float(b * mine.vocabulary if stage == 0 else 0),
-        reduced=0.0 if cuda else 4.0 * max(mine.dense, mine.experts),
+        reduced=0.0 if case.cuda else 4.0 * max(mine.dense, mine.experts),
         in_flight=in_flight,
     )
 
@@ -143,18 +126,15 @@ class Serving:
         return self.weights + self.cache + self.work
 
 
-def serving(
-    recipe: Recipe, architecture: Architecture, config: Mapping, cluster: Cluster, guess: Assumptions
-) -> Serving:
+def serving(case: Case) -> Serving:
     """Memory of one rank of an engine, as SGLang sizes it on a device that the learner has left."""
-    b, tp = ITEMSIZE[recipe.model.dtype], recipe.engine.tensor
-    weights = b * parameters(architecture) / tp
-    per_token = kv_bytes_per_token(dict(config), recipe.model.dtype) / min(
-        tp, architecture.transformer["num_query_groups"]
-    )
+    recipe, guess, tp = case.recipe, case.guess, case.recipe.engine.tensor
+    weights = case.itemsize * parameters(case.architecture) / tp
+    sharing = min(tp, case.architecture.transformer["num_query_groups"])
+    per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")
-    if cluster.device.cuda:
-        free = cluster.device.memory - guess.learner_rest - guess.engine_rest
+    if case.cuda:
+        free = case.cluster.device.memory - guess.learner_rest - guess.engine_rest
         cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
         work = guess.engine_work
     else:
@@ -162,8 +142,8 @@ def serving(
         cache = min(limit, recipe.engine.max_running_requests * window) * per_token
         cache, work = min(cache, max(CPU_KV_BYTES, window * per_token)), 0.0
     tokens = int(cache / per_token)
-    lengths = response_lengths(mean_response(recipe, guess), recipe.rollout.max_response_tokens, guess.spread)
-    resident = mean_prompt(recipe, guess) + resident_mean(lengths)
+    lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, guess.spread)
+    resident = case.mean_prompt + resident_mean(lengths)
     requests = min(recipe.engine.max_running_requests, int(tokens / resident))
     return Serving(weights, cache, work, tokens, requests)
 
@@ -203,21 +183,20 @@ class Memory:
         return found
 
 
-def memory(
-    recipe: Recipe, architecture: Architecture, layout: Layout, cluster: Cluster, guess: Assumptions, engine: Serving
-) -> Memory:
+def memory(case: Case, engine: Serving) -> Memory:
     """Memory of the run's fullest rank in each phase, beside an engine that takes what `engine` says."""
-    b, cuda = ITEMSIZE[recipe.model.dtype], cluster.device.cuda
-    batch = batch_of(recipe, layout, guess)
-    stages = [learning(recipe, architecture, layout, batch, cuda, stage) for stage in range(layout.pipeline)]
+    recipe, layout, cluster, guess = case.recipe, case.layout, case.cluster, case.guess
+    b, cuda = case.itemsize, case.cuda
+    batch = batch_of(case)
+    stages = [learning(case, batch, stage) for stage in range(layout.pipeline)]
     fullest = max(stages, key=lambda one: one.total)
     rests = guess.learner_rest + guess.engine_rest if cuda else 0.0
-    largest = b * architecture.vocab_size * architecture.letters["H"]
+    largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(recipe.engine.bucket_bytes, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     asleep = state.weights + state.optimizer if cuda else 0
-    saved = max((b + 12) * held(architecture, layout, stage).total for stage in range(layout.pipeline))
+    saved = max((b + 12) * held(case.architecture, layout, stage).total for stage in range(layout.pipeline))
     learn = fullest.state.total + fullest.update * (1 + guess.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,

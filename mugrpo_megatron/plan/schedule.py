@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster
-from mugrpo_megatron.plan.layout import Layout
+from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.memory import Memory
-from mugrpo_megatron.plan.timing import phases, stage_bytes
-from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.plan.timing import decoding_seconds, phases, stage_bytes
 
 GRPO_UPDATES = 4
 """µ of ordinary GRPO in the paper's comparison."""
@@ -28,7 +25,7 @@ class Schedule:
     seconds: Mapping[str, float]
     """Phase -> seconds over the whole run."""
     tail: float
-    """Of `generate`: seconds beyond what full engines would have taken; the wait for the longest responses."""
+    """Of `generate`: seconds beyond what one single stage would have taken; the wait for the longest responses."""
     stage_bytes: float
 
     @property
@@ -36,38 +33,27 @@ class Schedule:
         return sum(self.seconds.values())
 
 
-def schedules(
-    recipe: Recipe,
-    architecture: Architecture,
-    config: Mapping,
-    layout: Layout,
-    cluster: Cluster,
-    guess: Assumptions,
-    need: Memory,
-) -> list[Schedule]:
+def schedules(case: Case, need: Memory) -> list[Schedule]:
     """The recipe's own cut, GRPO's and mu-GRPO's, over the same updates, evaluated equally often."""
-    updates = recipe.schedule.stages * recipe.schedule.updates_per_stage
+    own = case.recipe.schedule
+    updates = own.stages * own.updates_per_stage
     cuts = {
-        "this recipe": (recipe.schedule.stages, recipe.schedule.updates_per_stage),
+        "this recipe": (own.stages, own.updates_per_stage),
         "GRPO": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
         "mu-GRPO": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
     }
-    everything = phases(_cut(recipe, 1, updates), architecture, config, layout, cluster, guess, need).generate
+    evaluate = own.stages * phases(case, need).evaluate
+    in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
     found = []
     for name, (stages, per_stage) in cuts.items():
-        cut = _cut(recipe, stages, per_stage)
-        one = phases(cut, architecture, config, layout, cluster, guess, need)
-        seconds = {phase: stages * value for phase, value in asdict(one).items()}
-        own = phases(recipe, architecture, config, layout, cluster, guess, need)
-        seconds["evaluate"] = recipe.schedule.stages * own.evaluate
-        found.append(
-            Schedule(
-                name, stages, per_stage, seconds, max(0.0, seconds["generate"] - everything), stage_bytes(cut, guess)
-            )
-        )
+        cut = _cut(case, stages, per_stage)
+        seconds = {phase: stages * value for phase, value in asdict(phases(cut, need)).items()}
+        seconds["evaluate"] = evaluate
+        tail = max(0.0, seconds["generate"] - in_one_stage)
+        found.append(Schedule(name, stages, per_stage, seconds, tail, stage_bytes(cut)))
     return found
 
 
-def _cut(recipe: Recipe, stages: int, updates_per_stage: int) -> Recipe:
-    schedule = recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
-    return recipe.model_copy(update={"schedule": schedule})
+def _cut(case: Case, stages: int, updates_per_stage: int) -> Case:
+    schedule = case.recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
+    return case.with_recipe(case.recipe.model_copy(update={"schedule": schedule}))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster
-from mugrpo_megatron.plan.layout import Layout, layout_of, with_layout
+from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.layout import Layout, with_layout
 from mugrpo_megatron.plan.memory import RECOMPUTE, Serving, memory
-from mugrpo_megatron.plan.timing import update_seconds
+from mugrpo_megatron.plan.updating import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
 from mugrpo_megatron.recipe.layouts import candidates, distance
-from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.recipe.sections import ParallelSection
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,61 +30,39 @@ class Candidate:
     """From the recipe's own layout."""
 
 
-def compare(
-    recipe: Recipe,
-    architecture: Architecture,
-    config: Mapping,
-    cluster: Cluster,
-    guess: Assumptions,
-    engine: Serving,
-) -> list[Candidate]:
+def compare(case: Case, engine: Serving) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
     Of the recompute choices of a layout the fastest that fits is listed, or, where none fits, the smallest.
     """
-    found = [
-        _best(candidate, recipe, architecture, config, cluster, guess, engine)
-        for candidate in _worth_trying(recipe, config, cluster)
-    ]
+    found = [_best(case, parallel, engine) for parallel in _worth_trying(case)]
     return sorted(found, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
 
 
-def _worth_trying(recipe: Recipe, config: Mapping, cluster: Cluster) -> Iterator[Recipe]:
-    """The recipe in every candidate layout; context parallelism only up to twice of what it asks for."""
-    for parallel in candidates(dict(config), cluster.world):
-        if parallel.context <= 2 * recipe.parallel.context:
-            yield recipe.model_copy(update={"parallel": parallel})
+def _worth_trying(case: Case) -> Iterator[ParallelSection]:
+    """Every candidate; context parallelism only up to twice of what the recipe asks for."""
+    for parallel in candidates(dict(case.config), case.cluster.world):
+        if parallel.context <= 2 * case.recipe.parallel.context:
+            yield parallel
 
 
-def _best(
-    candidate: Recipe,
-    recipe: Recipe,
-    architecture: Architecture,
-    config: Mapping,
-    cluster: Cluster,
-    guess: Assumptions,
-    engine: Serving,
-) -> Candidate:
-    away = distance(candidate.parallel, recipe.parallel)
-    layout = layout_of(candidate, cluster.world)
-    problems = tuple(layout_problems(candidate, dict(config), cluster.world)) + tuple(_slow(layout, cluster))
+def _best(case: Case, parallel: ParallelSection, engine: Serving) -> Candidate:
+    away = distance(parallel, case.recipe.parallel)
+    trial = case.with_recipe(case.recipe.model_copy(update={"parallel": parallel}))
+    world, per_node = case.cluster.world, case.cluster.per_node
+    problems = list(layout_problems(trial.recipe, dict(case.config), world))
+    if parallel.tensor > per_node:
+        problems.append(f"tensor {parallel.tensor} would leave the node, which has {per_node} devices")
     if problems:
-        return Candidate(layout, float("inf"), 0.0, problems, away)
+        return Candidate(trial.layout, float("inf"), 0.0, tuple(problems), away)
     choices = []
     for recompute in RECOMPUTE:
-        learner = recipe.learner.model_copy(update={"recompute": recompute})
-        trial = candidate.model_copy(update={"learner": learner})
-        own = layout_of(trial, cluster.world)
-        need = memory(trial, architecture, own, cluster, guess, engine)
-        seconds = update_seconds(trial, architecture, own, cluster, guess)
-        choices.append(Candidate(own, seconds, need.learn, tuple(need.problems), away))
+        learner = case.recipe.learner.model_copy(update={"recompute": recompute})
+        choice = trial.with_recipe(trial.recipe.model_copy(update={"learner": learner}))
+        need = memory(choice, engine)
+        choices.append(Candidate(choice.layout, update_seconds(choice), need.learn, tuple(need.problems), away))
     fitting = [one for one in choices if not one.problems]
     return min(fitting, key=lambda one: one.seconds) if fitting else min(choices, key=lambda one: one.learn)
-
-
-def _slow(layout: Layout, cluster: Cluster) -> Iterator[str]:
-    if layout.tensor > cluster.per_node:
-        yield f"tensor {layout.tensor} would leave the node, which has {cluster.per_node} devices"
 
 
 def nearest_fitting(found: list[Candidate]) -> Candidate | None:

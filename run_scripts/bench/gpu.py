@@ -169,9 +169,10 @@ def one_learner(name: str, small: bool, peak_flops: float) -> Result:
     from mugrpo_megatron.learner.build import build_learner
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.update import update
-    from mugrpo_megatron.plan.layout import Layout
+    from mugrpo_megatron.plan.case import make_case
+    from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
     from mugrpo_megatron.plan.memory import Batch, learning
-    from mugrpo_megatron.plan.timing import work_of
+    from mugrpo_megatron.plan.updating import work_of
 
     cuda = device().type == "cuda"
     if cuda:
@@ -187,12 +188,13 @@ def one_learner(name: str, small: bool, peak_flops: float) -> Result:
     trained = sum(len(sample.response_ids) for sample in samples)
     work = work_of(mine.architecture, tokens / len(samples))
     flops = 3 * (tokens * (work.layers + work.attention) + trained * work.head)
+    case = make_case(recipe, mine.architecture, {}, make_cluster(1, 1, "h200" if cuda else "cpu"), Assumptions())
     return {
         "update_s": taken,
         "tokens_per_s": tokens / taken,
         "mfu": flops / taken / peak_flops,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learning(recipe, mine.architecture, Layout(), Batch(tokens, 1), cuda, 0).total,
+        "planned_bytes": learning(case, Batch(tokens, 1), stage=0).total,
     }
 
 

@@ -16,7 +16,8 @@ from mugrpo_megatron.learner import memory
 from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import shutdown
 from mugrpo_megatron.learner.update import token_logprobs, update
-from mugrpo_megatron.plan.layout import Layout
+from mugrpo_megatron.plan.case import make_case
+from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
 from mugrpo_megatron.plan.memory import Batch, learning
 from mugrpo_megatron.samples import Sample
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
@@ -80,7 +81,8 @@ def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
     torch.cuda.reset_peak_memory_stats()
     update(learner, data, advantages(len(data)))
     peak = torch.cuda.max_memory_allocated() - before - state
-    planned = learning(chosen, learner.architecture, Layout(), Batch(16384, 1), cuda=True, stage=0)
+    case = make_case(chosen, learner.architecture, {}, make_cluster(1, 1, "h200"), Assumptions())
+    planned = learning(case, Batch(16384, 1), stage=0)
     shutdown()
     assert planned.state.total == pytest.approx(state, rel=0.02)
     assert planned.update == pytest.approx(peak, rel=0.1)

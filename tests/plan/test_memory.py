@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.cluster import GIB, Assumptions, Cluster, make_cluster
-from mugrpo_megatron.plan.layout import layout_of
 from mugrpo_megatron.plan.memory import Batch, Memory, learning, memory, serving
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 10,
     },
 }
+GUESS = Assumptions()
 RESPONSES, PROMPT, RESPONSE, ROW = 16, 32, 96, 1024
 
 
@@ -60,14 +61,15 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
     }
     for section, values in changes.items():
         table[section] = {**table.get(section, {}), **values}
-    recipe, shape = Recipe.model_validate(table), architecture(MODELS[name])
+    recipe, cluster = Recipe.model_validate(table), make_cluster(1, world, "cpu")
+    case = make_case(recipe, architecture(MODELS[name]), MODELS[name], cluster, GUESS)
     measured = run_ranks(
         world, learner_bytes, table, RESPONSES, PROMPT, RESPONSE, MODELS[name]["vocab_size"], timeout_s=300
     )
-    layout = layout_of(recipe, world)
+    layout = case.layout
     tokens = RESPONSES * (PROMPT + RESPONSE) // layout.data
     for stage in range(layout.pipeline):
-        planned = learning(recipe, shape, layout, Batch(min(ROW, tokens), -(-tokens // ROW)), cuda=False, stage=stage)
+        planned = learning(case, Batch(min(ROW, tokens), -(-tokens // ROW)), stage)
         state, peak = measured[stage * world // layout.pipeline]
         print(
             f"| {name} | {layout}, stage {stage} | {recipe.model.dtype} "
@@ -116,7 +118,6 @@ def test_more_layouts_within_a_tenth(name: str, world: int, changes: dict[str, A
 
 CONFIG = bundled()["Qwen2.5-Math-7B"]
 MODEL = architecture(CONFIG)
-GUESS = Assumptions()
 
 
 def large(**sections: dict[str, Any]) -> Recipe:
@@ -128,8 +129,8 @@ def large(**sections: dict[str, Any]) -> Recipe:
 
 
 def needed(recipe: Recipe, cluster: Cluster) -> Memory:
-    engine = serving(recipe, MODEL, CONFIG, cluster, GUESS)
-    return memory(recipe, MODEL, layout_of(recipe, cluster.world), cluster, GUESS, engine)
+    case = make_case(recipe, MODEL, CONFIG, cluster, GUESS)
+    return memory(case, serving(case))
 
 
 def test_adam_of_a_7b_model_is_91_gigabytes() -> None:
@@ -143,12 +144,13 @@ def test_adam_of_a_7b_model_is_91_gigabytes() -> None:
 
 def test_the_cache_is_what_the_fraction_leaves() -> None:
     cluster = make_cluster(1, 4, "h200")
-    found = serving(large(), MODEL, CONFIG, cluster, GUESS)
+    found = serving(make_case(large(), MODEL, CONFIG, cluster, GUESS))
     free = cluster.device.memory - GUESS.learner_rest - GUESS.engine_rest
     assert found.weights + found.cache == pytest.approx(0.8 * free)
     assert found.tokens == int(found.cache / 57_344)
     assert found.requests == 1024
-    limited = serving(large(engine={"max_total_tokens": 10_000}), MODEL, CONFIG, cluster, GUESS)
+    small = large(engine={"max_total_tokens": 10_000})
+    limited = serving(make_case(small, MODEL, CONFIG, cluster, GUESS))
     assert limited.tokens == 10_000
     assert 1 <= limited.requests < 10
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.plan.activations import micro_batches_in_flight
+from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
-from mugrpo_megatron.plan.layout import Layout, layout_of
+from mugrpo_megatron.plan.layout import Layout
 from mugrpo_megatron.plan.memory import memory, serving
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.plan.schedule import Schedule, schedules
-from mugrpo_megatron.plan.timing import bubble, stage_bytes, update_seconds, work_of
+from mugrpo_megatron.plan.timing import stage_bytes
+from mugrpo_megatron.plan.updating import bubble, update_seconds, work_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 
@@ -71,11 +73,13 @@ def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: 
     assert [micro_batches_in_flight(layout, stage, micro_batches) for stage in stages] == in_flight
 
 
+def on_four_h200(chosen: Recipe, guess: Assumptions = GUESS) -> Case:
+    return make_case(chosen, MODEL, CONFIG, make_cluster(1, 4, "h200"), guess)
+
+
 def costs(**sections: dict[str, Any]) -> list[Schedule]:
-    cluster, chosen = make_cluster(1, 4, "h200"), recipe(**sections)
-    layout = layout_of(chosen, 4)
-    need = memory(chosen, MODEL, layout, cluster, GUESS, serving(chosen, MODEL, CONFIG, cluster, GUESS))
-    return schedules(chosen, MODEL, CONFIG, layout, cluster, GUESS, need)
+    case = on_four_h200(recipe(**sections))
+    return schedules(case, memory(case, serving(case)))
 
 
 def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stages() -> None:
@@ -92,11 +96,8 @@ def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stag
 
 
 def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:
-    cluster = make_cluster(1, 4, "h200")
-
     def seconds(**sections: dict[str, Any]) -> float:
-        chosen = recipe(**sections)
-        return update_seconds(chosen, MODEL, layout_of(chosen, 4), cluster, GUESS)
+        return update_seconds(on_four_h200(recipe(**sections)))
 
     plain = seconds()
     assert seconds(objective={"name": "gspo"}) > plain
@@ -109,4 +110,4 @@ def test_a_stage_is_as_large_as_its_columns() -> None:
         schedule={"stages": 1, "updates_per_stage": 2}, rollout={"prompts_per_update": 2, "max_response_tokens": 100}
     )
     guess = Assumptions(mean_prompt=0.1, mean_response=0.5)
-    assert stage_bytes(small, guess) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))
+    assert stage_bytes(on_four_h200(small, guess)) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))
