@@ -114,8 +114,10 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
             cause = "another rank died or its node was cut off; its own log says why"
         else:
             raise
-        heard = f"; last heard: {ranks.presence.account()}" if ranks.presence else ""
-        phase = ranks.presence.doing if ranks.presence else phase
+        heard = ""
+        if ranks.presence:
+            phase, cause = phase or ranks.presence.doing, ranks.presence.blame() or cause
+            heard = f"; last heard: {ranks.presence.account()}"
         raise CollectiveFailure(
             f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
         ) from error

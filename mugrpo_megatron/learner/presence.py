@@ -94,6 +94,15 @@ class Presence:
         """The ranks that were not heard of in the last `seconds` in which this rank listened."""
         return sorted(rank for rank, heard in self._heard.items() if self._listened - heard.at > seconds)
 
+    def blame(self) -> str:
+        """Whose silence explains that a collective failed; empty when everybody is heard of."""
+        unheard_s = time.monotonic() - self._listened
+        if unheard_s > 2 * self._interval:
+            return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
+        if silent := self.silent(2 * self._interval):
+            return f"nothing was heard of {named(silent)} for over {2 * self._interval:.0f} s: dead, or cut off"
+        return ""
+
     def account(self) -> str:
         """What was last heard of each rank, ranks that say the same taken together."""
         now = time.monotonic()

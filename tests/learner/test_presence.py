@@ -47,9 +47,11 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path)
     second.note("sync stage 3")
     while "sync stage 3" not in first.account():
         first.ask(lambda store: store.add("nothing", 0))
+    assert first.blame() == ""
     second.leave()
     with pytest.raises(CollectiveFailure) as failure:
         first.meet()
+    assert first.blame().startswith("nothing was heard of rank 1 for over 0 s")
     text = str(failure.value)
     assert text.startswith("rank 0 of 2 failed in generate stage 3: nothing was heard of rank 1 for 1 s")
     assert "rank 1 (node 1): sync stage 3, silent for" in text
@@ -65,6 +67,9 @@ def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
     del server
     with pytest.raises(CollectiveFailure, match=r"rank 1 of 2 failed in start: the rendezvous .* cannot be reached"):
         lonely.meet()
+    while not lonely.blame():
+        assert lonely.silent(PATIENCE_S) == [], "who cannot listen accuses nobody"
+    assert lonely.blame().startswith("the rendezvous on rank 0's node was out of reach")
     lonely.leave()
 
 

@@ -81,8 +81,10 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     assert failures, said(tmp_path / "cut")
     assert failures.keys() <= set(range(RANKS))
     assert all(re.match(r"update \d+", phase) for phase, _ in failures.values()), failures
-    assert all("another rank" in cause for _, cause in failures.values()), failures
-    assert any("last heard" in cause and "node 1" in cause for _, cause in failures.values()), failures
+    # A cable that is cut says nothing; a process that is killed closes its connections.
+    expected = "nothing was heard of ranks 4-7" if cluster.namespaces else "another rank died or its node was cut off"
+    assert all(cause.startswith(expected) for _, cause in failures.values()), failures
+    assert all("last heard" in cause and "(node 1, " in cause for _, cause in failures.values()), failures
     store = StageStore(recipe.parent / "run" / "stages" / "00000")
     assert store.sealed
     done = len(updates(recipe))
@@ -120,4 +122,4 @@ def test_one_process_and_eight_ranks_train_alike_on_a_sealed_stage(recipe: Path,
     for row in rows:
         other = eight[int(row["update"])]
         assert row["loss"] == pytest.approx(other["loss"], abs=1e-4)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-2, abs=1e-4)
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
