@@ -123,3 +123,21 @@ def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[40] ^= 1
     path.write_bytes(data)
+
+
+def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that shows it late, and one that never does because it is not shared."""
+    leader = StageStore(tmp_path)
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            write(tmp_path, 1, [4, 5])
+
+    monkeypatch.setattr(store_module.time, "sleep", nap)
+    assert leader.wait_for({4, 5}, sealed=False)
+    assert len(naps) == 3
+    monkeypatch.setattr(store_module, "VISIBLE_SECONDS", 0.0)
+    assert not leader.wait_for({4, 5, 6}, sealed=False)
+    assert not leader.wait_for(set(), sealed=True)
