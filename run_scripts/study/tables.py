@@ -209,21 +209,27 @@ def machine_note(results: Results) -> str:
     )
 
 
-def trl_table(trl: Sequence[Mapping[str, Any]], results: Results) -> str:
-    """TRL's runs beside the study's own at the same rates, seed 0."""
-    rows = []
-    for run in trl:
-        first, last = run["points"][0], run["points"][-1]
-        rows.append([run["side"], f"{run['rate']:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
-    for rate in sorted({run["rate"] for run in trl}):
+def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None) -> str:
+    """Runs of the TRL bench; with `results`, beside the study's own at the same rates, seed 0."""
+    sides = [(run["side"], run["rate"], run["points"]) for run in runs]
+    for rate in sorted({run["rate"] for run in runs}) if results else ():
         for name in ("grpo", "mu_grpo"):
             key = f"study/{Cell(name, rate, 0).name}"
             if key in results.curves:
-                first, *_, last = results.curves[key]["evals"]
-                title = f"ours, {results.grid.variants()[name].title}"
-                rows.append([title, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
-    rows.sort(key=lambda row: float(row[1]))
+                sides.append((f"ours, {results.grid.variants()[name].title}", rate, results.curves[key]["evals"]))
+    rows = []
+    for side, rate, points_ in sorted(sides, key=lambda side: side[1]):
+        first, *_, last = points_
+        rows.append([side, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
     return markdown(("Side", "Rate", "Before %", "After %", "Wall s", "CPU s"), rows)
+
+
+def trl_gap(runs: Sequence[Mapping[str, Any]], results: Results) -> float | None:
+    """Points between TRL's final accuracy and that of our GRPO at the same rate, the widest; None without a pair."""
+    ours = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("ours, grpo")}
+    ours = {cell.rate: a for cell, a in results.accuracies().items() if (cell.variant, cell.seed) == ("grpo", 0)} | ours
+    theirs = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("TRL")}
+    return max((100 * abs(ours[rate] - theirs[rate]) for rate in ours.keys() & theirs.keys()), default=None)
 
 
 def _ends(point: Sequence[float | None]) -> list[str]:

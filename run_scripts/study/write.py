@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def beside(docs: Path) -> list[dict[str, Any]]:
-    """What `run_scripts.bench.trl` left there; empty where it has not run."""
-    path = docs / "trl.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+def beside(docs: Path) -> dict[str, list[dict[str, Any]]]:
+    """What `run_scripts.bench.trl` left there by task, `mixed` and `sums`; empty lists where it has not run."""
+    paths = {"mixed": docs / "trl.json", "sums": docs / "trl-sums.json"}
+    return {task: json.loads(path.read_text(encoding="utf-8")) if path.exists() else [] for task, path in paths.items()}
 
 
-def text(results: Results, trl: Sequence[Mapping[str, Any]]) -> str:
+def text(results: Results, trl: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The page; its prose is study.md.j2, every number in it comes from the results."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
@@ -75,6 +75,9 @@ def text(results: Results, trl: Sequence[Mapping[str, Any]]) -> str:
         switches=switches,
         generation_fit=generation,
         trl=trl,
+        trl_gap=tables.trl_gap(trl["mixed"], results),
+        settled=all(results.is_tuned(variant.name) for variant in results.grid.parts[0].variants),
+        headline={v.name: results.timed(v.name)[0] for v in results.grid.parts[0].variants if results.timed(v.name)},
         before=max((row["accuracy_before"] for row in results.rows), default=0.0),
     )
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from run_scripts.study import tables, write
+from run_scripts.study import sums, tables, write
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import load_grid
 from run_scripts.study.plots import PICTURES
@@ -63,3 +63,20 @@ def test_wall_clock_of_a_shared_machine_decides_nothing() -> None:
     assert tables.speed_verdict({"wall": 9.0}, clocked=0) == "open: the machine was shared"
     assert tables.speed_verdict({"wall": 2.5}, clocked=3) == "holds"
     assert tables.speed_verdict({"wall": 1.1}, clocked=3) == "does not show at this scale"
+
+
+def test_trl_is_compared_at_the_same_rate(published: Results) -> None:
+    runs = [
+        {"side": side, "rate": rate, "points": [[0, 0.0, 0.0, 0.5], [8, 2.0, 1.0, end]]}
+        for side, rate, end in (("TRL, µ=4", 9.0, 0.60), ("ours, grpo, µ=4", 9.0, 0.63), ("ours, grpo, µ=4", 8.0, 0.9))
+    ]
+    assert tables.trl_gap(runs, published) == pytest.approx(3.0)
+    assert tables.trl_gap(runs[:1], published) is None
+    assert tables.trl_table(runs).splitlines()[-1] == "| ours, grpo, µ=4 | 9 | 50.0 | 63.0 | 2.0 | 1.0 |"
+
+
+@pytest.mark.parametrize(
+    ("question", "is_one"), [("123+456=", True), ("12+345=", False), ("123-456=", False), ("99*9=", False)]
+)
+def test_sums_are_told_from_other_problems(question: str, is_one: bool) -> None:
+    assert sums.is_sum(question) is is_one
