@@ -13,6 +13,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
+from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
 
@@ -90,3 +91,12 @@ def test_update_is_that_of_one_process(layout: str, model: str, alone: Any) -> N
         assert rank[1]["loss"] == pytest.approx(second["loss"], rel=2e-3)
         assert rank[1]["grad_norm"] == pytest.approx(second["grad_norm"], rel=2e-3)
         np.testing.assert_allclose(rank[2], logprobs, atol=2e-3)
+
+
+def test_a_checkpoint_goes_on_without_expert_parallelism(model: str, tmp_path: Path) -> None:
+    directory = str(tmp_path / "checkpoint")
+    unbroken = run_ranks(2, train_and_save, model, directory, {"parallel": {"expert": 2}})[0]
+    [(_, _, metrics)] = run_ranks(1, resume, model, directory, {})
+    for again, before in zip(metrics, unbroken, strict=True):
+        assert again["loss"] == pytest.approx(before["loss"], rel=1e-4)
+        assert again["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
