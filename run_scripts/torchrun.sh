@@ -75,6 +75,8 @@ fi
 if [ -n "$interface" ]; then
   export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
 fi
+# Asked to stop (SIGTERM), ranks finish what they do and save; torchrun would kill them after 30 seconds.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # Megatron overlaps tensor parallel communication with computation in the order of one hardware queue.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
