@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mugrpo_megatron.observe.metrics import PHASES
-from run_scripts.study.grid import Cell
+from run_scripts.study.grid import Cell, wanted
 from run_scripts.study.results import CPU, WALL, Results, column
 from run_scripts.study.stats import Mean, difference, mean_of
 
@@ -55,6 +55,24 @@ def coverage(results: Results) -> str:
             rates, tuned = len(results.grid.rates), _rate_of(results, variant.name)
             rows.append([variant.title, part.title, f"{tried} of {rates}", tuned, f"{seeds} of {part.seeds}", state])
     return markdown(("Variant", "Part", "Rates tried", "Tuned rate", "Seeds", "State"), rows)
+
+
+def size(results: Results) -> str:
+    """How much processor time a cell takes, and the whole grid by that."""
+    whole = len(list(wanted(results.grid, results.accuracies())))
+    spent = [
+        row["cpu_s"] + row["start_cpu_s"] + row["eval_cpu_s"]
+        for row in results.of_kind("study")
+        if row["cpu_s"] is not None
+    ]
+    if not spent:
+        return f"The whole grid is {whole} cells."
+    cell = mean_of(spent).value
+    hours = whole * cell / 3600
+    return (
+        f"The whole grid is {whole} cells. One took {cell:.0f} processor seconds on average, start-up and evaluations\n"
+        f"included: {hours:.1f} processor hours in all, an estimate of {hours / 2:.1f} to {hours:.1f} hours on two quiet cores."
+    )
 
 
 def tuning(results: Results) -> str:
