@@ -38,17 +38,18 @@ def sync_weights(run: Run, cursor: Cursor) -> None:
     with run.phase("sync", cursor) as facts:
         memory.wake(run.learner)  # an engine that failed is synced again
         memory.sleep(run.learner, "optimizer")
+        run.world.meet()  # an engine takes the devices of several ranks
         engine = _awake(run.generator) if run.generator else None
         run.world.meet()  # no collective waits while an engine starts anew
         try:
             sync(run.bridge, engine, version=cursor.updates)
-            memory.sleep(run.learner, "weights")
-            if engine:
-                engine.wake("kv_cache")
         except EngineFailure as failure:
             assert run.generator
-            memory.sleep(run.learner, "weights")
             run.generator.failed(failure)
+        memory.sleep(run.learner, "weights")
+        run.world.meet()
+        if run.generator and run.generator.engine.running:
+            _take_cache(run.generator)
         facts["bytes"] = float(run.bridge.plan.bytes)
 
 
@@ -61,6 +62,13 @@ def _awake(generator: Generator) -> Engine | None:
         generator.failed(failure)
         return None
     return generator.engine
+
+
+def _take_cache(generator: Generator) -> None:
+    try:
+        generator.engine.wake("kv_cache")
+    except EngineFailure as failure:
+        generator.failed(failure)
 
 
 def rest_engine(run: Run) -> None:

@@ -91,17 +91,21 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
+    served = _agreed(bridge, engine is not None or not _leads(bridge))
     with ThreadPoolExecutor(1) as loader:
         for number, bucket in enumerate(bridge.plan.buckets):
             flat = buffer(bridge, bucket, number)
             fill(bucket, bridge.held, bridge.architecture, flat)
-            serialized = _serialize_for_engine(bridge, bucket, flat, engine is not None)
+            # Memory whose handle nobody takes is never given back, so there is none for an engine that is not there.
+            serialized = _serialize_for_engine(bridge, bucket, flat) if served else []
             if loading:
-                failure = _finish(bridge, loading) or failure
-            loading = loader.submit(_load, None if failure else engine, serialized, flat)
+                failure = _result(loading) or failure
+                served = _agreed(bridge, served and failure is None)
+            loading = loader.submit(_load, engine if served else None, serialized, flat)
             del flat  # held by the load alone, so that memory is given back bucket by bucket
         if loading:
-            failure = _finish(bridge, loading) or failure
+            failure = _result(loading) or failure
+            _agreed(bridge, failure is None)
     if failure:
         raise failure
     if engine is not None:
@@ -123,18 +127,31 @@ def _load(engine: Engine | None, serialized: list[str], flat: torch.Tensor) -> t
     return flat
 
 
-def _finish(bridge: Bridge, loading: Future[torch.Tensor]) -> EngineFailure | None:
-    """Wait until every rank's bucket has been read, and only then let go of its memory; returns why it was refused."""
-    failure = None
+def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
+    """Wait until the engine has read a bucket; returns why it did not."""
     try:
         loading.result()
-    except EngineFailure as refused:
-        failure = refused
-    if bridge.engine_group is not None:
-        # The engine reads the followers' memory as well, and only the leader knows when it is done.
-        dist.barrier(group=bridge.engine_group)
-        torch.cuda.ipc_collect()
-    return failure
+    except EngineFailure as failure:
+        return failure
+    return None
+
+
+def _leads(bridge: Bridge) -> bool:
+    """Whether this rank would be the one to hand buckets to an engine: on CPU any may."""
+    return bridge.engine_group is None or bridge.engine_group.rank() == 0
+
+
+def _agreed(bridge: Bridge, well: bool) -> bool:
+    """Whether all is well on every rank of this rank's engine; only then is a bucket's memory let go of.
+
+    The engine reads the followers' memory as well, and only the leader knows when it is done.
+    """
+    if bridge.engine_group is None:
+        return well
+    votes = [well] * bridge.engine_group.size()
+    dist.all_gather_object(votes, well, group=bridge.engine_group)
+    torch.cuda.ipc_collect()
+    return all(votes)
 
 
 def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
@@ -155,10 +172,10 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
     return base64.b64encode(pickled.getvalue()).decode("ascii")
 
 
-def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor, leads: bool) -> list[str]:
+def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[str]:
     """One serialisation for each tensor parallel rank of the engine; on CUDA each from that rank's own device."""
     if bridge.engine_group is None:
-        return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)] if leads else []
+        return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)]
     torch.cuda.current_stream().synchronize()  # another process is about to read what this stream has written
     gathered: list[str] = [""] * bridge.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)
