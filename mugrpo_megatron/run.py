@@ -12,6 +12,7 @@ from mugrpo_megatron.data.ready import ready
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.generator import Generator, first_start_problem, start
+from mugrpo_megatron.learner import memory
 from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import named_phase, shutdown
 from mugrpo_megatron.learner.model import policy
@@ -87,14 +88,16 @@ def rank_of_environment() -> int:
 
 @contextmanager
 def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
-    """Check everything that can be checked on paper, start engines and learner side by side, resume.
+    """Check everything that can be checked on paper, start engines and learner, resume.
 
+    On CPU both load side by side. A GPU may not hold both: there the learner loads first and gives it up to the engine.
     With `generates` false there is neither engine nor verifier, and no problems are read.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     leads = rank_of_environment() == 0
     check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
-    seat = seat_of_environment(recipe.engine, runs_on_cuda(recipe)) if generates else None
+    cuda = runs_on_cuda(recipe)
+    seat = seat_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
     problems = ready(recipe.data, recipe.reward, tokenizer) if leads and generates else None
     with ExitStack() as stack:
@@ -104,7 +107,7 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
         display = stack.enter_context(open_display(show=leads))
         stop = stack.enter_context(listening_for_sigterm())
         with log.phase("start", 0):
-            equipment = start(recipe, directory.logs, seat, stack) if seat and seat.leads else None
+            equipment = start(recipe, directory.logs, seat, stack) if seat and seat.leads and not cuda else None
             learner = build_learner(recipe)
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
@@ -114,10 +117,17 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
             chunks = [policy(chunk) for chunk in learner.chunks]
             bridge = build_bridge(chunks, learner.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
             read = world.broadcast(problems)
+            if seat and cuda:
+                for part in memory.PARTS:
+                    memory.sleep(learner, part)
+                world.meet()  # an engine takes the devices of several ranks
+                equipment = start(recipe, directory.logs, seat, stack) if seat.leads else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
             _wait_for_first_start(generator, world)
-            if generator and recipe.engine.between_stages == "sleep":
+            if generator and (cuda or recipe.engine.between_stages == "sleep"):
                 generator.engine.sleep()  # its share of the device is the learner's until the first sync
+            world.meet()
+            memory.wake(learner)
         for note in problems.notes if problems else ():
             display.say(note)
         engines = seat.engines if seat else 0

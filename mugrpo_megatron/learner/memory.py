@@ -12,6 +12,7 @@ from mugrpo_megatron.learner.state import Learner
 
 Part = Literal["optimizer", "weights"]
 """`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
+PARTS: tuple[Part, ...] = ("optimizer", "weights")
 
 
 def sleep(learner: Learner, part: Part) -> None:

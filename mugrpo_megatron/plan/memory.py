@@ -155,8 +155,6 @@ class Memory:
     device: int
     learning: Learning
     serving: Serving
-    start: float
-    """Engine and learner's state while a run starts, before either sleeps for the first time (run.py)."""
     learn: float
     """Learner at work, engine asleep."""
     sync: float
@@ -202,7 +200,6 @@ def memory(case: Case, engine: Serving) -> Memory:
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
-        start=state.total + engine.total + rests,
         # On CPU nobody gives memory back to the other.
         learn=learn + (rests if cuda else engine.total),
         sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,

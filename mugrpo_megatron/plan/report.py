@@ -80,7 +80,6 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, _gib(value), note)
     table.add_section()
     for name, value, note in (
-        ("phase: start", need.start, "engine and learner's state" + _over(need.start, need.device)),
         ("phase: learner at work", need.learn, "engine asleep"),
         ("phase: sync", need.sync, "both weights and the buckets"),
         ("phase: engine at work", need.generate, "learner asleep"),
@@ -88,12 +87,6 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
     table.add_row("host memory of a node", _gib(need.host), "what sleeps, and a checkpoint being saved")
     return table
-
-
-def _over(start: float, device: int) -> str:
-    return ", too much together: engine.memory_fraction has to be lower, or the cache comes out smaller" * (
-        start > device
-    )
 
 
 def _phases(plan: Plan) -> Table:
