@@ -71,7 +71,7 @@ def size(results: Results) -> str:
     hours = whole * cell / 3600
     return (
         f"The whole grid is {whole} cells. One took {cell:.0f} processor seconds on average, start-up and evaluations\n"
-        f"included: {hours:.1f} processor hours in all, an estimate of {hours / 2:.1f} to {hours:.1f} hours on two quiet cores."
+        f"included: {hours:.1f} processor hours in all, by estimate {hours / 2:.1f} to {hours:.1f} on two quiet cores."
     )
 
 
@@ -221,9 +221,9 @@ def machine_note(results: Results) -> str:
         return "Taken on a quiet machine, in runs of their own."
     return (
         "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
-        "these cells ran at the lowest priority, some of them two at a time. Their seconds compare with nothing;\n"
-        "processor time does. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet machine\n"
-        "and replaces it here."
+        "these cells ran at the lowest priority, some of them two at a time. Their seconds compare with nothing,\n"
+        "processor time only roughly. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet\n"
+        "machine and replaces it here."
     )
 
 
@@ -248,6 +248,13 @@ def trl_gap(runs: Sequence[Mapping[str, Any]], results: Results) -> float | None
     ours = {cell.rate: a for cell, a in results.accuracies().items() if (cell.variant, cell.seed) == ("grpo", 0)} | ours
     theirs = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("TRL")}
     return max((100 * abs(ours[rate] - theirs[rate]) for rate in ours.keys() & theirs.keys()), default=None)
+
+
+def cpu_spread(runs: Sequence[Mapping[str, Any]], results: Results) -> tuple[float, float] | None:
+    """Least and most processor seconds that the same work took: our GRPO at any rate; None with fewer than two runs."""
+    seconds = [run["points"][-1][2] for run in runs if run["side"].startswith("ours, grpo")]
+    seconds += column((row for row in results.of_kind("study") if row["variant"] == "grpo"), "cpu_s")
+    return (min(seconds), max(seconds)) if len(seconds) > 1 else None
 
 
 def _ends(point: Sequence[float | None]) -> list[str]:

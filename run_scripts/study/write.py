@@ -76,6 +76,7 @@ def text(results: Results, trl: Mapping[str, Sequence[Mapping[str, Any]]]) -> st
         generation_fit=generation,
         trl=trl,
         trl_gap=tables.trl_gap(trl["mixed"], results),
+        cpu_spread=tables.cpu_spread(trl["mixed"], results),
         settled=all(results.is_tuned(variant.name) for variant in results.grid.parts[0].variants),
         headline={v.name: results.timed(v.name)[0] for v in results.grid.parts[0].variants if results.timed(v.name)},
         before=max((row["accuracy_before"] for row in results.rows), default=0.0),
