@@ -109,14 +109,15 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
-            cause = "another rank is stuck, slower than run.collective_timeout_s, or took a different path"
+            silence = ranks.presence.blame() if ranks.presence else ""
+            cause = silence or "another rank is stuck, slower than run.collective_timeout_s, or took a different path"
         elif "connection" in text or "peer" in text:
             cause = "another rank died or its node was cut off; its own log says why"
         else:
             raise
         heard = ""
         if ranks.presence:
-            phase, cause = phase or ranks.presence.doing, ranks.presence.blame() or cause
+            phase = phase or ranks.presence.doing
             heard = f"; last heard: {ranks.presence.account()}"
         raise CollectiveFailure(
             f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
