@@ -61,7 +61,8 @@ if [ "$device" = cpu ]; then
     .venv/bin/python -c 'import torchvision'
   fi
 else
-  install --constraint run_scripts/constraints-cuda.txt --editable ".[cuda,dev]"
+  # The cuda extra without Transformer Engine, which is compiled: --with-te does that against the torch installed here.
+  install --constraint run_scripts/constraints-cuda.txt --editable ".[dev]" torch sglang
 fi
 
 # Compiled against the torch in .venv, so without pip's isolated build environment, which would bring another torch.
