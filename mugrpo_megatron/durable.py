@@ -38,7 +38,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        fsync_directory(path.parent)
+        fsync(path.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -49,9 +49,9 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make renames and removals in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file's bytes, or the renames and removals in a directory, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mugrpo_megatron.durable import digest, durable_file, fsync_directory
+from mugrpo_megatron.durable import digest, durable_file, fsync
 from mugrpo_megatron.errors import UserError
 
 STATE = "state.json"
@@ -44,12 +43,12 @@ def checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
 def publish(partial: Path, directory: Path, state: dict[str, Any]) -> None:
     """Complete the files in `partial` with their state and give them their name; durable when this returns."""
     for path in partial.iterdir():
-        _fsync(path)
+        fsync(path)
     with durable_file(partial / STATE) as file:
         file.write(json.dumps({"sha256": _digest(state), "state": state}, indent=2).encode())
     shutil.rmtree(directory, ignore_errors=True)
     partial.rename(directory)
-    fsync_directory(directory.parent)
+    fsync(directory.parent)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -126,11 +125,3 @@ class _IndexUnpickler(pickle.Unpickler):
 
 def _digest(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

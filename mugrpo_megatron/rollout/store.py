@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mugrpo_megatron.durable import digest, durable_file, fsync_directory
+from mugrpo_megatron.durable import digest, durable_file, fsync
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.rollout.manifest import (
     OTHERS,
@@ -215,7 +215,7 @@ class StageStore:
         """The manifest to go on from; the first time, this writer's leftovers of a crash and damaged shards go."""
         if self._own is None and not self.sealed:
             self.directory.mkdir(parents=True, exist_ok=True)
-            fsync_directory(self.directory.parent)
+            fsync(self.directory.parent)
             manifest = read_manifest(self.directory, manifest_name(self._writer))
             own = Manifest(_unharmed(self.directory, manifest.shards))
             self._replace(own)

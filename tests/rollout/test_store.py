@@ -138,7 +138,7 @@ class Crash(BaseException):
     """Stands in for SIGKILL between two steps."""
 
 
-@pytest.mark.parametrize("victim", ["rename", "fsync_directory", "write_manifest"])
+@pytest.mark.parametrize("victim", ["rename", "fsync", "write_manifest"])
 @pytest.mark.parametrize("call", range(1, 14))
 def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
     victim: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +161,7 @@ def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
             patch.setattr(Path, "replace", crashing(Path.replace))
             patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process tidies nothing up
         else:
-            owner = durable_module if victim == "fsync_directory" else store_module
+            owner = durable_module if victim == "fsync" else store_module
             patch.setattr(owner, victim, crashing(getattr(owner, victim)))
         store = StageStore(tmp_path)
         durable: set[int] = set()
