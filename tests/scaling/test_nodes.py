@@ -57,7 +57,7 @@ def updates(recipe: Path) -> list[dict[str, float]]:
     return [row for row in read_rows(log) if row["kind"] == "update"] if log.exists() else []
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, recipe: Path, tmp_path: Path) -> None:
     nodes = start(cluster, recipe, tmp_path / "cut")
     family: list[psutil.Process] = []
@@ -103,7 +103,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     assert (recipe.parent / "run" / "summary.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_one_process_and_eight_ranks_train_alike_on_a_sealed_stage(recipe: Path, tmp_path: Path) -> None:
     """The same stage and seed: the loss of every update agrees within 1e-4 between the layouts."""
     eight = {int(row["update"]): row for row in updates(recipe)}
