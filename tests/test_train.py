@@ -109,6 +109,7 @@ def test_interrupt_leaves_no_process_behind(model: Path, tmp_path: Path) -> None
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores Ctrl-C
     ) as process:
         assert process.stdout is not None
         line = ""
