@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import finalize_model_grads
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.model import build_model, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer
@@ -23,6 +24,11 @@ def build_learner(recipe: Recipe) -> Learner:
     """
     architecture = read_architecture(recipe.model.path)
     ranks = initialize(recipe)
+    if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
+        raise UserError(
+            f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
+            "numbers of tokens, which gloo cannot gather; on CPU take one of the two"
+        )
     chunks = build_model(recipe, architecture, ranks)
     load_hf([policy(chunk) for chunk in chunks], recipe.model.path, architecture)
     for chunk in chunks:

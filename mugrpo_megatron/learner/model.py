@@ -14,7 +14,6 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
@@ -120,11 +119,6 @@ def transformer_config(recipe: Recipe, architecture: Architecture, ranks: Ranks)
         **_recompute(recipe),
     }
     if experts:
-        if not cuda and ranks.tp_size > 1 and recipe.parallel.expert > 1:
-            raise UserError(
-                f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
-                "numbers of tokens, which gloo cannot gather; on CPU take one of the two"
-            )
         settings["moe_token_dispatcher_type"] = "alltoall"
     return TransformerConfig(**{**settings, **architecture.transformer})
 
