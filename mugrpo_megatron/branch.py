@@ -23,12 +23,13 @@ FREE_TO_BRANCH = (
     "schedule.stages",
     "schedule.min_ess",
     "schedule.max_vetoed",
-    "run.",
+    "run.dir",
+    "run.device",
+    "run.collective_timeout_s",
+    "data.eval",
     "sft.",
-    "data.",
-    "reward.",
 )
-"""What a branch may change: everything that neither made the responses nor the weights they came from."""
+"""What a branch may change: what made neither the responses and their rewards nor the weights they came from."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:

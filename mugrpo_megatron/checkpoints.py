@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from mugrpo_megatron.checkpoint_files import STATE, read_state
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
-from mugrpo_megatron.learner.checkpoint_files import STATE, read_state
 from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.schedule import Cursor

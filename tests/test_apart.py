@@ -90,6 +90,9 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(trained: Path, tmp_p
         (7, "run", [], "no sealed stage 7"),
         (0, "nowhere", [], "no run directory"),
         (0, "run", ["rollout.temperature=0.5"], "rollout.temperature"),
+        (0, "run", ["run.seed=9"], "run.seed"),
+        (0, "run", ["data.generated_problems=7"], "data.generated_problems"),
+        (0, "run", ["reward.format_weight=0.5"], "reward.format_weight"),
         (0, "run", ["run.dir={run}"], "holds a run already"),
     ],
 )

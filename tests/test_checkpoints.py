@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checkpoint_files import INDEX, STATE, publish, read_state
 from mugrpo_megatron.checkpoints import complete, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.durable import digest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.build import build_learner
-from mugrpo_megatron.learner.checkpoint_files import INDEX, STATE, publish, read_state
 from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.recipe.sections import CheckpointSection

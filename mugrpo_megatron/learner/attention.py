@@ -1,9 +1,9 @@
 """Core attention over packed sequences, on any device.
 
 Megatron's own local attention refuses packed sequences without CUDA. This module takes their place through the layer's
-`ModuleSpec`, and does the rotary embedding as well, each row by its own position, so nothing loops over sequences: CUDA
-runs one variable-length flash attention, CPU pads segments of similar length into a few batched
-scaled-dot-product calls.
+`ModuleSpec`, and does the rotary embedding as well, each row by its own position, so nothing loops over sequences: in
+half precision CUDA runs one variable-length flash attention; on CPU, and in float32, which flash attention refuses,
+segments of similar length are padded into a few batched scaled-dot-product calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.context import Split, attend, split_segments
+from mugrpo_megatron.learner.context import Split, attend, split_segments, takes_flash
 from mugrpo_megatron.learner.operators import rotate_
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
@@ -45,11 +45,11 @@ class Packing(PackedSeqParams):
     split: Split | None = None
     """This rank's share under context parallelism; None where a rank holds whole rows."""
     buckets: list[Bucket] = field(default_factory=list)
-    """CPU only."""
+    """Without context parallelism, as are rows and slots."""
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [slots], CPU only: packed row of each padded slot; padding slots repeat their segment's first row."""
+    """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [tokens], CPU only: each packed row's place in the concatenation of all padded buckets."""
+    """int64 [tokens]: each packed row's place in the concatenation of all padded buckets."""
 
 
 def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> Packing:
@@ -60,8 +60,9 @@ def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp
     packing = Packing(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
     if cp_size > 1:
         packing.split = split_segments(offsets, cp_rank, cp_size, device)
-    elif device.type == "cpu":
-        packing.buckets, packing.rows, packing.slots = _buckets(lengths, offsets)
+    else:
+        packing.buckets, rows, slots = _buckets(lengths, offsets)
+        packing.rows, packing.slots = rows.to(device), slots.to(device)
     return packing
 
 
@@ -173,7 +174,7 @@ class PackedAttention(torch.nn.Module):
         if packed_seq_params.split:
             query, key = _rotated(query, packed_seq_params), _rotated(key, packed_seq_params)
             out = attend(query, key, value, packed_seq_params.split, self.scale)
-        elif query.is_cuda:
+        elif takes_flash(query):
             out = _varlen(query, key, value, packed_seq_params, self.scale)
         else:
             out = _bucketed(query, key, value, packed_seq_params, self.scale)

@@ -79,12 +79,17 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, gather_from_sequence_parallel_region(x.contiguous(), True, group))
 
 
+def takes_flash(q: torch.Tensor) -> bool:
+    """Whether flash attention can be had for these queries: it knows half precision on CUDA alone."""
+    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+
+
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: Split, scale: float | None) -> torch.Tensor:
     """Causal attention of this rank's queries [t, hq, d] to the gathered keys and values [., hkv, d] -> [t, hq, d]."""
     heads = (k.shape[1], v.shape[1])
     k, v = gather_rows(torch.cat([k, v], dim=1)).index_select(0, split.key_rows).split(heads, dim=1)
     grouped = q.shape[1] != heads[0]
-    if q.is_cuda:
+    if takes_flash(q):
         from torch.nn.attention.varlen import varlen_attn
 
         limits = split.cu_queries, split.cu_keys, max(split.queries), max(split.keys)

@@ -1,4 +1,4 @@
-"""The policy as Megatron GPT chunks: configuration from architecture and recipe, layer spec, data parallel wrapper."""
+"""The policy as Megatron GPT chunks: configuration from architecture and recipe, data parallel wrapper."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.attention import PackedAttention, Packing
+from mugrpo_megatron.learner.attention import Packing
 from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
+from mugrpo_megatron.learner.layers import block_spec, choose_backend
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Rope
 
@@ -50,11 +48,12 @@ class PolicyModel(GPTModel):
 
 def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `parallel.virtual_pipeline`), with room for weights but no values in it yet."""
-    config = transformer_config(recipe, architecture, ranks)
+    backend = choose_backend(recipe.learner.layers, ranks.device)
+    config = transformer_config(recipe, architecture, ranks, backend.fuse_layernorm_and_linear())
     stages = recipe.parallel.virtual_pipeline
+    rows = padded_vocab(architecture, ranks.tp_size)
     chunks = [
-        _build_chunk(config, architecture, padded_vocab(architecture, ranks.tp_size), stage if stages > 1 else None)
-        for stage in range(stages)
+        _build_chunk(config, backend, architecture, rows, stage if stages > 1 else None) for stage in range(stages)
     ]
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
@@ -78,7 +77,9 @@ def policy(chunk: torch.nn.Module) -> PolicyModel:
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk  # type: ignore[return-value]
 
 
-def transformer_config(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> TransformerConfig:
+def transformer_config(
+    recipe: Recipe, architecture: Architecture, ranks: Ranks, grouped_experts: bool
+) -> TransformerConfig:
     """Megatron's configuration: what the architecture says, plus layout, dtype and the guards of this learner."""
     cuda = ranks.device.type == "cuda"
     dtype = getattr(torch, recipe.model.dtype)
@@ -120,6 +121,7 @@ def transformer_config(recipe: Recipe, architecture: Architecture, ranks: Ranks)
     }
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
+        settings["moe_grouped_gemm"] = grouped_experts
     return TransformerConfig(**{**settings, **architecture.transformer})
 
 
@@ -138,37 +140,24 @@ def _recompute(recipe: Recipe) -> dict[str, Any]:
 
 
 def _build_chunk(
-    config: TransformerConfig, architecture: Architecture, vocab_size: int, stage: int | None
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    architecture: Architecture,
+    vocab_size: int,
+    stage: int | None,
 ) -> PolicyModel:
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
     return PolicyModel(
         rope=architecture.rope,
         config=config,
-        transformer_layer_spec=_block_spec(config, stage),
+        transformer_layer_spec=block_spec(config, backend, stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,
         vp_stage=stage,
         **{**architecture.gpt, "vocab_size": vocab_size},
     )
-
-
-def _block_spec(config: TransformerConfig, stage: int | None) -> TransformerBlockSubmodules:
-    """Megatron's local layers with attention over packed sequences and a norm that knows sequence parallelism."""
-    layer: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
-    )
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention = parts.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.use_te_activation_func:
-        parts.mlp.submodules.activation_func = SwiGLU
-    count = get_num_layers_to_build(config, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
 
 
 def gather_sequence(hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:

@@ -141,6 +141,8 @@ class LearnerSection(Section):
     """Tokens whose logits exist at once on the loss path."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass."""
+    layers: Literal["local", "transformer_engine", "auto"] = "local"
+    """Linear layers: Megatron's own, Transformer Engine's with the norms fused in, or `auto`: those where installed."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 shares the machine's cores between the local ranks."""
 

@@ -1,8 +1,9 @@
-"""`sglang.Engine` on CPU with batched attention, through the places that SGLang leaves for it.
+"""`sglang.Engine` on CPU with batched attention and weights that stay mapped, through places that SGLang leaves for it.
 
-`Engine.run_scheduler_process_func` is the class's own hook for another scheduler entry point, and
-`register_attention_backend` its registry of backends. The backend takes the name of the one that it stands in for,
-because SGLang knows by that name which of its Triton kernels to leave alone.
+`Engine.run_scheduler_process_func` is the class's own hook for another scheduler entry point, the argument
+`custom_weight_loader` names another loader of weights, and `register_attention_backend` is the registry of backends.
+The backend takes the name of the one that it stands in for, because SGLang knows by that name which of its Triton
+kernels to leave alone.
 """
 
 from __future__ import annotations
@@ -65,6 +66,17 @@ class BatchedAttention(TorchNativeAttnBackend):
             layer.scaling,
         )
         return output.view(len(output), -1)
+
+
+def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Load weights out of the bridge's shared memory and keep that memory mapped until the engine ends.
+
+    To map it anew for each sync costs more than to copy it: 27 ms against 24 for 221 MB. The bridge goes through the
+    same one or two buffers all along, so nothing is kept that it would not hold anyway.
+    """
+    mapped = model.__dict__.setdefault("mapped", {})  # unpickling finds a mapping again as long as it is alive
+    mapped.update({storage.data_ptr(): storage for storage in {t.untyped_storage() for _, t in tensors}})
+    model.load_weights(tensors)  # type: ignore[operator]
 
 
 class CpuEngine(Engine):

@@ -107,7 +107,7 @@ class Engine:
             self._call("wake", [tag])
             self._asleep.remove(tag)
 
-    def load_bucket(self, serialized: list[str]) -> None:
+    def load_bucket(self, serialized: list[bytes]) -> None:
         """Load one flattened bucket of weights: one serialisation per tensor parallel rank."""
         self._call("load_bucket", serialized)
 

@@ -136,10 +136,18 @@ class Host:
                 name, arguments = value
                 self._connection.send(("result", getattr(self, name)(*arguments)))
 
-    def load_bucket(self, serialized: list[str]) -> None:
-        accepted, message = self._engine.update_weights_from_tensor(
-            serialized, load_format="flattened_bucket", flush_cache=False
+    def load_bucket(self, serialized: list[bytes]) -> None:
+        # `Engine.update_weights_from_tensor` would pickle once more what a loader of ours is to read.
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        loaders = self._engine.server_args.custom_weight_loader
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=serialized,
+            load_format=loaders[0] if loaders else "flattened_bucket",
+            flush_cache=False,
         )
+        manager = self._engine.tokenizer_manager
+        accepted, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
         if not accepted:
             raise RuntimeError(f"the engine refused a weight bucket: {message}")
 

@@ -84,6 +84,7 @@ def _cpu_arguments(recipe: Recipe, config: dict[str, Any], common: dict[str, Any
         "device": "cpu",
         "attention_backend": common.get("attention_backend", "torch_native"),
         "sampling_backend": "pytorch",
+        "custom_weight_loader": ["mugrpo_megatron.rollout.cpu_engine.load_mapped"],
         "disable_cuda_graph": True,
         # Small models are bound by the host's work per step; overlapping it needs a second thread that CPU cores lack.
         "disable_overlap_schedule": True,

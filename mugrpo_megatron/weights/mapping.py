@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 
 from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.fused_names import NORMS
 from mugrpo_megatron.weights.rows import Row
 
 DIMENSION = {"rows": 0, "columns": 1}
 STORED_NAMES = (
     (re.compile(r"^decoder\.layers\.\d+\."), "decoder.layers."),
     (re.compile(r"\.local_experts\.\d+\."), ".experts."),
-    (re.compile(r"\.input_layernorm\."), ".self_attention.linear_qkv.layer_norm_"),
-    (re.compile(r"\.pre_mlp_layernorm\."), ".mlp.linear_fc1.layer_norm_"),
+    *((re.compile(re.escape(f".{plain}")), f".{fused}") for plain, fused in NORMS.items()),
 )
 """What Megatron's `sharded_state_dict` makes of a parameter's name: layers and experts become leading dimensions."""
 

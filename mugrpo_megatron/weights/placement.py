@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.fused_names import table_name
 from mugrpo_megatron.weights.mapping import Entry, entries
 
 WRAPPER = "module."
@@ -39,9 +40,10 @@ def local_parameters(
 
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:
-    """A chunk's parameter name, its layer and expert counted over all stages and ranks."""
+    """The table's name of a chunk's parameter, its layer and expert counted over all stages and ranks."""
     while name.startswith(WRAPPER):
         name = name.removeprefix(WRAPPER)
+    name = table_name(name)
     first_layer = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
     name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(int(found[0]) + first_layer), name)
     if "local_experts" in name:

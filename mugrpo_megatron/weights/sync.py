@@ -1,13 +1,12 @@
 """The learner's weights -> the SGLang engines that share its devices.
 
-The wire format is SGLang's `flattened_bucket` (sglang/srt/weight_sync/tensor_bucket.py): one uint8 buffer and a list of
-names, shapes and places, pickled for another process of the same machine. The buffer itself is never copied into the
-pickle: on CPU its shared memory is named, on CUDA an IPC handle of the device's memory is.
+What travels is pickled for another process of the same machine, and no tensor is copied into the pickle. On CUDA it is
+SGLang's `flattened_bucket` (sglang/srt/weight_sync/tensor_bucket.py): the IPC handle of one uint8 buffer and a list of
+names, shapes and places. On CPU it is the named tensors, each a name of shared memory and a place in it.
 """
 
 from __future__ import annotations
 
-import base64
 import io
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,7 +29,7 @@ from mugrpo_megatron.weights.plan import Bucket, Plan, build_plan
 class Engine(Protocol):
     """What the bridge asks of an engine; `rollout.engine.Engine` is one."""
 
-    def load_bucket(self, serialized: list[str]) -> None:
+    def load_bucket(self, serialized: list[bytes]) -> None:
         """Load one serialised bucket, an item for each of the engine's tensor parallel ranks."""
 
     def set_version(self, version: int) -> None:
@@ -120,7 +119,7 @@ def buffer(bridge: Bridge, bucket: Bucket, number: int) -> torch.Tensor:
     return bridge.staging[number % len(bridge.staging)]
 
 
-def _load(engine: Engine | None, serialized: list[str], flat: torch.Tensor) -> torch.Tensor:
+def _load(engine: Engine | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
     """Hand a bucket to the engine and, once it is loaded, its memory back to the caller."""
     if engine is not None:
         engine.load_bucket(serialized)
@@ -154,8 +153,20 @@ def _agreed(bridge: Bridge, well: bool) -> bool:
     return all(votes)
 
 
-def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
-    """SGLang's flattened bucket as a string: a reference to the memory of `flat`, good for one reader."""
+def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
+    """The bucket for one reader, as a reference to the memory of `flat`."""
+    pickled = io.BytesIO()
+    ForkingPickler(pickled).dump(flattened(bucket, flat) if flat.is_cuda else named(bucket, flat))
+    return pickled.getvalue()
+
+
+def named(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """What `rollout.cpu_engine.load_mapped` reads."""
+    return [(slot.name, slot.view(flat)) for slot in bucket.slots]
+
+
+def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
+    """SGLang's flattened bucket: a single handle to open, however many tensors."""
     places = [
         SimpleNamespace(
             name=slot.name,
@@ -167,17 +178,15 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> str:
         )
         for slot in bucket.slots
     ]
-    pickled = io.BytesIO()
-    ForkingPickler(pickled).dump({"flattened_tensor": flat[: bucket.bytes], "metadata": places})
-    return base64.b64encode(pickled.getvalue()).decode("ascii")
+    return {"flattened_tensor": flat[: bucket.bytes], "metadata": places}
 
 
-def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[str]:
+def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
     """One serialisation for each tensor parallel rank of the engine; on CUDA each from that rank's own device."""
     if bridge.engine_group is None:
         return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)]
     torch.cuda.current_stream().synchronize()  # another process is about to read what this stream has written
-    gathered: list[str] = [""] * bridge.engine_group.size()
+    gathered: list[bytes] = [b""] * bridge.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)
     return gathered
 

@@ -18,7 +18,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rollout.engine import Engine
 from mugrpo_megatron.rollout.wire import Sampling
 from mugrpo_megatron.samples import Prompt, Response
-from tests.rollout.tiny import flattened_bucket, group_processes, prompts, recipe, save_checkpoint
+from tests.rollout.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint
 
 SAMPLED = Sampling(temperature=0.7, top_p=1.0, max_tokens=12, stop_ids=())
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=12, stop_ids=())
@@ -162,7 +162,7 @@ def _listening_addresses() -> list[str]:
 def _load(engine: Engine, checkpoint: Path, version: int) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     # Good for one reader each.
-    engine.load_bucket([flattened_bucket(tensors) for _ in range(engine.tensor_parallel)])
+    engine.load_bucket([named_tensors(tensors) for _ in range(engine.tensor_parallel)])
     engine.set_version(version)
 
 

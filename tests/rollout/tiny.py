@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import os
 from contextlib import suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -79,19 +77,10 @@ def group(index: int, responses: int = 4, tokens: int = 6, seed: int = 0) -> lis
     ]
 
 
-def flattened_bucket(tensors: dict[str, torch.Tensor]) -> str:
-    """All tensors as one bucket in SGLang's wire format, for an engine without tensor parallelism."""
+def named_tensors(tensors: dict[str, torch.Tensor]) -> bytes:
+    """All tensors in shared memory, as one reader of a CPU engine takes them."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    places, end = [], 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.nbytes
-        places.append(
-            SimpleNamespace(
-                name=name, shape=tensor.shape, dtype=tensor.dtype, start_idx=start, end_idx=end, numel=tensor.nbytes
-            )
-        )
-    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors.values()])
-    return base64.b64encode(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": places})).decode()
+    return bytes(ForkingPickler.dumps(list(tensors.items())))
 
 
 def group_processes(process_group: int) -> list[psutil.Process]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from mugrpo_megatron.rollout.cpu_engine import load_mapped
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.mapping import entries
-from mugrpo_megatron.weights.plan import ALIGNMENT, pack
-from mugrpo_megatron.weights.sync import serialize
+from mugrpo_megatron.weights.plan import ALIGNMENT, Bucket, pack
+from mugrpo_megatron.weights.sync import flattened, serialize
 from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.ranks_work import streams
@@ -63,16 +66,44 @@ def test_stream_is_the_model_for_any_bucket_size(model: Path) -> None:
                 assert torch.equal(value, torch.from_numpy(found[name])), name
 
 
-def test_sglang_reads_a_serialised_bucket(model: Path) -> None:
+def test_sglang_reads_a_flattened_bucket(model: Path) -> None:
+    bucket, flat = _bucket(model)
+    received = MultiprocessingSerializer.deserialize(bytes(ForkingPickler.dumps(flattened(bucket, flat))))
+    assert received["flattened_tensor"].data_ptr() != 0
+    flat[0] += 1  # the memory is shared, not copied
+    _check_same(bucket, flat, FlattenedTensorBucket(**received).reconstruct_tensors())
+
+
+def test_engine_reads_a_bucket_and_keeps_its_memory_mapped(model: Path) -> None:
+    bucket, flat = _bucket(model)
+    engine = Weights()
+    for _ in range(2):  # the second time through the same memory
+        load_mapped(engine, MultiprocessingSerializer.deserialize(serialize(bucket, flat)))
+        flat[0] += 1  # the memory is shared, not copied
+        _check_same(bucket, flat, engine.loaded)
+        assert set(engine.mapped) == {tensor.untyped_storage().data_ptr() for _, tensor in engine.loaded}
+        assert len(engine.mapped) == 1
+
+
+class Weights(torch.nn.Module):
+    """A model that remembers what it was told to load."""
+
+    loaded: list[tuple[str, torch.Tensor]]
+    mapped: dict[int, torch.UntypedStorage]
+
+    def load_weights(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.loaded = tensors
+
+
+def _bucket(model: Path) -> tuple[Bucket, torch.Tensor]:
     torch.multiprocessing.set_sharing_strategy("file_system")
     architecture = read_architecture(model)
     owners = dict.fromkeys(entries(architecture), ((0, None), torch.bfloat16))
     bucket, *_ = pack(owners, architecture, 20_000)
-    flat = torch.randint(0, 255, (bucket.bytes + 100,), dtype=torch.uint8).share_memory_()
-    received = MultiprocessingSerializer.deserialize(serialize(bucket, flat))
-    assert received["flattened_tensor"].data_ptr() != 0
-    flat[0] += 1  # the memory is shared, not copied
-    named = FlattenedTensorBucket(**received).reconstruct_tensors()
+    return bucket, torch.randint(0, 255, (bucket.bytes + 100,), dtype=torch.uint8).share_memory_()
+
+
+def _check_same(bucket: Bucket, flat: torch.Tensor, named: list[tuple[str, torch.Tensor]]) -> None:
     assert [name for name, _ in named] == [slot.name for slot in bucket.slots]
     for slot, (_, tensor) in zip(bucket.slots, named, strict=True):
         assert tensor.dtype == torch.bfloat16

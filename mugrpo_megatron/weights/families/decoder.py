@@ -88,7 +88,6 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
         "moe_router_pre_softmax": not renormalised,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_grouped_gemm": False,
     }
 
 
