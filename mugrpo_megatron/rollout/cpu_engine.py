@@ -1,13 +1,17 @@
-"""`sglang.Engine` on CPU with batched attention and weights that stay mapped, through places that SGLang leaves for it.
+"""`sglang.Engine` on CPU: forked, with batched attention and weights that stay mapped, through SGLang's own openings.
 
-`Engine.run_scheduler_process_func` is the class's own hook for another scheduler entry point, the argument
-`custom_weight_loader` names another loader of weights, and `register_attention_backend` is the registry of backends.
-The backend takes the name of the one that it stands in for, because SGLang knows by that name which of its Triton
-kernels to leave alone.
+`Engine.run_*_process_func` and `Engine._launch_*` are its hooks for other processes (its Ray engine uses them), the
+argument `custom_weight_loader` names another loader of weights, `register_attention_backend` is the registry of
+backends. The backend takes the name of the one that it stands in for, because SGLang knows by that name which of its
+Triton kernels to leave alone.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.utils import kill_itself_when_parent_died
 
 from mugrpo_megatron.rollout.batched_attention import Batch, attend, plan
 
@@ -80,13 +85,43 @@ def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]])
 
 
 class CpuEngine(Engine):
-    """An engine whose schedulers know BatchedAttention."""
+    """An engine whose schedulers know BatchedAttention.
+
+    Its processes are forked, where SGLang's are spawned: each spawned one spends ten seconds of a core on importing
+    what this one has imported already. Nothing here has used a thread pool, an event loop or a socket by then.
+    """
 
     @staticmethod
     def run_scheduler_process_func(*arguments: Any) -> None:
         """Entry point of a scheduler process."""
         register_attention_backend("torch_native")(BatchedAttention)
         run_scheduler_process(*arguments)
+
+    @staticmethod
+    def run_detokenizer_process_func(*arguments: Any) -> None:
+        """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
+        kill_itself_when_parent_died()
+        signal.pause()
+
+    @classmethod
+    def _launch_scheduler_processes(cls, *arguments: Any, **named: Any) -> Any:
+        with _forking():
+            return super()._launch_scheduler_processes(*arguments, **named)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *arguments: Any, **named: Any) -> Any:
+        with _forking():
+            return super()._launch_detokenizer_subprocesses(*arguments, **named)
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Processes made inside are forked."""
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method("spawn", force=True)
 
 
 def _plain(layer: RadixAttention) -> bool:

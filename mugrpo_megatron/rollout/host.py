@@ -198,9 +198,12 @@ def _load_engine(arguments: dict[str, Any]) -> Any:
 
 def main() -> None:
     socket, parent = map(int, sys.argv[1:])
-    start_guard()  # first: it cleans up even if the next line finds that the parent is gone already
+    guard = start_guard()  # first: it cleans up even if the next line finds that the parent is gone already
     die_with_parent(parent)
     connection = Connection(socket)
+    # Forked children of the engine must not hold open what tells client and guard that this process has ended.
+    os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=guard.stdin.close)  # type: ignore[union-attr]
     kind, arguments = connection.recv()
     assert kind == "start"
     try:
