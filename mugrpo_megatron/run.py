@@ -20,7 +20,7 @@ from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout, read_model_config
+from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
 from mugrpo_megatron.rollout.launch import runs_on_cuda
 from mugrpo_megatron.rollout.placement import seat_of_environment
 from mugrpo_megatron.rollout.store import StageStore
@@ -97,6 +97,7 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
     leads = rank_of_environment() == 0
     check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
     cuda = runs_on_cuda(recipe)
+    check_layers(recipe, cuda)
     seat = seat_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
     problems = ready(recipe.data, recipe.reward, tokenizer) if leads and generates else None

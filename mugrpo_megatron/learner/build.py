@@ -13,6 +13,7 @@ from mugrpo_megatron.learner.model import build_model, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer
 from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.load import load_hf
 
@@ -23,6 +24,7 @@ def build_learner(recipe: Recipe) -> Learner:
     Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that cannot work.
     """
     architecture = read_architecture(recipe.model.path)
+    check_layers(recipe, torch.cuda.is_available())
     ranks = initialize(recipe)
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
         raise UserError(

@@ -31,25 +31,26 @@ Layers = Literal["auto", "local", "transformer_engine"]
 
 
 def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
-    """The backend that `learner.layers` stands for on this device; UserError where it cannot be had.
+    """The backend that `learner.layers` stands for on this device; `auto` is Transformer Engine on CUDA where it loads.
 
-    `auto` takes Transformer Engine on CUDA where Megatron can load it.
+    Raises UserError where Megatron cannot load a Transformer Engine that is asked for (`recipe.checks` has seen to it
+    that there is one).
     """
-    cuda = device.type == "cuda"
-    if layers == "local" or (layers == "auto" and not (cuda and HAVE_TE)):
+    if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
         return LocalSpecProvider()
-    if not (cuda and HAVE_TE):
+    if not HAVE_TE:
         raise UserError(
-            'learner.layers = "transformer_engine", but it is for CUDA and this learner runs on a CPU'
-            if not cuda
-            else 'learner.layers = "transformer_engine", but it does not load; `mugrpo doctor` says why'
+            'learner.layers = "transformer_engine", but Transformer Engine does not load here: `mugrpo doctor` says '
+            'why; mend it, or set learner.layers = "local"'
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     return TESpecProvider()
 
 
-def block_spec(config: TransformerConfig, backend: BackendSpecProvider, stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig, backend: BackendSpecProvider, stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage, or of virtual `stage`, and the norm at the end of the last."""
     count = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(config, backend)] * count, layer_norm=RMSNorm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,20 @@ def check_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> None
         )
     if problems:
         raise UserError("; ".join(problems))
+
+
+def check_layers(recipe: Recipe, cuda: bool) -> None:
+    """UserError where `learner.layers` asks for a Transformer Engine that a learner on this machine cannot have."""
+    if recipe.learner.layers != "transformer_engine":
+        return
+    asked = 'learner.layers = "transformer_engine"'
+    if not cuda:
+        raise UserError(f'{asked} needs CUDA, and this learner runs on CPU; set it to "local", or to "auto"')
+    if find_spec("transformer_engine") is None:
+        raise UserError(
+            f"{asked}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
+            'or set it to "local", or to "auto"'
+        )
 
 
 def nearest_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> ParallelSection | None:

@@ -1,7 +1,7 @@
 """The parameter names of Transformer Engine's layers, as a rename of those in the families' tables.
 
-Transformer Engine puts a norm into the linear layer behind it, and an expert's weights into one module with those of the
-other experts. Nothing else differs, and the shapes do not: a table row holds for both.
+Transformer Engine puts a norm into the linear layer behind it, and an expert's weights into one module with those of
+the other experts. Nothing else differs, and the shapes do not: a row of a table holds for both.
 """
 
 from __future__ import annotations

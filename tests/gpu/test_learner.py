@@ -54,6 +54,19 @@ def test_updates_are_those_of_the_cpu(model: Path) -> None:
         np.testing.assert_allclose(found, known, rtol=2e-3, atol=2e-3)
 
 
+def test_transformer_engine_takes_the_updates_of_the_local_layers(model: Path) -> None:
+    """In bfloat16, which Transformer Engine multiplies in as Megatron's own layers do."""
+    pytest.importorskip("transformer_engine")
+    found = {}
+    for layers in ("local", "transformer_engine"):
+        learner = build_learner(recipe(model, model={"dtype": "bfloat16"}, learner={"layers": layers}))
+        data = samples()
+        metrics = [update(learner, data, advantages(len(data))) for _ in range(2)]
+        found[layers] = [[row["loss"], row["grad_norm"]] for row in metrics]
+        shutdown()
+    np.testing.assert_allclose(found["transformer_engine"], found["local"], rtol=0.03, atol=0.03)
+
+
 def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     learner = build_learner(recipe(model))
     data = samples()

@@ -1,0 +1,161 @@
+"""Layers with Transformer Engine's names: chosen where they can be had, and the same model whichever are taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from safetensors.torch import load_file
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner import layers
+from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.recipe.checks import check_layers
+from mugrpo_megatron.weights.families import architecture
+from mugrpo_megatron.weights.fused_names import fused_name, table_name
+from mugrpo_megatron.weights.mapping import entries
+from tests.learner.fused import fused
+from tests.learner.test_checkpoint import resume, train_and_save
+from tests.learner.test_experts import two_updates
+from tests.learner.tiny import recipe, save_model
+from tests.ranks import run_ranks
+from tests.weights import tiny
+from tests.weights.ranks_work import Layout, build, enter, round_trips
+
+Sections = dict[str, dict[str, Any]]
+LAYER = "decoder.layers.0."
+DENSE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.linear_fc1.weight": "mlp.linear_fc1.weight",
+    "self_attention.linear_qkv.weight": "self_attention.linear_qkv.weight",
+}
+ROUTED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "pre_mlp_layernorm.weight",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.experts.local_experts.3.linear_fc1.weight": "mlp.experts.linear_fc1.weight3",
+    "mlp.experts.local_experts.0.linear_fc2.weight": "mlp.experts.linear_fc2.weight0",
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    for family in tiny.FAMILIES:
+        tiny.save_tiny(directory / family, family)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("dense")))
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("routed")
+    tiny.save_tiny(directory, "qwen3_moe", num_hidden_layers=2)
+    return str(directory)
+
+
+def parameter_names(model: str) -> list[str]:
+    """Of a whole model in this process."""
+    (chunk,), _ = build(Path(model), {}, enter({}))
+    return [name for name, _ in chunk.named_parameters()]
+
+
+def refusal(model: str, chosen: str) -> str:
+    with pytest.raises(UserError) as refused:
+        build_learner(recipe(Path(model), learner={"layers": chosen}))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_names_are_those_of_the_modules_and_come_back(models: Path, family: str) -> None:
+    model = architecture(json.loads((models / family / "config.json").read_text()))
+    known = {fused_name(name, experts=bool(model.experts)): name for name in entries(model)}
+    for name, expected in (ROUTED if model.experts else DENSE).items():
+        assert known[LAYER + expected] == LAYER + name
+    assert {name: table_name(name) for name in known} == known
+    assert all(table_name(name) == name for name in known.values())
+    [found] = run_ranks(1, fused, parameter_names, str(models / family))
+    assert sorted(found) == sorted(known)
+
+
+LAYOUTS: dict[str, Layout] = {"tp2 pp2": {"tensor": 2, "pipeline": 2}, "pp2 ep2": {"pipeline": 2, "expert": 2}}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_round_trip_is_bitwise(models: Path, tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    families = [family for family in tiny.FAMILIES if ("expert" in layout) == (family in ("qwen3_moe", "mixtral"))]
+    run_ranks(4, fused, round_trips, [(models / family, tmp_path / family) for family in families], layout)
+    for family in families:
+        expected = load_file(models / family / "model.safetensors")
+        found = load_file(tmp_path / family / "model.safetensors")
+        assert expected.keys() == found.keys(), family
+        for tensor, value in expected.items():
+            assert torch.equal(value, found[tensor]), f"{family}: {tensor}"
+
+
+@pytest.mark.parametrize(("kind", "parallel"), [("dense", {"tensor": 2, "sequence": True}), ("routed", {"expert": 2})])
+def test_updates_are_those_of_the_local_layers(kind: str, parallel: Layout, request: pytest.FixtureRequest) -> None:
+    model: str = request.getfixturevalue(kind)
+    [alone] = run_ranks(1, two_updates, model, {})
+    for found in run_ranks(2, fused, two_updates, model, {"parallel": parallel}):
+        for one, other, tolerance in zip(found[:2], alone[:2], (1e-4, 2e-3), strict=True):
+            assert one["loss"] == pytest.approx(other["loss"], rel=tolerance)
+            assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=tolerance)
+        np.testing.assert_allclose(found[2], alone[2], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_in"), [("dense", {"parallel": {"tensor": 2}}), ("routed", {"parallel": {"expert": 2}})]
+)
+def test_either_kind_of_layers_loads_what_the_other_saved(
+    kind: str, saved_in: Sections, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    model: str = request.getfixturevalue(kind)
+    of_fused, of_local = str(tmp_path / "fused"), str(tmp_path / "local")
+    unbroken = run_ranks(2, fused, train_and_save, model, of_fused, saved_in)[0]
+    [(_, _, metrics)] = run_ranks(1, resume, model, of_fused, {})
+    run_ranks(1, train_and_save, model, of_local, {})
+    [(_, _, fused_metrics), _] = run_ranks(2, fused, resume, model, of_local, saved_in)
+    for again in (metrics, fused_metrics):
+        for after, before in zip(again, unbroken, strict=True):
+            assert after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+            assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+
+
+def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipe(Path(dense), learner={"layers": "transformer_engine"})
+    with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
+        check_layers(asked, cuda=False)
+    monkeypatch.setattr("mugrpo_megatron.recipe.checks.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
+        check_layers(asked, cuda=True)
+    for layers_ in ("local", "auto"):
+        check_layers(recipe(Path(dense), learner={"layers": layers_}), cuda=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_a_learner_without_cuda_is_refused_them(dense: str) -> None:
+    assert "needs CUDA" in run_ranks(1, refusal, dense, "transformer_engine")[0]
+
+
+def test_auto_is_local_on_cpu_and_fused_on_cuda_where_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for installed in (False, True):
+        monkeypatch.setattr(layers, "HAVE_TE", installed)
+        assert isinstance(layers.choose_backend("auto", cpu), LocalSpecProvider)
+        assert isinstance(layers.choose_backend("local", cuda), LocalSpecProvider)
+        assert layers.choose_backend("auto", cuda).fuse_layernorm_and_linear() is installed
+    monkeypatch.setattr(layers, "HAVE_TE", False)
+    with pytest.raises(UserError, match="does not load here: `mugrpo doctor` says why"):
+        layers.choose_backend("transformer_engine", cuda)
