@@ -1,6 +1,6 @@
 """Everything that docs/performance.md wants to know of one GPU, as JSON: run_scripts/bench/gpu.sh runs it.
 
-    python run_scripts/bench/gpu.py --out gpu.json [--parts ceilings loss ...] [--small]
+    python -m run_scripts.bench.gpu --out gpu.json [--parts ceilings loss ...] [--small]
 
 Each part runs in a process of its own, beside nothing else, and fails alone: its entry then says why. What would not be
 done within `--seconds` is left out and said so. `--small` runs the same code on tiny shapes, on a CPU as well.
@@ -10,6 +10,7 @@ done within `--seconds` is left out and said so. `--small` runs the same code on
     learner    tokens/s, share of the matrix product's FLOP/s and memory against the plan, Qwen2.5 0.5B and 1.5B shapes
     engine_bare, engine_ours   tokens/s of SGLang alone and of the project's engine on the same prompts
     switch     the device handed from learner to engine and back, and the bridge's GB/s
+    whole      a whole small run of mu-GRPO against µ = 4: seconds per phase, ratio, accuracies
 """
 
 from __future__ import annotations
@@ -19,280 +20,39 @@ import json
 import os
 import platform
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-PARTS = {"ceilings": 40, "loss": 150, "learner": 120, "engine_bare": 100, "engine_ours": 100, "switch": 100}
-"""Part -> most seconds it may take."""
-PACKAGES = ("torch", "triton", "megatron-core", "sglang", "transformers", "transformer-engine", "liger-kernel", "trl")
-SHAPES = {
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 151936),
-    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 151936),
-    "small": (64, 128, 2, 4, 2, 512),
-}
-"""Name -> hidden, feed-forward, layers, heads, key/value heads, vocabulary; embeddings tied."""
-RESPONSES = 8
-"""To each prompt of the engines' parts."""
+from run_scripts.bench import gpu_parts
+from run_scripts.bench.gpu_whole import whole
+
 Result = dict[str, Any]
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def seconds(work: Callable[[], object], repeats: int = 10) -> float:
-    """Median of `repeats` runs after one that is not counted."""
-    found = []
-    for _ in range(repeats + 1):
-        wait()
-        started = time.perf_counter()
-        work()
-        wait()
-        found.append(time.perf_counter() - started)
-    return statistics.median(found[1:])
-
-
-def ceilings(small: bool) -> Result:
-    """Bytes/s read and written by a device copy, FLOP/s of a large product."""
-    size, n = (1 << 22, 256) if small else (4 << 30, 16384)
-    source = torch.ones(size, dtype=torch.uint8, device=device())
-    target = torch.empty_like(source)
-    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device()) for _ in range(2))
-    return {
-        "copy_bytes_per_s": 2 * size / seconds(lambda: target.copy_(source)),
-        "matmul_flops": 2 * n**3 / seconds(lambda: a @ b),
-    }
-
-
-def loss(small: bool) -> Result:
-    """Seconds and peak MiB of every way to the loss that is installed, at Qwen2.5-7B's output layer."""
-    import loss_path
-
-    shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 2048)
-    if small:
-        shape = loss_path.Shape(256, 32, 512, 64, "float32", device().type, 64)
-    ways = ["floor", "fused", "fused_without_veto", "fused_two_passes", "logprobs_only", "liger", "trl_fused_head"]
-    found: Result = {"shape": asdict(shape)}
-    for way in ways:
-        one = loss_path.run_alone(way, shape, repeats=3, threads=torch.get_num_threads())
-        found[way] = {"failed": one} if isinstance(one, str) else asdict(one)
-        if not isinstance(one, str):
-            found[way]["median_s"] = statistics.median(one.seconds)
-    return found
-
-
-def save_random(name: str, directory: Path) -> Path:
-    """A random checkpoint of one of SHAPES, in bfloat16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    hidden, feed_forward, layers, heads, kv_heads, vocab = SHAPES[name]
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=32768,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-    )
-    with device():
-        torch.set_default_dtype(torch.bfloat16)
-        model = Qwen2ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.cpu().save_pretrained(directory)
-    return directory
-
-
-def recipe_of(model: Path, small: bool, **sections: Any) -> Any:
-    from mugrpo_megatron.recipe import Recipe
-
-    length = 64 if small else 1024
-    table: dict[str, Any] = {
-        "model": {"path": str(model), "dtype": "bfloat16"},
-        "data": {"max_prompt_tokens": length // 8},
-        "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
-        "learner": {"micro_batch_tokens": 16 * length},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 256},
-    }
-    return Recipe.model_validate({**table, **sections})
-
-
-def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
-    """An update of full-length responses: packed rows without padding."""
-    from mugrpo_megatron.samples import Sample
-
-    rng = np.random.default_rng(0)
-    prompt, response = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
-    samples = [
-        Sample(
-            group=index // 8,
-            problem=str(index // 8),
-            prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
-            response_ids=rng.integers(0, vocab, response).astype(np.int32),
-            behaviour_logprobs=rng.normal(-11, 0.3, response).astype(np.float32),
-            reward=float(index % 2),
-            weight_version=0,
-            finish_reason="length",
-        )
-        for index in range(16)
-    ]
-    return samples, rng.normal(size=16).astype(np.float32)
-
-
-def learner(small: bool) -> Result:
-    """One update of 16,384 packed tokens at a time."""
-    peak_flops = ceilings(small)["matmul_flops"]
-    names = ["small"] if small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
-    return {"matmul_flops": peak_flops, **{name: one_learner(name, small, peak_flops) for name in names}}
-
-
-def one_learner(name: str, small: bool, peak_flops: float) -> Result:
-    from mugrpo_megatron.learner.build import build_learner
-    from mugrpo_megatron.learner.groups import shutdown
-    from mugrpo_megatron.learner.update import update
-    from mugrpo_megatron.plan.case import make_case
-    from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
-    from mugrpo_megatron.plan.memory import Batch, learning
-    from mugrpo_megatron.plan.updating import work_of
-
-    cuda = device().type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), small)
-        mine = build_learner(recipe)
-    samples, advantages = sample_update(recipe, SHAPES[name][-1])
-    taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if small else 5)
-    shutdown()
-    tokens = sum(sample.tokens for sample in samples)
-    trained = sum(len(sample.response_ids) for sample in samples)
-    work = work_of(mine.architecture, tokens / len(samples))
-    flops = 3 * (tokens * (work.layers + work.attention) + trained * work.head)
-    case = make_case(recipe, mine.architecture, {}, make_cluster(1, 1, "h200" if cuda else "cpu"), Assumptions())
-    return {
-        "update_s": taken,
-        "tokens_per_s": tokens / taken,
-        "mfu": flops / taken / peak_flops,
-        "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learning(case, Batch(tokens, 1), stage=0).total,
-    }
-
-
-def engine_bare(small: bool) -> Result:
-    """Tokens/s of SGLang's own `generate`, all prompts in one call."""
-    from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
-        cuda = runs_on_cuda(recipe)
-        os.environ.update(engine_environment(recipe, model, cuda))
-        import sglang  # after the environment that it reads on import
-
-        bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
-        limit = recipe.rollout.max_response_tokens
-        settings = {"temperature": 1.0, "max_new_tokens": limit}
-        inputs = [ids for ids in prompt_ids(small) for _ in range(RESPONSES)]
-        taken = seconds(
-            lambda: bare.generate(input_ids=inputs, sampling_params=settings, return_logprob=True), repeats=2
-        )
-        bare.shutdown()
-    return {"tokens_per_s": len(inputs) * limit / taken}
-
-
-def engine_ours(small: bool) -> Result:
-    """Tokens/s of the project's engine process on the same prompts, which the part above has to be compared with."""
-    from mugrpo_megatron.rollout.engine import Engine
-    from mugrpo_megatron.rollout.wire import Sampling
-    from mugrpo_megatron.samples import Problem, Prompt
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
-        prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(small))]
-        sampling = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, ())
-        mine = Engine.start(recipe, model, Path(folder) / "engine.log")
-        try:
-            taken = seconds(lambda: list(mine.generate(prompts, RESPONSES, sampling)), repeats=2)
-        finally:
-            mine.stop()
-    return {"tokens_per_s": len(prompts) * RESPONSES * recipe.rollout.max_response_tokens / taken}
-
-
-def prompt_ids(small: bool) -> list[list[int]]:
-    return [[3 + (index * step) % 500 for step in (1, 7, 31, 57, 111)] for index in range(8 if small else 128)]
-
-
-def switch(small: bool) -> Result:
-    """Learner to engine and back, as generation.py does it between stages."""
-    from mugrpo_megatron.learner import memory
-    from mugrpo_megatron.learner.build import build_learner
-    from mugrpo_megatron.learner.model import policy
-    from mugrpo_megatron.rollout.engine import Engine
-    from mugrpo_megatron.weights.sync import build_bridge, sync
-
-    with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
-        engine = Engine.start(recipe, model, Path(folder) / "engine.log")
-        try:
-            engine.wait_ready()
-            engine.sleep()
-            mine = build_learner(recipe)
-            chunks = [policy(chunk) for chunk in mine.chunks]
-            bridge = build_bridge(chunks, mine.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
-            rounds = [one_switch(mine, bridge, engine, memory, sync) for _ in range(4)][1:]
-        finally:
-            engine.stop()
-    found = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
-    copy = ceilings(small)["copy_bytes_per_s"]
-    return {**found, "bridge_bytes_per_s": bridge.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
-
-
-def one_switch(mine: Any, bridge: Any, engine: Any, memory: Any, sync: Any) -> dict[str, float]:
-    """Seconds of each step."""
-    steps: dict[str, Callable[[], object]] = {
-        "optimizer_sleeps": lambda: memory.sleep(mine, "optimizer"),
-        "engine_weights_wake": lambda: engine.wake("weights"),
-        "sync": lambda: sync(bridge, engine, version=1),
-        "learner_weights_sleep": lambda: memory.sleep(mine, "weights"),
-        "engine_cache_wakes": lambda: engine.wake("kv_cache"),
-        "engine_sleeps": engine.sleep,
-        "learner_wakes": lambda: memory.wake(mine),
-    }
-    found = {}
-    for name, step in steps.items():
-        wait()
-        started = time.perf_counter()
-        step()
-        wait()
-        found[name] = time.perf_counter() - started
-    return found
+PARTS: dict[str, tuple[Callable[[bool], Result], int]] = {
+    "ceilings": (gpu_parts.ceilings, 40),
+    "loss": (gpu_parts.loss, 150),
+    "learner": (gpu_parts.learner, 120),
+    "engine_bare": (gpu_parts.engine_bare, 100),
+    "engine_ours": (gpu_parts.engine_ours, 100),
+    "switch": (gpu_parts.switch, 100),
+    "whole": (whole, 200),
+}
+"""Part -> what it runs, most seconds it may take."""
+SMALL_PATIENCE = 4
+"""A small run is there to end, also on cores that others use: it may take this many times as long."""
+PACKAGES = ("torch", "triton", "megatron-core", "sglang", "transformers", "transformer-engine", "liger-kernel", "trl")
 
 
 def alone(part: str, small: bool, limit_s: float) -> Result:
     """A part in a process of its own, ended with all it started; `failed` says what it complained of last."""
-    command = [sys.executable, __file__, "--one", json.dumps([part, small])]
+    command = [sys.executable, "-m", "run_scripts.bench.gpu", "--one", json.dumps([part, small])]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -308,16 +68,6 @@ def alone(part: str, small: bool, limit_s: float) -> Result:
     return json.loads(printed.strip().splitlines()[-1])
 
 
-RUN: dict[str, Callable[[bool], Result]] = {
-    "ceilings": ceilings,
-    "loss": loss,
-    "learner": learner,
-    "engine_bare": engine_bare,
-    "engine_ours": engine_ours,
-    "switch": switch,
-}
-
-
 def installed(package: str) -> str | None:
     try:
         return version(package)
@@ -329,17 +79,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seconds", type=float, default=460.0, help="for all parts together")
+    parser.add_argument("--seconds", type=float, help="for all parts together; 460, or four times that with --small")
     parser.add_argument("--small", action="store_true", help="tiny shapes: shows that it runs, measures nothing")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         part, small = json.loads(given.one)
-        print(json.dumps(RUN[part](small)))
+        print(json.dumps(PARTS[part][0](small)))
         return
     if not torch.cuda.is_available() and not given.small:
-        sys.exit("gpu.py: torch finds no CUDA device; --small shows that everything runs without one")
-    started = time.monotonic()
+        sys.exit("gpu: torch finds no CUDA device; --small shows that everything runs without one")
+    started, patience = time.monotonic(), SMALL_PATIENCE if given.small else 1
+    budget = given.seconds or 460.0 * patience
     found: Result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
@@ -349,12 +100,12 @@ def main() -> None:
         "parts": {},
     }
     for part in given.parts:
-        left = given.seconds - (time.monotonic() - started)
+        left = budget - (time.monotonic() - started)
         print(f"{part} ...", flush=True)
         enough = left >= 5
-        limit_s = min(PARTS[part], left)
+        limit_s = min(PARTS[part][1] * patience, left)
         found["parts"][part] = (
-            alone(part, given.small, limit_s) if enough else {"failed": f"no time left of {given.seconds:.0f} s"}
+            alone(part, given.small, limit_s) if enough else {"failed": f"no time left of {budget:.0f} s"}
         )
         given.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         print(json.dumps(found["parts"][part], indent=2), flush=True)

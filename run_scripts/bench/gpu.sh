@@ -7,4 +7,4 @@ cd "$(dirname "$0")/../.."
 if ! command -v nvidia-smi >/dev/null; then echo "gpu.sh: no nvidia-smi, so no GPU to measure" >&2; exit 2; fi
 device=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr ' ' '-')
 mkdir -p docs/benchmarks
-exec .venv/bin/python run_scripts/bench/gpu.py --out "docs/benchmarks/$device-$(date -u +%F).json" "$@"
+exec .venv/bin/python -m run_scripts.bench.gpu --out "docs/benchmarks/$device-$(date -u +%F).json" "$@"

@@ -1,8 +1,8 @@
 """Time and peak memory of the loss path against other ways to the same loss and gradients, side by side.
 
-    python run_scripts/bench/loss_path.py                      # CPU: 8,192 x 512 x 32,000 float32
-    python run_scripts/bench/loss_path.py --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
-    python run_scripts/bench/loss_path.py --sweep              # CPU: peak memory over tokens and vocabulary
+    python -m run_scripts.bench.loss_path                      # CPU: 8,192 x 512 x 32,000 float32
+    python -m run_scripts.bench.loss_path --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
+    python -m run_scripts.bench.loss_path --sweep              # CPU: peak memory over tokens and vocabulary
 
 Each way runs in a process of its own: hidden states and output weight in, loss, d hidden and d weight out. Memory is
 the peak beyond what the process held with inputs and weights ready: resident set on CPU, allocator on CUDA. `floor` is
@@ -253,7 +253,13 @@ def _peak(device: str) -> int:
 
 def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | str:
     """`measure` in a fresh process; the last line of its errors where it fails."""
-    command = [sys.executable, __file__, "--one", json.dumps([way, asdict(shape), repeats, threads])]
+    command = [
+        sys.executable,
+        "-m",
+        "run_scripts.bench.loss_path",
+        "--one",
+        json.dumps([way, asdict(shape), repeats, threads]),
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]

@@ -1,0 +1,91 @@
+"""A whole small run of mu-GRPO against the same run with µ = 4: the last part of run_scripts/bench/gpu.py.
+
+Both start from one warm start of the bundled task and take the same updates on the same problems, with as many
+responses; they differ in `schedule.stages` and `schedule.updates_per_stage` alone, so what differs in time is what
+stages cost: a sync, a switch of the device and a save each, and generation in many small batches.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Result = dict[str, Any]
+SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
+"""Run -> stages, updates per stage."""
+SMALL_SCHEDULES = {"mu_grpo": (1, 8), "mu_4": (2, 4)}
+
+
+def whole(small: bool) -> Result:
+    """Seconds per phase and accuracies of both runs; how many times longer the second takes.
+
+    `wall_clock_ratio` compares the runs' whole time, `ratio_after_start` leaves out bringing learner and engine up.
+    Raises RuntimeError with what a command complained of.
+    """
+    schedules = SMALL_SCHEDULES if small else SCHEDULES
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Path(folder) / "recipe.toml"
+        recipe.write_text(recipe_text(Path(folder), small), encoding="utf-8")
+        mugrpo("sft", recipe)
+        found = {name: one_run(recipe, Path(folder) / name, *schedule) for name, schedule in schedules.items()}
+    taken, taken_by_4 = found["mu_grpo"]["seconds"], found["mu_4"]["seconds"]
+    return {
+        **found,
+        "wall_clock_ratio": taken_by_4["total"] / taken["total"],
+        "ratio_after_start": _after_start(taken_by_4) / _after_start(taken),
+    }
+
+
+def recipe_text(folder: Path, small: bool) -> str:
+    """The quickstart's task as TOML, all but the schedule; in bfloat16 where CUDA's attention asks for it."""
+    from mugrpo_megatron.recipe import Recipe, dump_recipe
+
+    warm_start = {"layers": 2, "hidden": 64, "ffn": 128, "max_updates": 25, "batch": 16} if small else {}
+    table = {
+        "model": {
+            "path": str(folder / "warm-start" / "hf"),
+            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        },
+        "data": {"eval_problems": 20 if small else 500, "generated_problems": 5000, "max_prompt_tokens": 32},
+        "rollout": {
+            "prompts_per_update": 8 if small else 64,
+            "responses_per_prompt": 4 if small else 8,
+            "max_response_tokens": 8,
+        },
+        "objective": {"name": "mu_grpo", "kappa": 0.5},
+        "optimizer": {"lr": 2e-4, "decay": "linear"},
+        "engine": {"memory_fraction": 0.6, "max_running_requests": 64 if small else 2048},
+        "eval": {"every_stages": 0},
+        "track": {"tensorboard": False},
+        "sft": {"output": str(folder / "warm-start"), "target_accuracy": 0.4, **warm_start},
+    }
+    return dump_recipe(Recipe.model_validate(table))
+
+
+def one_run(recipe: Path, directory: Path, stages: int, updates_per_stage: int) -> Result:
+    """`mugrpo train` with this schedule: what its summary.json says."""
+    schedule = {"stages": stages, "updates_per_stage": updates_per_stage}
+    mugrpo("train", recipe, f"run.dir={directory}", *(f"schedule.{key}={value}" for key, value in schedule.items()))
+    summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+    kept = ("stages", "updates", "tokens", "accuracy_before", "accuracy_after", "accuracy_interval", "seconds")
+    return {name: summary[name] for name in kept}
+
+
+def mugrpo(command: str, recipe: Path, *overrides: str) -> None:
+    """Run one `mugrpo` command to its end."""
+    settings = [word for override in overrides for word in ("--set", override)]
+    call = [sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *settings]
+    done = subprocess.run(call, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise RuntimeError(f"mugrpo {command} ended with code {done.returncode}: {said[-1] if said else 'no word'}")
+
+
+def _after_start(seconds: dict[str, float]) -> float:
+    return seconds["total"] - seconds.get("start", 0.0)
