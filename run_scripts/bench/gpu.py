@@ -59,9 +59,11 @@ def alone(part: str, small: bool, limit_s: float) -> Result:
     try:
         printed, complained = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
         return {"failed": f"not done after {limit_s:.0f} s"}
+    finally:  # also when somebody has had enough of it
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     if process.returncode:
         lines = complained.strip().splitlines()
         return {"failed": lines[-1] if lines else f"ended with code {process.returncode}"}
