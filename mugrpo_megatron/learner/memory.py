@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Literal
 
 import torch
@@ -13,6 +15,8 @@ from mugrpo_megatron.learner.state import Learner
 Part = Literal["optimizer", "weights"]
 """`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
+RELEASE_EVERY = 16
+"""Updates between two times that freed host memory goes back to the system."""
 
 
 def sleep(learner: Learner, part: Part) -> None:
@@ -32,6 +36,18 @@ def wake(learner: Learner) -> None:
     for parked in learner.asleep.values():
         unpark(parked)
     learner.asleep.clear()
+
+
+def release(learner: Learner) -> None:
+    """Give freed host memory back to the system, every `RELEASE_EVERY` updates on CPU.
+
+    The tensors of an update are of as many sizes as its packed rows, so the C library's heap fragments: without this
+    the process grew by a third of a MiB an update for as long as a stage lasted. What is given back has to be asked
+    for again page by page, hence not every time.
+    """
+    due = learner.updates_done % RELEASE_EVERY == 0
+    if due and learner.ranks.device.type == "cpu" and sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from mugrpo_megatron.algorithm.objective import policy_loss
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.loss import TokenLoss, of_tokens
+from mugrpo_megatron.learner.memory import release
 from mugrpo_megatron.learner.objective import Objective, make_objective
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
@@ -42,6 +43,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         loss, metrics = policy_loss(
             logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section
         )
+    release(learner)
     return {
         **metrics,
         "loss": float(loss),

@@ -60,7 +60,7 @@ def measure(responses: int, tokens: int, parent: Path | None) -> None:
         peaks = []
         store = StageStore(directory)
         for index in order:
-            store.append(_group(index, tokens, generator))
+            store.append(synthetic_group(index, tokens, generator))
         store.flush()
         marks.append(time.perf_counter())
         peaks.append(_peak_mib() - before)
@@ -80,14 +80,15 @@ def measure(responses: int, tokens: int, parent: Path | None) -> None:
     )
 
 
-def _group(index: int, tokens: int, generator: np.random.Generator) -> list[Sample]:
-    prompt = generator.integers(0, 32_000, 20, dtype=np.int32)
+def synthetic_group(index: int, tokens: int, generator: np.random.Generator, vocabulary: int = 32_000) -> list[Sample]:
+    """A finished group of random tokens; lengths are uniform up to twice `tokens`."""
+    prompt = generator.integers(0, vocabulary, 20, dtype=np.int32)
     return [
         Sample(
             group=index,
             problem=f"synthetic:{index}",
             prompt_ids=prompt,
-            response_ids=generator.integers(0, 32_000, length, dtype=np.int32),
+            response_ids=generator.integers(0, vocabulary, length, dtype=np.int32),
             behaviour_logprobs=-generator.random(length, dtype=np.float32),
             reward=float(generator.integers(0, 2)),
             weight_version=0,
