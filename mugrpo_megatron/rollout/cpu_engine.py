@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from setproctitle import setproctitle
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -101,6 +102,7 @@ class CpuEngine(Engine):
     def run_detokenizer_process_func(*arguments: Any) -> None:
         """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
         kill_itself_when_parent_died()
+        setproctitle("sglang::detokenizer")
         signal.pause()
 
     @classmethod
