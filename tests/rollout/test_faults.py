@@ -109,6 +109,7 @@ def test_nothing_outlives_the_client_or_the_host(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores Ctrl-C
     )
     assert client.stdout is not None
     client.stdout.readline()
@@ -129,9 +130,9 @@ def test_nothing_outlives_the_client_or_the_host(
 
 
 def _members_with_scheduler(host: int) -> list[psutil.Process]:
-    """The group's processes as soon as SGLang has spawned its first child."""
+    """The group's processes as soon as SGLang has forked its first child, which takes SGLang's name a little later."""
     members: list[psutil.Process] = []
-    while not any(process.name() == "python" and process.ppid() == host for process in members):
+    while not any(p.name().startswith(("python", "sglang")) and p.ppid() == host for p in members):
         # Waits a moment for the host to end, which it does not.
         psutil.wait_procs([psutil.Process(host)], timeout=0.1)
         members = group_processes(host)
