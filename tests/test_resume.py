@@ -91,7 +91,7 @@ def test_a_run_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
     assert {row["update"] for row in rows} == set(range(UPDATES))
     repeated = len(rows) - UPDATES
-    assert repeated <= 3, "a resume repeats no more than what the newest checkpoint lacks"
+    assert repeated <= 6, "no more is repeated than the checkpoint before the one under way lacks"
 
 
 @pytest.mark.slow
