@@ -199,6 +199,12 @@ def collapse_text(results: Results) -> str:
     return f"at {rate:g}, seed 0: {relaxed:.1f} % without, {vetoed:.1f} % with the veto"
 
 
+def at(results: Results, variant: str, rate: float) -> str:
+    """Final accuracy (%) of the first seed at a rate."""
+    accuracy = results.accuracies().get(Cell(variant, rate, 0))
+    return "not run" if accuracy is None else f"{100 * accuracy:.1f} %"
+
+
 def edges(results: Results) -> str:
     """Which variants have their best rate at an end of the grid, so that a better one may lie beyond."""
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
@@ -221,9 +227,9 @@ def machine_note(results: Results) -> str:
         return "Taken on a quiet machine, in runs of their own."
     return (
         "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
-        "these cells ran at the lowest priority, some of them two at a time. Their seconds compare with nothing,\n"
-        "processor time only roughly. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet\n"
-        "machine and replaces it here."
+        "these cells ran, some of them two at a time. Their seconds compare with nothing, processor time only\n"
+        "roughly. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet machine and replaces\n"
+        "it here."
     )
 
 
