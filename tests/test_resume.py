@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from mugrpo_megatron.checkpoints import newest_cursor
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.rollout.store import StageStore
 from tests.tiny import COIN, save_model, write_recipe
@@ -86,11 +87,14 @@ def test_a_run_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
         process.kill()
     _, alive = psutil.wait_procs(offspring, timeout=30)
     assert alive == []
+    logged = sum(row["kind"] == "update" for row in read_rows(tmp_path / "run" / "metrics.jsonl"))
+    saved = newest_cursor(tmp_path / "run" / "checkpoints").updates
     finish(path)
     assert weights(tmp_path / "run") == weights(unbroken)
     rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
     assert {row["update"] for row in rows} == set(range(UPDATES))
     repeated = len(rows) - UPDATES
+    assert repeated == logged - saved, "a resume goes on from the newest checkpoint that was complete"
     assert repeated <= 6, "no more is repeated than the checkpoint before the one under way lacks"
 
 

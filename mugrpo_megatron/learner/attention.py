@@ -9,6 +9,7 @@ segments of similar length are padded into a few batched scaled-dot-product call
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +33,17 @@ class Bucket:
     length: int
 
 
+@dataclass(frozen=True)
+class Padding:
+    """All segments of a packed micro-batch in a few buckets, and the way there and back."""
+
+    buckets: list[Bucket]
+    rows: torch.Tensor
+    """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
+    slots: torch.Tensor
+    """int64 [tokens]: each packed row's place in the concatenation of all padded buckets."""
+
+
 @dataclass
 class Packing(PackedSeqParams):
     """Where the segments of a packed micro-batch lie; the segments cover all of its rows.
@@ -44,12 +56,13 @@ class Packing(PackedSeqParams):
     """cos and sin [tokens, 1, d / 2] of every row's rotary angles; the model fills them in, None rotates nothing."""
     split: Split | None = None
     """This rank's share under context parallelism; None where a rank holds whole rows."""
-    buckets: list[Bucket] = field(default_factory=list)
-    """Without context parallelism, as are rows and slots."""
-    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [slots]: packed row of each padded slot; padding slots repeat their segment's first row."""
-    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """int64 [tokens]: each packed row's place in the concatenation of all padded buckets."""
+    lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """int [n], on the host: tokens of each segment."""
+
+    @cached_property
+    def padding(self) -> Padding:
+        """Made by the first layer that asks for it; flash attention never does."""
+        return _padding(self.lengths, self.cu_seqlens_q.device)
 
 
 def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> Packing:
@@ -57,17 +70,14 @@ def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     cu = torch.from_numpy(offsets.astype(np.int32)).to(device)
     longest = int(lengths.max())
-    packing = Packing(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
-    if cp_size > 1:
-        packing.split = split_segments(offsets, cp_rank, cp_size, device)
-    else:
-        packing.buckets, rows, slots = _buckets(lengths, offsets)
-        packing.rows, packing.slots = rows.to(device), slots.to(device)
-    return packing
+    split = split_segments(offsets, cp_rank, cp_size, device) if cp_size > 1 else None
+    return Packing(
+        cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest, split=split, lengths=lengths
+    )
 
 
-def _buckets(lengths: np.ndarray, offsets: np.ndarray) -> tuple[list[Bucket], torch.Tensor, torch.Tensor]:
-    """Buckets, packed row of every padded slot, padded slot of every packed row."""
+def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     order = np.argsort(-lengths, kind="stable")
     slots = np.empty(offsets[-1], dtype=np.int64)
     buckets, parts, base, start = [], [], 0, 0
@@ -84,7 +94,7 @@ def _buckets(lengths: np.ndarray, offsets: np.ndarray) -> tuple[list[Bucket], to
         parts.append(rows.reshape(-1))
         buckets.append(Bucket(count, longest))
         base, start = base + count * longest, start + count
-    return buckets, torch.from_numpy(np.concatenate(parts)), torch.from_numpy(slots)
+    return Padding(buckets, torch.from_numpy(np.concatenate(parts)).to(device), torch.from_numpy(slots).to(device))
 
 
 class _RotateAndPad(torch.autograd.Function):
@@ -107,7 +117,7 @@ class _RotateAndPad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad = grads[0].index_select(0, ctx.packing.slots).to(ctx.dtype)
+        grad = grads[0].index_select(0, ctx.packing.padding.slots).to(ctx.dtype)
         if ctx.packing.rotation:
             cos, sin = ctx.packing.rotation
             rotate_(grad[:, : ctx.heads[0] + ctx.heads[1]], cos, -sin)
@@ -196,13 +206,13 @@ def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing,
 
 
 def _bucketed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    heads, groups = q.shape[1], k.shape[1]
-    padded = _RotateAndPad.apply(q, k, v, packing.rows, packing)
+    heads, groups, padding = q.shape[1], k.shape[1], packing.padding
+    padded = _RotateAndPad.apply(q, k, v, padding.rows, packing)
     outputs = []
-    sizes = [bucket.count * bucket.length for bucket in packing.buckets]
-    for bucket, rows in zip(packing.buckets, padded.split(sizes), strict=True):
+    sizes = [bucket.count * bucket.length for bucket in padding.buckets]
+    for bucket, rows in zip(padding.buckets, padded.split(sizes), strict=True):
         batch = rows.view(bucket.count, bucket.length, heads + 2 * groups, -1).transpose(1, 2)
         bq, bk, bv = batch.split([heads, groups, groups], dim=1)
         out = F.scaled_dot_product_attention(bq, bk, bv, is_causal=True, scale=scale, enable_gqa=heads != groups)
         outputs.append(out.transpose(1, 2).reshape(-1, heads, out.shape[-1]))
-    return _Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], packing.slots).to(q.dtype)
+    return _Unpad.apply(torch.cat(outputs) if len(outputs) > 1 else outputs[0], padding.slots).to(q.dtype)

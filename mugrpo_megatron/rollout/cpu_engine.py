@@ -81,7 +81,7 @@ def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]])
     same one or two buffers all along, so nothing is kept that it would not hold anyway.
     """
     mapped = model.__dict__.setdefault("mapped", {})  # unpickling finds a mapping again as long as it is alive
-    mapped.update({storage.data_ptr(): storage for storage in {t.untyped_storage() for _, t in tensors}})
+    mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
     model.load_weights(tensors)  # type: ignore[operator]
 
 

@@ -108,7 +108,7 @@ class Engine:
             self._asleep.remove(tag)
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one flattened bucket of weights: one serialisation per tensor parallel rank."""
+        """Load one bucket of weights (`weights.sync.serialize`): one serialisation per tensor parallel rank."""
         self._call("load_bucket", serialized)
 
     def set_version(self, version: int) -> None:

@@ -20,10 +20,12 @@ import numpy as np
 import tomli_w
 import torch
 from store import GROUP, PROMPTS_PER_UPDATE, synthetic_group
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rollout.store import StageStore
+from mugrpo_megatron.sft import model_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,21 +44,11 @@ def main() -> None:
 
 def make_model(directory: Path) -> int:
     """Write a random checkpoint with the bundled tokenizer; returns its vocabulary."""
-    torch.manual_seed(0)
+    shape = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2}
+    recipe = Recipe.model_validate({"model": {"path": str(directory)}, "sft": shape})
     tokenizer = build_arithmetic_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return len(tokenizer)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mugrpo_megatron.checkpoints import newest_cursor
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.rollout.store import StageStore
 from tests.scaling.nodes import Cluster, kill, two_nodes
@@ -89,6 +90,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     assert store.sealed
     done = len(updates(recipe))
     assert 3 <= done < UPDATES
+    saved = newest_cursor(recipe.parent / "run" / "checkpoints").updates
 
     cluster.mend(1)
     nodes = start(cluster, recipe, tmp_path / "again")
@@ -99,7 +101,8 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
             kill(node)
     rows = updates(recipe)
     assert {row["update"] for row in rows} == set(range(UPDATES))
-    assert len(rows) - UPDATES <= 2 * EVERY, "no more is repeated than the checkpoint before the one under way lacks"
+    assert len(rows) - UPDATES == done - saved, "a resume goes on from the newest checkpoint that was complete"
+    assert done - saved <= 2 * EVERY, "no more is repeated than the checkpoint before the one under way lacks"
     assert (recipe.parent / "run" / "summary.json").exists()
 
 
