@@ -5,7 +5,7 @@
 #
 # Without --cpu or --cuda: cuda where nvidia-smi finds a GPU, else cpu. The two accelerators are built from source against
 # the torch that was installed, which takes nvcc of torch's CUDA version and half an hour each; a run works without them:
-#   --with-te     NVIDIA Transformer Engine: context parallelism, fused Adam
+#   --with-te     NVIDIA Transformer Engine: fused layers (learner.layers), fused Adam
 #   --with-apex   NVIDIA apex: fused Adam and gradient scaling where there is no Transformer Engine
 # What --cuda and these two do has not been tried on a CUDA machine yet.
 set -euo pipefail

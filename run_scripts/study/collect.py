@@ -3,8 +3,9 @@
     python -m run_scripts.study.collect --out runs/study
 
 A row of cells.csv is one finished cell; curves.json holds, for each of them, its evaluations and stages, and for the
-variants that are drawn update by update what their updates said. `python -m run_scripts.study.write` makes
-docs/study.md of the two.
+variants that are drawn update by update what their updates said. What the files hold of cells that are not below --out
+is kept as long as the grid means the same by them, so that a study can go on elsewhere (`run --kept docs/study`).
+`python -m run_scripts.study.write` makes docs/study.md of the two.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 from run_scripts.study.cost import generation_points, switches
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.processes import CpuClock, read_cpu_clock
+from run_scripts.study.results import Results, read_results
+from run_scripts.study.results import cell_of as cell_in
 from run_scripts.study.run import CLOCK
 from run_scripts.study.states import accuracies, cell_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "study"
 CURVES_OF_UPDATES = ("reward_mean", "vetoed_fraction", "clipped_fraction", "ess", "entropy", "ratio_neg_max", "kl_k3")
-DRAWN = ("headline", "scope")
+DRAWN = ("headline", "one_stage", "scope")
 """Parts whose first seed is kept update by update."""
 COLUMNS = (
     *("kind", "part", "variant", "mu", "rate", "seed", "updates", "problems"),
@@ -49,8 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where the study's results are")
     parser.add_argument("--grid", type=Path, default=GRID)
     parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json go")
+    parser.add_argument("--anew", action="store_true", help="drop what the files hold of cells that are not in --out")
     options = parser.parse_args(arguments)
-    rows, curves = collect(load_grid(options.grid), options.out)
+    grid = load_grid(options.grid)
+    rows, curves = collect(grid, options.out)
+    if not options.anew and (options.docs / "cells.csv").exists():
+        rows, curves = keep(read_results(grid, options.docs), rows, curves)
     options.docs.mkdir(parents=True, exist_ok=True)
     with (options.docs / "cells.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -74,8 +81,22 @@ def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
             mu = grid.variants()[cell.variant].mu
             rows.append({"kind": kind, "part": part_of[cell.variant], "mu": mu, **row_of(run, clock)})
             drawn = cell.seed == 0 and part_of[cell.variant] in DRAWN
-            curves[f"{kind}/{cell.name}"] = curve_of(run, clock, updates=drawn and kind == "study")
+            curves[f"{kind}/{cell.name}"] = curve_of(run, clock, updates=drawn)
     return rows, curves
+
+
+def keep(old: Results, rows: list[Row], curves: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
+    """`rows` and `curves` with those of `old` added that are of other cells and of variants that are what they were."""
+    known = old.grid.variants()
+    parts = {variant.name: part.name for part in old.grid.parts for variant in part.variants}
+    found = {(row["kind"], cell_in(row)) for row in rows}
+    for row in old.rows:
+        variant = known.get(row["variant"])
+        same = variant and (row["mu"], row["updates"]) == (variant.mu, variant.updates)
+        if same and (row["kind"], cell_in(row)) not in found:
+            rows = [*rows, row | {"part": parts[row["variant"]]}]
+            curves = curves | {f"{row['kind']}/{cell_in(row).name}": old.curve(row)}
+    return sorted(rows, key=lambda row: (row["kind"] != "study", cell_in(row))), curves
 
 
 def row_of(run: RunData, clock: CpuClock | None) -> Row:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from run_scripts.study.results import Results
 from run_scripts.study.tables import markdown
@@ -171,7 +170,7 @@ def main() -> None:
         named = [(f"{run.path.parent.name}/{run.path.name}", switches(run)) for run in runs]
         points = [point for run in runs for point in generation_points(run)]
         print(switches_table(named), generation_text(points), sep="\n\n", end="\n\n")
-    print(straggler_table(), prediction_table(), memory_table(), sep="\n\n")
+    print(prediction_table(), memory_table(), sep="\n\n")
 
 
 def switches_table(named: Sequence[tuple[str, Switches]]) -> str:
@@ -232,27 +231,6 @@ def h200(sigma: float, updates: int = 4096, per_update: int = 256, devices: int 
     machine = replace(H200, update_s=update_s)
     small, large = (predict(lengths, machine, stages, updates) for stages in (updates // 4, updates // 1024))
     return small, large
-
-
-def long_lengths(count: int) -> list[int]:
-    """Tokens of the right responses to `count` groups of 8 of the bundled task with a heavy tail, byte-level, in order.
-
-    What a model that has learned the task would answer: no model is asked.
-    """
-    asked = arithmetic.problems(0, "train", count, "arithmetic_long")
-    return [len(arithmetic.demonstration(problem)) + 1 for problem in asked for _ in range(8)]
-
-
-def straggler_table(updates: int = 128, prompts: int = 32, running: int = 1024) -> str:
-    """Decode steps of `updates` updates on the heavy-tailed bundled task by µ, all stages' batches played through."""
-    lengths = long_lengths(updates * prompts)
-    machine = Machine(step_s=1.0, row_s=0.0, running=running, update_s=0.0, switch_s=0.0)
-    rows = []
-    fewest = predict(lengths, machine, 1, updates).generate
-    for mu in (1, 4, 16, 32, 128):
-        p = predict(lengths, machine, updates // mu, updates)
-        rows.append([str(mu), f"{p.generate:,.0f}", f"{p.generate / fewest:.2f}", f"{100 * p.occupancy:.0f}"])
-    return markdown(("µ", "Decode steps", "Of one stage's", "Places in use %"), rows)
 
 
 def memory_table(context: int = 2048) -> str:

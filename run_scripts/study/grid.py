@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ class Variant:
     """Updates per stage."""
     objective: Mapping[str, Any]
     """Fields of the recipe's [objective]."""
+    updates: int
+    """Of a whole run: those of its part."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of other sections, `section.field`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,11 @@ class Part:
     title: str
     seeds: int
     variants: tuple[Variant, ...]
+    every_rate: bool = False
+    """Every seed runs at every rate, not at the tuned one alone."""
+    beyond: tuple[float, ...] = ()
+    """Rates besides that no variant is tuned on: where methods break."""
+    beyond_seeds: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class Grid:
     """What grid.toml holds."""
 
     updates: int
+    """Of a run, where its part does not say otherwise."""
     rates: tuple[float, ...]
     """Learning rates that every variant is tuned on."""
     reference: str
@@ -51,6 +61,10 @@ class Grid:
 
     def variants(self) -> dict[str, Variant]:
         return {variant.name: variant for part in self.parts for variant in part.variants}
+
+    def all_rates(self) -> tuple[float, ...]:
+        """The tuned rates and those beyond them, ascending."""
+        return tuple(sorted({*self.rates, *(rate for part in self.parts for rate in part.beyond)}))
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -122,14 +136,19 @@ def wanted(grid: Grid, done: Accuracies, parts: Sequence[str] = (), seeds: int =
             yield from (Cell(variant.name, rate, 0) for variant in part.variants)
         for seed in range(1, seeds or part.seeds):
             for variant in part.variants:
-                rate = best_rate(grid, variant.name, done)
-                yield Waiting(variant.name, seed) if rate is None else Cell(variant.name, rate, seed)
+                if part.every_rate:
+                    yield from (Cell(variant.name, rate, seed) for rate in rates)
+                else:
+                    best = best_rate(grid, variant.name, done)
+                    yield Waiting(variant.name, seed) if best is None else Cell(variant.name, best, seed)
+        for seed in range(part.beyond_seeds):
+            yield from (Cell(variant.name, rate, seed) for rate in part.beyond for variant in part.variants)
 
 
 def overrides(grid: Grid, cell: Cell) -> list[str]:
     """What `mugrpo train` is told with `--set` to run the cell, but for its directory and the model's."""
     variant = grid.variants()[cell.variant]
-    stages = grid.updates // variant.mu
+    stages = variant.updates // variant.mu
     return [
         f"run.seed={cell.seed}",
         f"schedule.stages={stages}",
@@ -137,12 +156,14 @@ def overrides(grid: Grid, cell: Cell) -> list[str]:
         f"optimizer.lr={cell.rate:g}",
         f"eval.every_stages={max(1, stages // EVALUATIONS)}",
         *(f"objective.{key}={value}" for key, value in variant.objective.items()),
+        *(f"{key}={value}" for key, value in variant.settings.items()),
     ]
 
 
 def _part(name: str, table: dict[str, Any], updates: int, path: Path) -> Part:
-    variants = tuple(Variant(key, **fields) for key, fields in table["variants"].items())
+    updates = table.pop("updates", updates)
+    variants = tuple(Variant(key, updates=updates, **fields) for key, fields in table.pop("variants").items())
     for variant in variants:
         if updates % variant.mu:
             raise UserError(f"{path}: mu = {variant.mu} of {variant.name} does not divide updates = {updates}")
-    return Part(name, table["title"], table["seeds"], variants)
+    return Part(name, variants=variants, **table | {"beyond": tuple(sorted(table.get("beyond", ())))})

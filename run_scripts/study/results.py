@@ -32,9 +32,17 @@ class Results:
     def of_kind(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
 
-    def tried(self, variant: str) -> dict[float, float]:
+    def at_rates(self, variant: str) -> dict[float, float]:
         """Final accuracy of the first seed at each rate that has run."""
         return {c.rate: accuracy for c, accuracy in self.accuracies().items() if (c.variant, c.seed) == (variant, 0)}
+
+    def tried(self, variant: str) -> dict[float, float]:
+        """`at_rates` of the rates that variants are tuned on."""
+        return {rate: accuracy for rate, accuracy in self.at_rates(variant).items() if rate in self.grid.rates}
+
+    def at(self, variant: str, rate: float) -> dict[int, float]:
+        """Final accuracy of every seed at a rate."""
+        return {c.seed: accuracy for c, accuracy in self.accuracies().items() if (c.variant, c.rate) == (variant, rate)}
 
     def is_tuned(self, variant: str) -> bool:
         return best_rate(self.grid, variant, self.accuracies()) is not None

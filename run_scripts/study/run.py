@@ -4,6 +4,7 @@
     python -m run_scripts.study.run --part headline        # one part
     python -m run_scripts.study.run --cells 'kappa_*'      # cells whose name matches
     python -m run_scripts.study.run --dry-run              # every cell with its state, and the time that is left
+    python -m run_scripts.study.run --kept docs/study      # only what the kept results do not hold yet
     python -m run_scripts.study.run --clock 3              # the tuned headline again, 3 times, for its wall-clock alone
 
 Run it in the repository's root. The warm start is made first where it is missing. A cell that fails is named and left;
@@ -19,9 +20,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from types import FrameType
@@ -34,6 +35,7 @@ from mugrpo_megatron.observe.progress import duration
 from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
 from run_scripts.study.processes import FILE_NAME as CPU_FILE
 from run_scripts.study.processes import CpuMeter
+from run_scripts.study.results import read_results
 from run_scripts.study.states import State, accuracies, minutes_of, state_of
 
 BASE = Path(__file__).with_name("base.toml")
@@ -52,9 +54,21 @@ class Study:
     out: Path
     model: Path
     program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
+    kept: Mapping[Cell, float] = field(default_factory=dict)
+    """Accuracies of cells that ran elsewhere and need not run again."""
+
+    def accuracies(self) -> dict[Cell, float]:
+        """Of every finished cell."""
+        return {**self.kept, **accuracies(self.grid, self.out)}
 
     def directory(self, cell: Cell) -> Path:
         return self.out / cell.name
+
+    def state(self, cell: Cell, directory: Path | None = None) -> State:
+        """Of the cell's run, or of one in another directory."""
+        if directory is None and cell in self.kept:
+            return State.DONE
+        return state_of(directory or self.directory(cell), self.grid.variants()[cell.variant].updates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
         grid = load_grid(options.grid)
-        study = Study(grid, options.base, options.out, options.model or options.out / "warm-start" / "hf")
+        model = options.model or options.out / "warm-start" / "hf"
+        kept = read_results(grid, options.kept).accuracies() if options.kept else {}
+        study = Study(grid, options.base, options.out, model, kept=kept)
         known = [part.name for part in grid.parts]
         if unknown := sorted(set(options.part) - set(known)):
             raise UserError(f"--part {', '.join(unknown)}: the grid has {', '.join(known)}")
@@ -99,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _chosen(study: Study, options: argparse.Namespace) -> list[Cell | Waiting]:
-    found = wanted(study.grid, accuracies(study.grid, study.out), options.part, options.seeds)
+    found = wanted(study.grid, study.accuracies(), options.part, options.seeds)
     return [one for one in found if not options.cells or any(fnmatch(one.name, glob) for glob in options.cells)]
 
 
@@ -116,9 +132,7 @@ def run_all(study: Study, options: argparse.Namespace) -> int:
             waiting = [
                 one
                 for one in _chosen(study, options)
-                if isinstance(one, Cell)
-                and one not in tried
-                and state_of(study.directory(one), study.grid.updates) is not State.DONE
+                if isinstance(one, Cell) and one not in tried and study.state(one) is not State.DONE
             ]
             while waiting and len(running) < options.jobs:
                 cell = waiting.pop(0)
@@ -147,7 +161,7 @@ def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bo
             continue
         running.remove(one)
         one.console.close()
-        done = state_of(one.directory, study.grid.updates) is State.DONE
+        done = study.state(one.cell, one.directory) is State.DONE
         if code or not done:
             failed.append(one.cell)
             print(f"{one.cell.name}: FAILED with exit code {code}", flush=True)
@@ -186,7 +200,7 @@ def _stop(running: list[Running]) -> None:
 
 def remeasure(study: Study, times: int) -> int:
     """The tuned cells of the first part once more, in turn, into directories of their own."""
-    done = accuracies(study.grid, study.out)
+    done = study.accuracies()
     failed: list[Cell] = []
     for turn in range(times):
         for variant in study.grid.parts[0].variants:
@@ -195,7 +209,7 @@ def remeasure(study: Study, times: int) -> int:
                 raise UserError(f"{variant.name} is not tuned yet; run --part {study.grid.parts[0].name} first")
             cell = Cell(variant.name, rate, turn)
             directory = study.out / CLOCK / cell.name
-            if state_of(directory, study.grid.updates) is State.DONE:
+            if study.state(cell, directory) is State.DONE:
                 continue
             shutil.rmtree(directory, ignore_errors=True)  # one that was interrupted tells no time
             running = [_start(study, cell, directory)]
@@ -216,19 +230,19 @@ def _warm_start(study: Study, *, given: bool) -> None:
 
 def _show(study: Study, cells: list[Cell | Waiting]) -> None:
     """Every cell with its state and accuracy, and how long what is left takes at the pace of what is done."""
-    minutes = {}
-    for cell, accuracy in accuracies(study.grid, study.out).items():
-        minutes[cell] = (minutes_of(study.directory(cell)), accuracy)
-    left = 0
+    variants = study.grid.variants()
+    minutes = {cell: minutes_of(study.directory(cell)) for cell in accuracies(study.grid, study.out)}
+    done, left = study.accuracies(), 0
     for one in cells:
-        if isinstance(one, Cell) and one in minutes:
-            print(f"done     {one.name:40} {100 * minutes[one][1]:5.1f} %  {minutes[one][0]:5.1f} min")
+        if isinstance(one, Cell) and one in done:
+            taken = f"{minutes[one]:5.1f} min" if one in minutes else " kept"
+            print(f"done     {one.name:40} {100 * done[one]:5.1f} %  {taken}")
             continue
-        left += 1
-        state = state_of(study.directory(one), study.grid.updates) if isinstance(one, Cell) else State.MISSING
+        left += variants[one.variant].updates
+        state = study.state(one) if isinstance(one, Cell) else State.MISSING
         print(f"{'waits' if isinstance(one, Waiting) else state.value:8} {one.name}")
-    pace = statistics.median(m for m, _ in minutes.values()) if minutes else None
-    print(f"{len(cells) - left} of {len(cells)} cells done; ", end="")
+    pace = statistics.median(m / variants[c.variant].updates for c, m in minutes.items()) if minutes else None
+    print(f"{sum(isinstance(one, Cell) and one in done for one in cells)} of {len(cells)} cells done; ", end="")
     print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
 
 
@@ -249,6 +263,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
     parser.add_argument(
         "--clock", type=int, default=0, metavar="N", help="re-measure the headline's wall-clock N times"
+    )
+    parser.add_argument(
+        "--kept", type=Path, metavar="DOCS", help="count the cells that this directory's cells.csv holds as finished"
     )
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and responses of finished cells")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where results go")

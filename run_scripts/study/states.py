@@ -32,10 +32,10 @@ def minutes_of(directory: Path) -> float:
 def accuracies(grid: Grid, out: Path) -> dict[Cell, float]:
     """Final held-out accuracy of every finished cell below `out`, of the grid's variants alone."""
     found = {}
-    for name in grid.variants():
+    for name, variant in grid.variants().items():
         for directory in sorted((out / name).glob("lr*-seed*")):
             summary = _summary(directory)
-            if summary and summary["updates"] >= grid.updates:
+            if summary and summary["updates"] >= variant.updates:
                 found[cell_of(directory)] = float(summary["accuracy_after"])
     return found
 

@@ -11,11 +11,6 @@ from run_scripts.study.results import CPU, WALL, Results, column
 from run_scripts.study.stats import Mean, difference, mean_of
 
 TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
-COLLAPSE = 0.10
-"""A run that ends this far below another has collapsed."""
-PAPERS_SPEEDUP = 2.2
-QUIET = 0.1
-"""Share of the machine's processor time that others may use while wall-clock is taken."""
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -76,16 +71,34 @@ def size(results: Results) -> str:
 
 
 def tuning(results: Results) -> str:
-    """Final accuracy of the first seed at every rate."""
-    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
+    """Final accuracy of the first seed at every rate, the tuned one in bold."""
     rows = []
     for variant in results.grid.variants().values():
-        found = [done.get((variant.name, rate)) for rate in results.grid.rates]
-        best = max((a for a in found if a is not None), default=None)
-        if best is not None:
-            cells = ["–" if a is None else f"**{100 * a:.1f}**" if a == best else f"{100 * a:.1f}" for a in found]
-            rows.append([variant.title, str(variant.mu), *cells])
-    return markdown(("Variant", "µ", *(_rate(rate) for rate in results.grid.rates)), rows)
+        found = results.at_rates(variant.name)
+        shown = {rate: f"{100 * accuracy:.1f}" for rate, accuracy in found.items()}
+        if (best := results.rate(variant.name)) is not None:
+            shown[best] = f"**{shown[best]}**"
+        if found:
+            rows.append([variant.title, str(variant.mu), *(shown.get(rate, "–") for rate in results.grid.all_rates())])
+    return markdown(("Variant", "µ", *(_rate(rate) for rate in results.grid.all_rates())), rows)
+
+
+def by_rate(results: Results, variants: Sequence[str]) -> str:
+    """Final accuracy over the seeds that ran at each rate, not at the best alone."""
+    known = results.grid.variants()
+    rates = [rate for rate in results.grid.all_rates() if any(results.at(name, rate) for name in variants)]
+    rows = [
+        [known[name].title, str(known[name].mu), *(percent(seeds_mean(results, name, rate)) for rate in rates)]
+        for name in variants
+        if name in known and results.at_rates(name)
+    ]
+    return markdown(("Variant", "µ", *(_rate(rate) for rate in rates)), rows)
+
+
+def seeds_mean(results: Results, variant: str, rate: float) -> Mean | None:
+    """Final accuracy over the seeds that ran at a rate."""
+    found = results.at(variant, rate)
+    return mean_of(list(found.values())) if found else None
 
 
 def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
@@ -112,8 +125,10 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
                 _least(runs, "entropy_last", "{:.2f}"),
             ]
         )
+    if not rows:
+        return "No cell of this part is done yet."
     head = ("Variant", "µ", "Rate", "Seeds", "Accuracy %", f"Against {variants[against].title}", "Vetoed %")
-    return markdown((*head, "Clipped %", "Least ESS", "Entropy"), rows) if rows else "No cell of this part is done yet."
+    return markdown((*head, "Clipped %", "Least ESS", "Entropy"), rows)
 
 
 def clock_table(results: Results, unit: str = "s") -> str:
@@ -156,55 +171,6 @@ def speed_table(results: Results) -> str:
     return markdown(("Variant", "Runs that reach it", "Wall s", "GRPO / this", "CPU s", "GRPO / this"), rows)
 
 
-def collapses(results: Results) -> list[tuple[float, float, float]]:
-    """(rate, relaxed, mu-GRPO) where the relaxed clip alone ends far below the veto on the first seed."""
-    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
-    pairs = [(r, done.get(("relaxed", r)), done.get(("mu_grpo", r))) for r in results.grid.rates]
-    return [(r, a, b) for r, a, b in pairs if a is not None and b is not None and b - a > COLLAPSE]
-
-
-def verdict(apart: Mean | None, bound: float) -> str:
-    """Whether a difference is above `bound`, as far as its interval says."""
-    if apart is None:
-        return "not measured"
-    if apart.low is None or apart.high is None:
-        return "open (one seed)"
-    return "holds" if apart.low >= bound else "does not hold" if apart.high < bound else "open"
-
-
-def below(apart: Mean | None) -> str:
-    """Whether a difference is below 0, as far as its interval says."""
-    flipped = None if apart is None else Mean(-apart.value, apart.half, apart.n)
-    return verdict(flipped, 0.0)
-
-
-def speed_verdict(speedup: Mapping[str, float | None], clocked: int) -> str:
-    """Whether wall-clock shows the paper's factor; only runs taken for it can say."""
-    wall = speedup["wall"]
-    if wall is None:
-        return "not measured"
-    if not clocked:
-        return "open: the machine was shared"
-    return "holds" if wall >= PAPERS_SPEEDUP else "does not show at this scale"
-
-
-def collapse_text(results: Results) -> str:
-    """The accuracies at the highest rate that was run without and with the veto."""
-    done = {(c.variant, c.rate): a for c, a in results.accuracies().items() if c.seed == 0}
-    both = [rate for rate in results.grid.rates if {("relaxed", rate), ("mu_grpo", rate)} <= done.keys()]
-    if not both:
-        return "nothing yet"
-    rate = (collapses(results) or [(both[-1], 0.0, 0.0)])[0][0]
-    relaxed, vetoed = 100 * done["relaxed", rate], 100 * done["mu_grpo", rate]
-    return f"at {rate:g}, seed 0: {relaxed:.1f} % without, {vetoed:.1f} % with the veto"
-
-
-def at(results: Results, variant: str, rate: float) -> str:
-    """Final accuracy (%) of the first seed at a rate."""
-    accuracy = results.accuracies().get(Cell(variant, rate, 0))
-    return "not run" if accuracy is None else f"{100 * accuracy:.1f} %"
-
-
 def edges(results: Results) -> str:
     """Which variants have their best rate at an end of the grid, so that a better one may lie beyond."""
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
@@ -221,10 +187,14 @@ def edges(results: Results) -> str:
 
 
 def machine_note(results: Results) -> str:
-    """Whether the seconds were taken on a quiet machine."""
+    """How far the machine was shared while the seconds were taken."""
     runs = [row for variant in results.grid.parts[0].variants for row in results.timed(variant.name)]
-    if runs and all(row["kind"] == "clock" and (row["others_share"] or 0.0) < QUIET for row in runs):
-        return "Taken on a quiet machine, in runs of their own."
+    if runs and all(row["kind"] == "clock" for row in runs):
+        most = max(row["others_share"] or 0.0 for row in runs)
+        return (
+            "Taken in runs of their own, one at a time (`python -m run_scripts.study.run --clock N`); other work\n"
+            f"used at most {100 * most:.0f} % of the processor time that was used meanwhile."
+        )
     return (
         "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
         "these cells ran, some of them two at a time. Their seconds compare with nothing, processor time only\n"

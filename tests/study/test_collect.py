@@ -13,8 +13,9 @@ import pytest
 
 from mugrpo_megatron.observe.rundata import read_run
 from mugrpo_megatron.observe.summary import summarize
-from run_scripts.study import collect, write
-from run_scripts.study.grid import Grid, load_grid
+from run_scripts.study import collect, tables, write
+from run_scripts.study import run as study
+from run_scripts.study.grid import Cell, Grid, load_grid
 from run_scripts.study.processes import CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, WALL, read_results
 from tests.observe.synthetic import recipe_of, rows_of, write_run
@@ -104,6 +105,42 @@ def test_the_page_is_made_of_the_kept_files_alone_and_twice_the_same(tmp_path: P
     for picture in ("accuracy-over-time", "clipping-dilemma", "time-line", "reward-by-stage", "vetoed-fraction"):
         assert f"study/{picture}.svg" in page
         assert (docs / f"{picture}-dark.svg").exists()
+
+
+def test_every_rate_has_a_mean_over_the_seeds_that_ran_there(tmp_path: Path, grid: Grid) -> None:
+    out, docs = tmp_path / "runs", tmp_path / "docs"
+    for seed in (0, 1):
+        make_cell(out, f"grpo/lr0.001-seed{seed}", 4, 4, seed=seed)
+    collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)])
+    results = read_results(grid, docs)
+    ends = results.at("grpo", 1e-3)
+    mean = tables.seeds_mean(results, "grpo", 1e-3)
+    assert mean
+    assert mean.n == 2
+    assert mean.value == pytest.approx(sum(ends.values()) / 2)
+    assert tables.by_rate(results, ["grpo", "mu_grpo", "unknown"]).splitlines()[2:] == [
+        f"| GRPO | 4 | {tables.percent(mean)} |"
+    ]
+
+
+def test_kept_cells_stay_and_need_not_run_again(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    """As long as the grid means the same by them."""
+    docs, path = tmp_path / "docs", tmp_path / "grid.toml"
+    for turn, name in enumerate(("grpo/lr0.001-seed0", "mu_grpo/lr0.001-seed0")):
+        out = tmp_path / f"runs{turn}"
+        make_cell(out, name, 16 // (4 + 4 * turn), 4 + 4 * turn)
+        collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
+    assert set(read_results(grid, docs).accuracies()) == {Cell("grpo", 1e-3, 0), Cell("mu_grpo", 1e-3, 0)}
+    told = ["--grid", str(path), "--out", str(tmp_path / "elsewhere"), "--kept", str(docs), "--dry-run"]
+    assert study.main(told) == 0
+    said = capsys.readouterr().out
+    assert "2 of 6 cells done" in said
+    assert "missing  grpo/lr0.0001-seed0" in said
+    path.write_text(GRID.replace('title = "mu-GRPO", mu = 8', 'title = "mu-GRPO", mu = 16'))
+    collect.main(["--out", str(tmp_path / "runs0"), "--grid", str(path), "--docs", str(docs)])
+    assert set(read_results(load_grid(path), docs).accuracies()) == {Cell("grpo", 1e-3, 0)}
+    collect.main(["--out", str(tmp_path / "none"), "--grid", str(path), "--docs", str(docs), "--anew"])
+    assert read_results(load_grid(path), docs).rows == []
 
 
 def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, grid: Grid) -> None:

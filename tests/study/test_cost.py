@@ -18,10 +18,10 @@ from run_scripts.study.cost import (
     generation_points,
     heavy_tail,
     kv_tokens,
-    long_lengths,
     predict,
     switches,
 )
+from run_scripts.study.heavy_tail import long_lengths, straggler_table
 from tests.observe.synthetic import recipe_of, rows_of, write_run
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
@@ -109,3 +109,14 @@ def test_long_responses_have_the_length_that_the_tokenizer_gives_them() -> None:
 def test_what_is_resident_leaves_less_cache() -> None:
     assert kv_tokens(100.0, 40.0, 60_000) == 1_000_000
     assert kv_tokens(10.0, 40.0, 60_000) == 0
+
+
+def test_measured_seconds_stand_beside_the_steps_that_were_counted() -> None:
+    seconds = {"1": [9.0, 8.0, 10.0], "2": [6.0], "4": [4.5]}
+    measured = {"updates": 4, "running": 64, "tokens": 9000, "seconds": seconds}
+    head, _, *rows = [line.strip("| ").split(" | ") for line in straggler_table(measured).splitlines()]
+    assert head[:2] == ["µ", "Decode steps"]
+    assert [row[0] for row in rows] == ["1", "2", "4"]
+    assert [row[4:] for row in rows] == [["9.0", "2.00", "1,000"], ["6.0", "1.33", "1,500"], ["4.5", "1.00", "2,000"]]
+    steps = [float(row[1].replace(",", "")) for row in rows]
+    assert steps == sorted(steps, reverse=True)

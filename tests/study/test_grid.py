@@ -70,6 +70,36 @@ def test_once_the_reference_is_tuned_its_rate_is_tried_first(grid: Grid) -> None
     assert tuning == [Cell("c", rate, 0) for rate in (1e-2, 1e-3, 1e-4)]
 
 
+def test_a_part_may_run_every_seed_at_every_rate_and_the_first_one_beyond_them(
+    make_grid: Callable[[str], Grid],
+) -> None:
+    grid = make_grid(
+        GRID.replace(
+            'title = "Second"\n', 'title = "Second"\nevery_rate = true\nbeyond = [1.0, 0.1]\nbeyond_seeds = 2\n'
+        )
+    )
+    cells = list(wanted(grid, {}, ["second"]))
+    assert cells == [
+        *(Cell("c", rate, seed) for seed in (0, 1) for rate in (1e-4, 1e-3, 1e-2)),
+        *(Cell("c", rate, seed) for seed in (0, 1) for rate in (0.1, 1.0)),
+    ]
+    assert grid.all_rates() == (1e-4, 1e-3, 1e-2, 0.1, 1.0)
+    done = {cell: cell.rate for cell in cells if isinstance(cell, Cell)}
+    assert best_rate(grid, "c", done) == 1e-2  # those beyond do not tune
+
+
+def test_a_part_may_have_a_budget_of_its_own(make_grid: Callable[[str], Grid]) -> None:
+    grid = make_grid(GRID.replace('title = "Second"\n', 'title = "Second"\nupdates = 32\n'))
+    assert [variant.updates for variant in grid.variants().values()] == [8, 8, 32]
+    schedule = load_recipe(BASE, overrides(grid, Cell("c", 1e-4, 0))).schedule
+    assert (schedule.stages, schedule.updates_per_stage) == (4, 8)
+
+
+def test_a_variant_may_set_fields_of_other_sections(make_grid: Callable[[str], Grid]) -> None:
+    grid = make_grid(GRID.replace("kappa = 0.1 } }", 'kappa = 0.1 }, settings = { "schedule.min_ess" = 0.3 } }'))
+    assert load_recipe(BASE, overrides(grid, Cell("c", 1e-4, 0))).schedule.min_ess == 0.3
+
+
 def test_other_seeds_do_not_tune(grid: Grid) -> None:
     done = {Cell("a", rate, 0): 0.5 for rate in grid.rates} | {Cell("a", 1e-2, 1): 0.99}
     assert best_rate(grid, "a", done) == 1e-4  # of equal ones the lowest
@@ -101,7 +131,7 @@ def test_every_cell_of_the_real_grid_is_a_valid_recipe_with_the_same_budget() ->
         recipe = load_recipe(BASE, overrides(grid, Cell(name, grid.rates[0], 7)))
         schedule = recipe.schedule
         assert schedule.updates_per_stage == variant.mu
-        assert schedule.stages * schedule.updates_per_stage == grid.updates
+        assert schedule.stages * schedule.updates_per_stage == variant.updates
         assert (recipe.optimizer.lr, recipe.run.seed) == (grid.rates[0], 7)
         assert (recipe.rollout, recipe.data, recipe.model) == (base.rollout, base.data, base.model)
         assert recipe.objective.reduction == "token_mean"
@@ -111,5 +141,5 @@ def test_every_cell_of_the_real_grid_is_a_valid_recipe_with_the_same_budget() ->
 def test_variants_of_the_real_grid_differ() -> None:
     grid = load_grid()
     recipes = [load_recipe(BASE, overrides(grid, Cell(name, 1e-4, 0))) for name in grid.variants()]
-    computed = [(r.schedule, r.objective.model_dump(exclude={"name"})) for r in recipes]
+    computed = [(r.schedule, r.optimizer, r.objective.model_dump(exclude={"name"})) for r in recipes]
     assert all(one != other for place, one in enumerate(computed) for other in computed[:place])

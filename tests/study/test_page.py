@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from run_scripts.study import sums, tables, write
+from run_scripts.study import claims, sums, tables, write
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import load_grid
 from run_scripts.study.plots import PICTURES
@@ -21,7 +21,7 @@ def published() -> Results:
 
 def test_the_page_is_that_of_the_kept_results(published: Results) -> None:
     """After a change of either, `python -m run_scripts.study.write` makes it anew."""
-    assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == write.text(published, write.beside(DOCS))
+    assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == write.text(published, DOCS)
 
 
 def test_every_picture_that_can_be_drawn_is_there_for_light_and_dark(published: Results) -> None:
@@ -32,7 +32,7 @@ def test_every_picture_that_can_be_drawn_is_there_for_light_and_dark(published: 
 def test_every_kept_cell_has_its_curve_and_belongs_to_the_grid(published: Results) -> None:
     variants = published.grid.variants()
     for row in published.rows:
-        assert row["updates"] == published.grid.updates
+        assert row["updates"] == variants[row["variant"]].updates
         assert row["mu"] == variants[row["variant"]].mu
         assert published.curve(row)["evals"][-1][3] == pytest.approx(row["accuracy"])
     assert len({json.dumps([row["kind"], row["variant"], row["rate"], row["seed"]]) for row in published.rows}) == len(
@@ -51,18 +51,45 @@ def test_every_kept_cell_has_its_curve_and_belongs_to_the_grid(published: Result
     ],
 )
 def test_a_verdict_needs_an_interval_on_one_side(apart: Mean | None, says: str) -> None:
-    assert tables.verdict(apart, -0.01) == says
+    assert claims.verdict(apart, -0.01) == says
 
 
 def test_below_is_above_turned_round() -> None:
-    assert tables.below(Mean(-0.05, 0.02, 3)) == "holds"
-    assert tables.below(Mean(0.05, 0.02, 3)) == "does not hold"
+    assert claims.below(Mean(-0.05, 0.02, 3)) == "holds"
+    assert claims.below(Mean(0.05, 0.02, 3)) == "does not hold"
 
 
 def test_wall_clock_of_a_shared_machine_decides_nothing() -> None:
-    assert tables.speed_verdict({"wall": 9.0}, clocked=0) == "open: the machine was shared"
-    assert tables.speed_verdict({"wall": 2.5}, clocked=3) == "holds"
-    assert tables.speed_verdict({"wall": 1.1}, clocked=3) == "does not show at this scale"
+    assert claims.speed_verdict({"wall": 9.0}, clocked=False) == "open: the machine was shared"
+    assert claims.speed_verdict({"wall": 2.5}, clocked=True) == "holds"
+    assert claims.speed_verdict({"wall": 1.1}, clocked=True) == "does not show at this scale"
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ({1e-4: (0.6, 0.6), 4e-4: (0.3, 0.6)}, "holds"),
+        ({1e-4: (0.6, 0.6), 4e-4: (0.49, 0.505)}, "open"),  # parted by less than seeds differ
+        ({1e-4: (0.6, 0.6), 4e-4: (0.3, 0.4)}, "does not show"),  # both collapse
+        ({1e-4: (0.6, 0.6), 4e-4: (0.55, 0.7)}, "does not show"),  # worse, but not below the warm start
+        ({}, "not measured"),
+    ],
+)
+def test_a_collapse_ends_below_the_warm_start(
+    published: Results, ends: dict[float, tuple[float, float]], says: str
+) -> None:
+    setting = claims.SETTINGS[1]
+    rows = [
+        {"kind": "study", "variant": variant, "rate": rate, "seed": seed, "accuracy": accuracy + noise}
+        for rate, both in ends.items()
+        for variant, accuracy, spread in zip((setting.relaxed, setting.mu_grpo), both, (0.01, 0.0), strict=True)
+        for seed, noise in enumerate((-spread, spread))
+    ]
+    measured, verdict = claims.collapse(Results(published.grid, rows, {}), setting, before=0.5)
+    assert verdict == says
+    if ends:
+        assert "at 0.0004" in measured
+        assert "over 2 seeds" in measured
 
 
 def test_trl_is_compared_at_the_same_rate(published: Results) -> None:

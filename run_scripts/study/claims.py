@@ -1,0 +1,128 @@
+"""The paper's claims against the results: one row a claim and setting, and no verdict beyond what intervals say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from run_scripts.study.results import CPU, WALL, Results
+from run_scripts.study.stats import Mean, difference, mean_of
+from run_scripts.study.tables import markdown, points, same_accuracy
+
+PAPERS_SPEEDUP = 2.2
+TOLERANCE = -0.01
+"""mu-GRPO may end a point below GRPO."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Variants that share a budget: three clips on stale responses, and GRPO on fresh ones."""
+
+    title: str
+    mu_grpo: str
+    relaxed: str
+    strict: str | None = None
+    grpo: str | None = None
+
+
+SETTINGS = (
+    Setting("4 stages of 32", "mu_grpo", "relaxed", "strict", "grpo"),
+    Setting("1 stage of 128", "mu_128", "relaxed_128", "strict_128", "grpo"),
+    Setting("1 stage of 128, rate without decay", "constant_mu_grpo", "constant_relaxed"),
+    Setting("4 stages of 128", "long_mu_grpo", "long_relaxed", "long_strict", "long_grpo"),
+)
+
+
+def claims_table(results: Results, before: float) -> str:
+    """What the paper claims, what each setting shows, and what that decides; `before`: the warm start's accuracy."""
+    settings = [setting for setting in SETTINGS if setting.mu_grpo in results.grid.variants()]
+    rows = []
+    for setting in settings:
+        if setting.grpo:
+            gap = difference(results.by_seed(setting.mu_grpo), results.by_seed(setting.grpo))
+            rows.append(
+                ("mu-GRPO ends within 1 point of GRPO or above", setting.title, _seeds(gap), verdict(gap, TOLERANCE))
+            )
+    for setting in settings:
+        if setting.strict:
+            gap = difference(results.by_seed(setting.strict), results.by_seed(setting.mu_grpo))
+            rows.append(("the strict clip ends lower than mu-GRPO", setting.title, _seeds(gap), below(gap)))
+    for setting in settings:
+        said = collapse(results, setting, before)
+        rows.append(("relaxed clip without veto collapses where the veto does not", setting.title, *said))
+    factors = speedups(results)
+    measured = f"{_times(factors['wall'])} in wall-clock, {_times(factors['cpu'])} in processor time"
+    decided = speed_verdict(factors, clocked=bool(results.of_kind("clock")))
+    rows.append(("2.2 times less wall-clock to the same accuracy", SETTINGS[0].title, measured, decided))
+    return markdown(("Claim", "Setting", "Measured", "Verdict"), rows)
+
+
+def collapse(results: Results, setting: Setting, before: float) -> tuple[str, str]:
+    """What was measured and the verdict: a variant whose mean ends below the warm start has collapsed.
+
+    Means over the seeds that both have, at the lowest rate where they part, else at the highest that both ran at. That
+    they part holds when the veto's gain there is above 0 as far as its interval says.
+    """
+    rates = [rate for rate in results.grid.all_rates() if _means(results, setting, rate)]
+    if not rates:
+        return "nothing yet", "not measured"
+    means = {rate: _means(results, setting, rate) for rate in rates}
+    parted = [rate for rate, (relaxed, vetoed) in means.items() if relaxed < before <= vetoed]
+    rate = (parted or rates[-1:])[0]
+    gain = difference(results.at(setting.mu_grpo, rate), results.at(setting.relaxed, rate))
+    relaxed, vetoed = (f"{100 * mean:.1f} %" for mean in means[rate])
+    measured = f"at {rate:g}: {relaxed} without, {vetoed} with the veto; {_seeds(gain)}"
+    return measured, verdict(gain, 0.0) if parted else "does not show"
+
+
+def _means(results: Results, setting: Setting, rate: float) -> tuple[float, ...]:
+    """Mean accuracies of (relaxed, mu-GRPO) over the seeds that both ran with; empty without any."""
+    both = [results.at(name, rate) for name in (setting.relaxed, setting.mu_grpo)]
+    shared = both[0].keys() & both[1].keys()
+    return tuple(mean_of([one[seed] for seed in sorted(shared)]).value for one in both) if shared else ()
+
+
+def speedups(results: Results) -> dict[str, float | None]:
+    """How many times sooner mu-GRPO is at the accuracy that both reach, by `wall` and by `cpu` seconds."""
+    level = same_accuracy(results)
+    return {name: _speedup(results, level, axis) for name, axis in (("wall", WALL), ("cpu", CPU))}
+
+
+def verdict(apart: Mean | None, bound: float) -> str:
+    """Whether a difference is above `bound`, as far as its interval says."""
+    if apart is None:
+        return "not measured"
+    if apart.low is None or apart.high is None:
+        return "open (one seed)"
+    return "holds" if apart.low >= bound else "does not hold" if apart.high < bound else "open"
+
+
+def below(apart: Mean | None) -> str:
+    """Whether a difference is below 0, as far as its interval says."""
+    flipped = None if apart is None else Mean(-apart.value, apart.half, apart.n)
+    return verdict(flipped, 0.0)
+
+
+def speed_verdict(speedup: Mapping[str, float | None], *, clocked: bool) -> str:
+    """Whether wall-clock shows the paper's factor; only runs taken for it can say."""
+    wall = speedup["wall"]
+    if wall is None:
+        return "not measured"
+    if not clocked:
+        return "open: the machine was shared"
+    return "holds" if wall >= PAPERS_SPEEDUP else "does not show at this scale"
+
+
+def _speedup(results: Results, level: float | None, axis: int) -> float | None:
+    if level is None:
+        return None
+    ours, theirs = (results.seconds_to(name, level, axis) for name in ("mu_grpo", "grpo"))
+    return mean_of(theirs).value / mean_of(ours).value if ours and theirs else None
+
+
+def _seeds(gap: Mean | None) -> str:
+    return "–" if gap is None else f"{points(gap)} points over {gap.n} seed{'s' if gap.n > 1 else ''}"
+
+
+def _times(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f} times"
