@@ -185,7 +185,8 @@ def _tensor_checksums(files: Iterable[Path]) -> dict[str, str]:
     return sums
 
 
-def _load_engine(arguments: dict[str, Any]) -> Any:
+def load_engine(arguments: dict[str, Any]) -> Any:
+    """SGLang's engine with these arguments, in this process; on CPU the one of `cpu_engine`."""
     # Imported here, so that the guard stands before anything slow begins.
     if arguments["device"] == "cpu":
         from mugrpo_megatron.rollout.cpu_engine import CpuEngine
@@ -207,7 +208,7 @@ def main() -> None:
     kind, arguments = connection.recv()
     assert kind == "start"
     try:
-        engine = _load_engine(arguments)
+        engine = load_engine(arguments)
         engine.freeze_gc()
         connection.send(("ready", None))
         Host(engine, connection).serve()

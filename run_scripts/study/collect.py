@@ -58,6 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, curves = collect(grid, options.out)
     if not options.anew and (options.docs / "cells.csv").exists():
         rows, curves = keep(read_results(grid, options.docs), rows, curves)
+    if len(starts := {row["accuracy_before"]: cell_in(row).name for row in rows}) > 1:
+        found = "; ".join(f"{100 * accuracy:.2f} % before {name}" for accuracy, name in sorted(starts.items()))
+        print(f"collect: cells of several warm starts do not compare: {found}; --anew drops the kept ones")
+        return 2
     options.docs.mkdir(parents=True, exist_ok=True)
     with (options.docs / "cells.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -71,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
     """Rows of cells.csv and the content of curves.json, of every finished cell below `out`."""
-    part_of = {variant.name: part.name for part in grid.parts for variant in part.variants}
+    part_of = grid.part_of()
     rows: list[Row] = []
     curves: dict[str, Any] = {}
     for kind, root in (("study", out), ("clock", out / CLOCK)):
@@ -87,16 +91,17 @@ def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
 
 def keep(old: Results, rows: list[Row], curves: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     """`rows` and `curves` with those of `old` added that are of other cells and of variants that are what they were."""
-    known = old.grid.variants()
-    parts = {variant.name: part.name for part in old.grid.parts for variant in part.variants}
+    known, part_of = old.grid.variants(), old.grid.part_of()
     found = {(row["kind"], cell_in(row)) for row in rows}
-    for row in old.rows:
-        variant = known.get(row["variant"])
-        same = variant and (row["mu"], row["updates"]) == (variant.mu, variant.updates)
-        if same and (row["kind"], cell_in(row)) not in found:
-            rows = [*rows, row | {"part": parts[row["variant"]]}]
-            curves = curves | {f"{row['kind']}/{cell_in(row).name}": old.curve(row)}
-    return sorted(rows, key=lambda row: (row["kind"] != "study", cell_in(row))), curves
+    kept = [
+        row | {"part": part_of[row["variant"]]}
+        for row in old.rows
+        if (variant := known.get(row["variant"]))
+        and (row["mu"], row["updates"]) == (variant.mu, variant.updates)
+        and (row["kind"], cell_in(row)) not in found
+    ]
+    kept_curves = {f"{row['kind']}/{cell_in(row).name}": old.curve(row) for row in kept}
+    return sorted(rows + kept, key=lambda row: (row["kind"] != "study", cell_in(row))), curves | kept_curves
 
 
 def row_of(run: RunData, clock: CpuClock | None) -> Row:

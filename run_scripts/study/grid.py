@@ -62,6 +62,10 @@ class Grid:
     def variants(self) -> dict[str, Variant]:
         return {variant.name: variant for part in self.parts for variant in part.variants}
 
+    def part_of(self) -> dict[str, str]:
+        """The name of each variant's part."""
+        return {variant.name: part.name for part in self.parts for variant in part.variants}
+
     def all_rates(self) -> tuple[float, ...]:
         """The tuned rates and those beyond them, ascending."""
         return tuple(sorted({*self.rates, *(rate for part in self.parts for rate in part.beyond)}))

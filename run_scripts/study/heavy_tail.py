@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mugrpo_megatron.data import arithmetic
-from run_scripts.study.cost import Machine, predict
+from run_scripts.study.cost import Machine, Prediction, predict
 from run_scripts.study.tables import markdown
 
 PROMPTS = 32
@@ -33,13 +33,12 @@ def straggler_table(measured: Mapping[str, Any] | None = None, updates: int = 12
     if measured:
         updates, running = measured["updates"], measured["running"]
         sizes = tuple(sorted(map(int, measured["seconds"])))
-    lengths = long_lengths(updates * PROMPTS)
-    machine = Machine(step_s=1.0, row_s=0.0, running=running, update_s=0.0, switch_s=0.0)
-    fewest = predict(lengths, machine, 1, updates).generate
-    rows = []
-    for mu in sizes:
-        p = predict(lengths, machine, updates // mu, updates)
-        rows.append([str(mu), f"{p.generate:,.0f}", f"{p.generate / fewest:.2f}", f"{100 * p.occupancy:.0f}"])
+    played = _played(updates, running, sizes)
+    fewest = _played(updates, running, [updates])[updates].generate
+    rows = [
+        [str(mu), f"{p.generate:,.0f}", f"{p.generate / fewest:.2f}", f"{100 * p.occupancy:.0f}"]
+        for mu, p in played.items()
+    ]
     head = ["µ", "Decode steps", "Of one stage's", "Places in use %"]
     if measured:
         median = {int(mu): statistics.median(seconds) for mu, seconds in measured["seconds"].items()}
@@ -50,15 +49,18 @@ def straggler_table(measured: Mapping[str, Any] | None = None, updates: int = 12
     return markdown(head, rows)
 
 
-def straggler_cost(measured: Mapping[str, Any]) -> tuple[float, float, int, float, float]:
-    """(seconds at µ=1 and µ=4, the largest µ, steps at µ=1 and µ=4), as multiples of the largest's."""
-    updates, largest = measured["updates"], max(map(int, measured["seconds"]))
+def straggler_cost(measured: Mapping[str, Any]) -> dict[int, tuple[float, float]]:
+    """µ -> (seconds, decode steps) as multiples of those of the largest µ."""
+    seconds = {int(mu): statistics.median(times) for mu, times in measured["seconds"].items()}
+    played, largest = _played(measured["updates"], measured["running"], sorted(seconds)), max(seconds)
+    return {mu: (seconds[mu] / seconds[largest], p.generate / played[largest].generate) for mu, p in played.items()}
+
+
+def _played(updates: int, running: int, sizes: Iterable[int]) -> dict[int, Prediction]:
+    """All batches of `updates` updates in stages of each of the given µ; a decode step counts as a second."""
     lengths = long_lengths(updates * PROMPTS)
-    machine = Machine(step_s=1.0, row_s=0.0, running=measured["running"], update_s=0.0, switch_s=0.0)
-    steps = {mu: predict(lengths, machine, updates // mu, updates).generate for mu in (1, 4, largest)}
-    seconds = {mu: statistics.median(measured["seconds"][str(mu)]) for mu in steps}
-    one, four = ((seconds[mu] / seconds[largest], steps[mu] / steps[largest]) for mu in (1, 4))
-    return one[0], four[0], largest, one[1], four[1]
+    machine = Machine(step_s=1.0, row_s=0.0, running=running, update_s=0.0, switch_s=0.0)
+    return {mu: predict(lengths, machine, updates // mu, updates) for mu in sizes}
 
 
 def places_table(measured: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rollout.host import load_engine
 from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.rundir import write_atomically
 from run_scripts.study.collect import DOCS
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     places = {options.running[0]: seconds[largest]}
     for running in options.running[1:]:
         with _engine(options.model, running) as engine:
-            places |= {running: _measure(engine, lengths, [largest], options)[largest]}
+            places[running] = _measure(engine, lengths, [largest], options)[largest]
     found = {
         "updates": options.updates,
         "responses": len(lengths),
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "places": places,
     }
     write_atomically(options.out, json.dumps(found) + "\n")
-    print(straggler_table(json.loads(json.dumps(found))), places_table(found), sep="\n\n")
+    print(straggler_table(found), places_table(found), sep="\n\n")
     return 0
 
 
@@ -67,11 +68,7 @@ def _engine(model: Path, running: int) -> Iterator[Any]:
     )
     cuda = runs_on_cuda(recipe)
     os.environ.update(engine_environment(recipe, model, cuda))
-    import sglang  # after the environment that it reads on import
-
-    from mugrpo_megatron.rollout.cpu_engine import CpuEngine
-
-    engine = (sglang.Engine if cuda else CpuEngine)(**engine_arguments(recipe, model, cuda))
+    engine = load_engine(engine_arguments(recipe, model, cuda))  # imports SGLang, which reads the environment then
     engine.freeze_gc()
     try:
         yield engine

@@ -66,7 +66,7 @@ def text(results: Results, docs: Path) -> str:
         memory=cost.memory_table(),
         stragglers=heavy_tail.straggler_table(measured),
         stragglers_measured=measured,
-        straggler_cost=heavy_tail.straggler_cost(measured) if measured else None,
+        straggler_cost=heavy_tail.straggler_cost(measured) if measured else {},
         places=heavy_tail.places_table(measured) if measured else "",
         switches=switches,
         generation_fit=generation,
@@ -78,6 +78,8 @@ def text(results: Results, docs: Path) -> str:
         seconds=lambda variant: mean_of([row["wall_s"] for row in results.timed(variant)]).value,
         arrival=lambda variant: mean_of(results.seconds_to(variant, level or 0.0, WALL) or [math.nan]).value,
         gain=lambda left, right, rate: tables.points(difference(results.at(left, rate), results.at(right, rate))),
+        tuned_gain=lambda left, right: tables.points(difference(results.by_seed(left), results.by_seed(right))),
+        lost=lambda variant, rate: sum(accuracy < before for accuracy in results.at(variant, rate).values()),
     )
 
 

@@ -32,7 +32,8 @@ def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -
         return 0.47 + 0.38 * (1 - math.exp(-3.0 * update / total))
 
     def evaluation(stage: int, update: int) -> None:
-        accuracy = skill(update) + draw.gauss(0, 0.008)
+        noise = draw.gauss(0, 0.008)
+        accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
         rows.append(
             {
                 "kind": "eval",

@@ -107,6 +107,21 @@ def test_the_page_is_made_of_the_kept_files_alone_and_twice_the_same(tmp_path: P
         assert (docs / f"{picture}-dark.svg").exists()
 
 
+def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = tmp_path / "docs" / "study"
+    arguments = ["--out", str(tmp_path / "runs"), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]
+    make_cell(tmp_path / "runs", "grpo/lr0.001-seed0", 4, 4)
+    assert collect.main(arguments) == 0
+    before = (docs / "cells.csv").read_text()
+    kept = float(read_results(grid, docs).rows[0]["accuracy_before"])
+    (docs / "cells.csv").write_text(before.replace(f",{kept},", f",{kept + 0.1},").replace(",0.001,0,", ",0.0001,0,"))
+    (docs / "curves.json").write_text((docs / "curves.json").read_text().replace("lr0.001", "lr0.0001"))
+    assert collect.main(arguments) == 2
+    assert "warm starts" in capsys.readouterr().out
+    assert collect.main([*arguments, "--anew"]) == 0
+    assert (docs / "cells.csv").read_text() == before
+
+
 def test_every_rate_has_a_mean_over_the_seeds_that_ran_there(tmp_path: Path, grid: Grid) -> None:
     out, docs = tmp_path / "runs", tmp_path / "docs"
     for seed in (0, 1):

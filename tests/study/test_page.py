@@ -54,9 +54,11 @@ def test_a_verdict_needs_an_interval_on_one_side(apart: Mean | None, says: str) 
     assert claims.verdict(apart, -0.01) == says
 
 
-def test_below_is_above_turned_round() -> None:
-    assert claims.below(Mean(-0.05, 0.02, 3)) == "holds"
-    assert claims.below(Mean(0.05, 0.02, 3)) == "does not hold"
+def test_every_comparison_is_of_variants_in_the_grid(published: Results) -> None:
+    known = published.grid.variants()
+    named = {name for one in (*claims.PAPERS, *claims.BEYOND) for name in (one.left, one.right)}
+    named |= {name for one in claims.COLLAPSES for name in (one.mu_grpo, one.relaxed, one.strict, one.grpo)}
+    assert named <= known.keys()
 
 
 def test_wall_clock_of_a_shared_machine_decides_nothing() -> None:
