@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def text(results: Results, docs: Path) -> str:
     """The page; its prose is study.md.j2, every number in it comes from the results and what lies beside them."""
-    trl = {task: _read(docs / name) or [] for task, name in (("mixed", "trl.json"), ("sums", "trl-sums.json"))}
+    files = {"mixed": "trl.json", "sums": "trl-sums.json", "clock": "trl-clock.json"}
+    trl = {what: _read(docs / name) or [] for what, name in files.items()}
     measured = _read(docs / "stragglers.json")
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),

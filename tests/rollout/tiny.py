@@ -50,7 +50,7 @@ def recipe(checkpoint: Path, **engine: object) -> Recipe:
             "model": {"path": checkpoint, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": 200},
-            "engine": {"max_running_requests": 64, "request_timeout_s": 60, **engine},
+            "engine": {"max_running_requests": 64, "request_timeout_s": 600, **engine},
         }
     )
 

@@ -104,6 +104,16 @@ def test_trl_is_compared_at_the_same_rate(published: Results) -> None:
     assert tables.trl_table(runs).splitlines()[-1] == "| ours, grpo, µ=4 | 9 | 50.0 | 63.0 | 2.0 | 1.0 |"
 
 
+def test_the_seconds_to_a_goal_lie_between_evaluations() -> None:
+    slow, fast = (
+        {"side": side, "points": [[0, 0.0, 0.0, 0.5], [8, wall, wall / 2, 0.6]]}
+        for side, wall in (("a", 8.0), ("b", 2.0))
+    )
+    rows = tables.trl_clock_table([slow, fast], 0.55).splitlines()[-2:]
+    assert rows == ["| b | 60.0 | 2.0 | 1.0 | 1.0 | 0.5 |", "| a | 60.0 | 8.0 | 4.0 | 4.0 | 2.0 |"]
+    assert tables.trl_clock_table([slow], 0.7).endswith("| – | – |")
+
+
 @pytest.mark.parametrize(
     ("question", "is_one"), [("123+456=", True), ("12+345=", False), ("123-456=", False), ("99*9=", False)]
 )
