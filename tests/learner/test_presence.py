@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from pathlib import Path
@@ -76,8 +77,13 @@ def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
 def test_many_ranks_that_say_the_same_are_told_together(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"), 1)
     everyone = [Presence(store, rank, 5, f"node {rank // 3}", PATIENCE_S) for rank in range(5)]
-    while "rank 4" not in everyone[0].account() and "ranks 3-4" not in everyone[0].account():
+    while _told_of(everyone[0].account()) < len(everyone):  # each says so in a thread of its own
         everyone[0].ask(lambda store: store.add("nothing", 0))
     assert everyone[0].account() == "ranks 0-2 (node 0): start; ranks 3-4 (node 1): start"
     for one in everyone:
         one.leave()
+
+
+def _told_of(account: str) -> int:
+    """Number of ranks that an account names, alone or in a range."""
+    return sum(int(last or first) - int(first) + 1 for first, last in re.findall(r"ranks? (\d+)(?:-(\d+))?", account))
