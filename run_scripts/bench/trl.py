@@ -39,7 +39,7 @@ from mugrpo_megatron.samples import Problem
 from run_scripts.study.collect import curve_of
 from run_scripts.study.processes import FILE_NAME as CPU_FILE
 from run_scripts.study.processes import CpuMeter, read_cpu_clock
-from run_scripts.study.stats import reached
+from run_scripts.study.results import CPU, WALL, arrival
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "run_scripts" / "study" / "base.toml"
@@ -289,8 +289,7 @@ def _print(results: Sequence[Result], options: argparse.Namespace) -> None:
         table.add_column(column, justify="left" if column in ("side", "spent on") else "right")
     for result in results:
         first, last = result.points[0], result.points[-1]
-        accuracies = [p[3] for p in result.points]
-        there = [reached([p[k] for p in result.points], accuracies, goal) for k in (1, 2)]
+        there = [arrival(result.points, goal, axis) for axis in (WALL, CPU)]
         table.add_row(
             result.side,
             f"{result.rate:g}",

@@ -74,13 +74,8 @@ class Results:
 
     def seconds_to(self, variant: str, level: float, axis: int) -> list[float]:
         """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
-        times = []
-        for row in self.timed(variant):
-            evals = [point for point in self.curve(row)["evals"] if point[axis] is not None]
-            there = reached([point[axis] for point in evals], [point[3] for point in evals], level)
-            if there is not None:
-                times.append(there)
-        return times
+        times = (arrival(self.curve(row)["evals"], level, axis) for row in self.timed(variant))
+        return [seconds for seconds in times if seconds is not None]
 
 
 def read_results(grid: Grid, docs: Path) -> Results:
@@ -96,6 +91,12 @@ def cell_of(row: Row) -> Cell:
 
 def column(rows: Iterable[Row], name: str) -> list[float]:
     return [row[name] for row in rows if row[name] is not None]
+
+
+def arrival(evals: Sequence[Sequence[Any]], level: float, axis: int) -> float | None:
+    """Where on `axis`, WALL or CPU, the evaluations of a run first come up to `level`; None if they never do."""
+    known = [point for point in evals if point[axis] is not None]
+    return reached([point[axis] for point in known], [point[3] for point in known], level)
 
 
 def mean_curve(curves: Sequence[Sequence[Sequence[float]]], axis: int) -> tuple[list[float], list[Mean]]:

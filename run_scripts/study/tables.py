@@ -7,8 +7,8 @@ from typing import Any
 
 from mugrpo_megatron.observe.metrics import PHASES
 from run_scripts.study.grid import Cell, wanted
-from run_scripts.study.results import CPU, WALL, Results, column
-from run_scripts.study.stats import Mean, difference, mean_of, reached
+from run_scripts.study.results import CPU, WALL, Results, arrival, column
+from run_scripts.study.stats import Mean, difference, mean_of
 
 TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
 
@@ -166,8 +166,8 @@ def speed_table(results: Results) -> str:
             cells.append(f"{mean_of(times).value:.1f}" if times else "never")
             ratio = mean_of(base[axis]).value / mean_of(times).value if times and base[axis] else None
             cells.append(f"{ratio:.2f}" if ratio else "–")
-        there = len(results.seconds_to(variant.name, level, WALL))
-        rows.append([variant.title, f"{there} of {len(runs)}", *cells])
+        reached = len(results.seconds_to(variant.name, level, WALL))
+        rows.append([variant.title, f"{reached} of {len(runs)}", *cells])
     return markdown(("Variant", "Runs that reach it", "Wall s", "GRPO / this", "CPU s", "GRPO / this"), rows)
 
 
@@ -214,7 +214,7 @@ def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None)
     rows = []
     for side, rate, points_ in sorted(sides, key=lambda side: side[1]):
         first, *_, last = points_
-        rows.append([side, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_ends(last)])
+        rows.append([side, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_tenths(last[1:3])])
     return markdown(("Side", "Rate", "Before %", "After %", "Wall s", "CPU s"), rows)
 
 
@@ -222,10 +222,9 @@ def trl_clock_table(runs: Sequence[Mapping[str, Any]], goal: float) -> str:
     """Runs of the TRL bench that nothing disturbed: when each came to the accuracy `goal`."""
     rows = []
     for run in sorted(runs, key=lambda run: run["points"][-1][WALL]):
-        accuracies = [point[3] for point in run["points"]]
-        to_goal = [reached([point[axis] for point in run["points"]], accuracies, goal) for axis in (WALL, CPU)]
         last = run["points"][-1]
-        rows.append([run["side"], f"{100 * last[3]:.1f}", *_ends(last), *_ends([0.0, *to_goal])])
+        to_goal = [arrival(run["points"], goal, axis) for axis in (WALL, CPU)]
+        rows.append([run["side"], f"{100 * last[3]:.1f}", *_tenths(last[1:3]), *_tenths(to_goal)])
     title = f"{100 * goal:.0f} %"
     return markdown(("Side", "After %", "Wall s", "CPU s", f"Wall s to {title}", f"CPU s to {title}"), rows)
 
@@ -245,8 +244,8 @@ def cpu_spread(runs: Sequence[Mapping[str, Any]], results: Results) -> tuple[flo
     return (min(seconds), max(seconds)) if len(seconds) > 1 else None
 
 
-def _ends(point: Sequence[float | None]) -> list[str]:
-    return ["–" if seconds is None else f"{seconds:.1f}" for seconds in point[1:3]]
+def _tenths(times: Sequence[float | None]) -> list[str]:
+    return ["–" if seconds is None else f"{seconds:.1f}" for seconds in times]
 
 
 def _rate(rate: float | None) -> str:
