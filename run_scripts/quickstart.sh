@@ -6,5 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run_scripts/setup.sh
-.venv/bin/mugrpo sft run_scripts/recipes/quickstart.toml
-.venv/bin/mugrpo train run_scripts/recipes/quickstart.toml "$@"
+precision=()
+# The recipe's float32 is for CPUs: on CUDA, flash attention and many of SGLang's kernels know half precision alone.
+if grep -q '^cuda' .venv/.ready; then precision=(--set model.dtype=bfloat16); fi
+.venv/bin/mugrpo sft run_scripts/recipes/quickstart.toml "${precision[@]}"
+.venv/bin/mugrpo train run_scripts/recipes/quickstart.toml "${precision[@]}" "$@"

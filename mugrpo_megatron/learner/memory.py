@@ -28,6 +28,7 @@ def sleep(learner: Learner, part: Part) -> None:
         learner.asleep[part] = park([buffer.param_data for buffer in buffers])
     else:
         learner.asleep[part] = park(_states(learner)) + park([buffer.grad_data for buffer in buffers], keep=False)
+    torch.cuda.synchronize()  # the copies to host memory are under way, and what they read is about to be another's
     torch.cuda.empty_cache()
 
 

@@ -118,10 +118,12 @@ def transformer_config(
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
         **_recompute(recipe),
+        **_fp8(recipe),
     }
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
+        settings["moe_router_padding_for_quantization"] = recipe.learner.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
 
 
@@ -137,6 +139,17 @@ def _recompute(recipe: Recipe) -> dict[str, Any]:
             return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
         case "full":
             return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+def _fp8(recipe: Recipe) -> dict[str, Any]:
+    """Scales of the present tensors, no history: there is then no state that a checkpoint would have to hold."""
+    match recipe.learner.fp8:
+        case "none":
+            return {}
+        case "tensorwise":  # gradients have the range of e5m2
+            return {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+        case "blockwise":  # blocks have scales of their own, so e4m3's finer steps serve gradients too
+            return {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
 
 def _build_chunk(

@@ -23,7 +23,11 @@ class Parked:
 
 
 def park(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Parked]:
-    """Empty the storages of `tensors`, each of which is all of its storage; without `keep` their values are dropped."""
+    """Empty the storages of `tensors`, each of which is all of its storage; without `keep` their values are dropped.
+
+    On CUDA the copies are queued one behind the other and the host goes on; so are those of `unpark`, and with them
+    the learner reads and packs its first update. Whoever hands the memory to another process waits for the device.
+    """
     found = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -32,7 +36,7 @@ def park(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Parked]:
         host = None
         if keep:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-            host.copy_(whole)
+            host.copy_(whole, non_blocking=True)
         storage.resize_(0)
         found.append(Parked(tensor, size, host))
     return found
@@ -44,4 +48,4 @@ def unpark(parked: Iterable[Parked]) -> None:
         storage = each.tensor.untyped_storage()
         storage.resize_(each.bytes)
         whole = torch.empty(0, dtype=torch.uint8, device=each.tensor.device).set_(storage)  # type: ignore[call-overload]
-        whole.zero_() if each.host is None else whole.copy_(each.host)
+        whole.zero_() if each.host is None else whole.copy_(each.host, non_blocking=True)

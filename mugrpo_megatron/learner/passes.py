@@ -12,10 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
 from mugrpo_megatron.learner.state import Learner
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
 
 Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 """(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values of each trained token."""
@@ -28,9 +31,15 @@ def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
         [len(s.ids) for s in sequences],
         ranks.dp_size,
         recipe.learner.micro_batch_tokens,
-        multiple=(ranks.tp_size if recipe.parallel.sequence else 1) * (2 * ranks.cp_size if ranks.cp_size > 1 else 1),
+        multiple=row_multiple(recipe, ranks),
         count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else 1,
     )
+
+
+def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
+    """What a packed row's tokens are a multiple of: equal parts for the ranks, in fp8 of whole blocks."""
+    parts = (ranks.tp_size if recipe.parallel.sequence else 1) * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
+    return parts * FP8_MULTIPLE[recipe.learner.fp8]
 
 
 def pack_share(learner: Learner, sequences: Sequence[Tokens], plan: Plan) -> list[MicroBatch]:

@@ -12,6 +12,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, nearest
 from mugrpo_megatron.recipe.sections import ParallelSection, Recipe
 
+FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
+"""What all sides of a product in fp8 are a multiple of: 16 for the tensor cores, or a block under one scale."""
+
 
 def read_model_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
     """`config.json` of a Hugging Face checkpoint directory; UserError when `directory` is none."""
@@ -53,7 +56,12 @@ def check_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> None
 
 
 def check_layers(recipe: Recipe, cuda: bool) -> None:
-    """UserError where `learner.layers` asks for a Transformer Engine that a learner on this machine cannot have."""
+    """UserError where a learner on this machine cannot have the layers, or the precision in them, that are asked for.
+
+    `learner.fp8` is settled here as well: every reason against it stands in the recipe.
+    """
+    if recipe.learner.fp8 != "none":
+        _check_fp8(recipe)
     if recipe.learner.layers != "transformer_engine":
         return
     asked = 'learner.layers = "transformer_engine"'
@@ -64,6 +72,16 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
             f"{asked}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
             'or set it to "local", or to "auto"'
         )
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    asked = f'learner.fp8 = "{recipe.learner.fp8}"'
+    if recipe.learner.layers != "transformer_engine":
+        raise UserError(
+            f'{asked} is a matter of Transformer Engine\'s layers: set learner.layers = "transformer_engine"'
+        )
+    if recipe.model.dtype != "bfloat16":
+        raise UserError(f'{asked} needs model.dtype = "bfloat16", which weights and everything else then have')
 
 
 def nearest_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> ParallelSection | None:
@@ -135,9 +153,22 @@ def _shard_problems(name: str, size: int, model: dict[str, Any]) -> Iterator[str
             yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
 
 
+def _fp8_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
+    """Sides of the model's products that tensor cores cannot take in fp8."""
+    multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
+    for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+        if model.get(key) and model[key] % (multiple * tp):
+            shared = f" over {tp} tensor parallel ranks" if tp > 1 else ""
+            yield (
+                f'learner.fp8 = "{recipe.learner.fp8}" needs multiples of {multiple}, which the model\'s {key} of '
+                f'{model[key]}{shared} does not give; set it to "none"'
+            )
+
+
 def _other_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
     """What is wrong whatever the learner's layout is."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
+    yield from _fp8_problems(recipe, model)
     if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":
         yield (
             f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '

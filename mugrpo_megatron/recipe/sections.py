@@ -143,6 +143,8 @@ class LearnerSection(Section):
     """Activations recomputed in the backward pass."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
     """Linear layers: Megatron's own, Transformer Engine's with the norms fused in, or `auto`: those where installed."""
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
+    """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 shares the machine's cores between the local ranks."""
 

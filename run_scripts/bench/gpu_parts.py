@@ -106,7 +106,7 @@ def save_random(name: str, directory: Path) -> Path:
     return directory
 
 
-def recipe_of(model: Path, small: bool, layers: str = "local") -> Any:
+def recipe_of(model: Path, small: bool, layers: str = "local", fp8: str = "none") -> Any:
     from mugrpo_megatron.recipe import Recipe
 
     length = 64 if small else 1024
@@ -114,7 +114,7 @@ def recipe_of(model: Path, small: bool, layers: str = "local") -> Any:
         "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
-        "learner": {"micro_batch_tokens": 16 * length, "layers": layers},
+        "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
         "engine": {"memory_fraction": 0.6, "max_running_requests": 256},
     }
     return Recipe.model_validate(table)
@@ -143,18 +143,22 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
 
 
 def learner(small: bool) -> Result:
-    """One update of 16,384 packed tokens at a time, with Transformer Engine's layers as well where it is installed."""
+    """One update of 16,384 packed tokens at a time; with Transformer Engine's layers too, where it is installed."""
     peak_flops = ceilings(small)["matmul_flops"]
     names = ["small"] if small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
-    kinds = ["local", "transformer_engine"] if engine else ["local"]
+    kinds = [("local", "none")]
+    if engine:
+        kinds += [("transformer_engine", fp8) for fp8 in ("none", "tensorwise", "blockwise")]
     measured = {
-        f"{name}, {layers} layers": one_learner(name, small, peak_flops, layers) for name in names for layers in kinds
+        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, small, peak_flops, layers, fp8)
+        for name in names
+        for layers, fp8 in kinds
     }
     return {"matmul_flops": peak_flops, **measured}
 
 
-def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Result:
+def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str) -> Result:
     from mugrpo_megatron.learner.build import build_learner
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.update import update
@@ -168,7 +172,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str) -> Resul
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), small, layers)
+        recipe = recipe_of(save_random(name, Path(folder)), small, layers, fp8)
         mine = build_learner(recipe)
     samples, advantages = sample_update(recipe, SHAPES[name][-1])
     taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if small else 5)

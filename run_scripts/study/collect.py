@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows, curves = keep(read_results(grid, options.docs), rows, curves)
     if len(starts := {row["accuracy_before"]: cell_in(row).name for row in rows}) > 1:
         found = "; ".join(f"{100 * accuracy:.2f} % before {name}" for accuracy, name in sorted(starts.items()))
-        print(f"collect: cells of several warm starts do not compare: {found}; --anew drops the kept ones")
+        print(
+            f"collect: cells of several warm starts do not compare: {found}; --anew drops the kept ones",
+            file=sys.stderr,
+        )
         return 2
     options.docs.mkdir(parents=True, exist_ok=True)
     with (options.docs / "cells.csv").open("w", newline="", encoding="utf-8") as file:

@@ -67,6 +67,21 @@ def test_transformer_engine_takes_the_updates_of_the_local_layers(model: Path) -
     np.testing.assert_allclose(found["transformer_engine"], found["local"], rtol=0.03, atol=0.03)
 
 
+def test_updates_in_fp8_are_near_those_in_bfloat16(tmp_path: Path) -> None:
+    pytest.importorskip("transformer_engine")
+    found = {}
+    for fp8 in ("none", "tensorwise", "blockwise"):
+        chosen = {"layers": "transformer_engine", "fp8": fp8, "micro_batch_tokens": 4096}
+        learner = build_learner(recipe(save_wide(tmp_path), model={"dtype": "bfloat16"}, learner=chosen))
+        data = full_rows()
+        found[fp8] = update(learner, data, advantages(len(data)))
+        shutdown()
+    for fp8 in ("tensorwise", "blockwise"):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert found[fp8][name] == pytest.approx(found["none"][name], rel=0.1, abs=0.01)
+        assert found[fp8]["grad_norm"] != found["none"]["grad_norm"]
+
+
 def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     learner = build_learner(recipe(model))
     data = samples()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -15,8 +16,11 @@ from safetensors.torch import load_file
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import layers
 from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.groups import initialize
+from mugrpo_megatron.learner.model import transformer_config
+from mugrpo_megatron.learner.passes import row_multiple
 from mugrpo_megatron.recipe.checks import check_layers
-from mugrpo_megatron.weights.families import architecture
+from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.fused_names import fused_name, table_name
 from mugrpo_megatron.weights.mapping import entries
 from tests.learner.fused import fused
@@ -142,6 +146,39 @@ def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, mo
         check_layers(asked, cuda=True)
     for layers_ in ("local", "auto"):
         check_layers(recipe(Path(dense), learner={"layers": layers_}), cuda=True)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, 'set learner.layers = "transformer_engine"'),
+        ({"layers": "auto"}, 'set learner.layers = "transformer_engine"'),
+        ({"layers": "transformer_engine"}, 'needs model.dtype = "bfloat16"'),
+    ],
+)
+def test_fp8_without_what_it_needs_is_refused(dense: str, sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        check_layers(recipe(Path(dense), learner={"fp8": "tensorwise", **sections}), cuda=True)
+
+
+@pytest.mark.parametrize(("kind", "asked"), [("dense", "tensorwise"), ("dense", "blockwise"), ("routed", "tensorwise")])
+def test_fp8_is_what_megatron_is_told_and_rows_are_whole_blocks(
+    kind: str, asked: str, request: pytest.FixtureRequest
+) -> None:
+    expected = {"tensorwise": ("hybrid", 16), "blockwise": ("e4m3", 128)}
+    told, multiple = run_ranks(2, told_in_fp8, request.getfixturevalue(kind), kind, asked)[0]
+    assert told == (expected[asked][0], asked, kind == "routed")
+    assert multiple == {"dense": 2, "routed": 4}[kind] * expected[asked][1]
+
+
+def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool], int]:
+    """Megatron's settings, and what a packed row that two ranks share is a multiple of."""
+    shared = {"dense": {"tensor": 2, "sequence": True}, "routed": {"context": 2}}[kind]
+    chosen = recipe(Path(model), model={"dtype": "bfloat16"}, learner={"fp8": asked}, parallel=shared)
+    ranks = initialize(chosen)
+    with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
+        config = transformer_config(chosen, read_architecture(Path(model)), ranks, grouped_experts=True)
+    return (config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization), row_multiple(chosen, ranks)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")

@@ -17,6 +17,7 @@ MODEL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 4,
+    "hidden_size": 32,
     "intermediate_size": 64,
     "max_position_embeddings": 4096,
 }
@@ -50,6 +51,12 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             {"rollout": {"prompts_per_update": 3, "responses_per_prompt": 3}},
             2,
             r"= 9 does not divide over 2 data parallel",
+        ),
+        ({"learner": {"fp8": "blockwise"}}, 1, r"multiples of 128, which the model's hidden_size of 32 does not give"),
+        (
+            {"learner": {"fp8": "tensorwise"}, "parallel": {"tensor": 8}},
+            8,
+            r"multiples of 16, which the model's intermediate_size of 64 over 8 tensor parallel ranks does not give",
         ),
         ({"rollout": {"max_response_tokens": 4000}}, 1, r"= 4512 exceeds the model's 4096 positions"),
     ],

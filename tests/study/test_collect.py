@@ -117,7 +117,7 @@ def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys
     (docs / "cells.csv").write_text(before.replace(f",{kept},", f",{kept + 0.1},").replace(",0.001,0,", ",0.0001,0,"))
     (docs / "curves.json").write_text((docs / "curves.json").read_text().replace("lr0.001", "lr0.0001"))
     assert collect.main(arguments) == 2
-    assert "warm starts" in capsys.readouterr().out
+    assert "warm starts" in capsys.readouterr().err
     assert collect.main([*arguments, "--anew"]) == 0
     assert (docs / "cells.csv").read_text() == before
 
