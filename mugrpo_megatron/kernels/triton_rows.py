@@ -101,9 +101,9 @@ def _gradient(logits, stride, out, out_stride, targets, lse, coefficient, column
         score = tl.load(logits + row * stride + column, mask=column < valid, other=0.0) * scale
         share = tl.where(column < valid, tl.exp(score - normaliser), 0.0)
         onehot = tl.where(mine & (column == target), 1.0, 0.0)
-        if start == 0:
-            # A narrower result lies over the logits it came from: ahead of them, so over what has been read already,
-            # but in the first block another thread may not have read yet.
+        if out.dtype.element_ty != logits.dtype.element_ty:
+            # A narrower result lies over the logits it came from, other threads' among them: over this block's or
+            # those before, which every thread has to have read. Without a barrier a warp may lag by a block or more.
             tl.debug_barrier()
         grad = slope * (onehot - share)
         tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=column < columns)

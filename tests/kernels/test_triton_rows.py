@@ -38,6 +38,7 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
     )
     assert "ld.global.v4" in found
     assert "st.global.v4" in found
+    assert ("bar.sync" in found) == (narrow == "bf16")
 
 
 def ptx(kernel: object, signature: dict[str, str]) -> str:
