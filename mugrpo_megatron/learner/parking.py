@@ -6,10 +6,14 @@ and has its values again afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
+
+SLAB = 1 << 26
+"""Bytes of host memory taken at a time, a power of two: torch rounds what it pins up to one, so tensors of their own
+sizes would take up to twice their bytes, and it keeps what is given back for the next request of the same size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,25 @@ class Parked:
 
     tensor: torch.Tensor
     bytes: int
-    host: torch.Tensor | None
-    """uint8 copy in (pinned, beside CUDA) host memory; None for a tensor that wakes up as zeros."""
+    host: list[torch.Tensor] | None
+    """uint8 pieces of (pinned, beside CUDA) host memory, in order; None for a tensor that wakes up as zeros."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """Host memory, handed out without gaps."""
+
+    pinned: bool
+    left: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+
+    def take(self, size: int) -> Iterator[torch.Tensor]:
+        """Pieces of `size` bytes together."""
+        while size:
+            if not len(self.left):
+                self.left = torch.empty(SLAB, dtype=torch.uint8, pin_memory=self.pinned)
+            piece, self.left = self.left[:size], self.left[size:]
+            size -= len(piece)
+            yield piece
 
 
 def park(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Parked]:
@@ -28,24 +49,34 @@ def park(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Parked]:
     On CUDA the copies are queued one behind the other and the host goes on; so are those of `unpark`, and with them
     the learner reads and packs its first update. Whoever hands the memory to another process waits for the device.
     """
-    found = []
+    found: list[Parked] = []
+    room: _Room | None = None
     for tensor in tensors:
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)  # type: ignore[call-overload]
+        whole = _bytes_of(tensor)
         host = None
         if keep:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-            host.copy_(whole, non_blocking=True)
-        storage.resize_(0)
-        found.append(Parked(tensor, size, host))
+            room = room or _Room(pinned=tensor.is_cuda)
+            host = list(room.take(len(whole)))
+            for piece, part in zip(host, whole.split([len(piece) for piece in host]), strict=True):
+                piece.copy_(part, non_blocking=True)
+        found.append(Parked(tensor, len(whole), host))
+        tensor.untyped_storage().resize_(0)
     return found
 
 
 def unpark(parked: Iterable[Parked]) -> None:
     """Fill the storages again."""
     for each in parked:
-        storage = each.tensor.untyped_storage()
-        storage.resize_(each.bytes)
-        whole = torch.empty(0, dtype=torch.uint8, device=each.tensor.device).set_(storage)  # type: ignore[call-overload]
-        whole.zero_() if each.host is None else whole.copy_(each.host, non_blocking=True)
+        each.tensor.untyped_storage().resize_(each.bytes)
+        whole = _bytes_of(each.tensor)
+        if each.host is None:
+            whole.zero_()
+            continue
+        for piece, part in zip(each.host, whole.split([len(piece) for piece in each.host]), strict=True):
+            part.copy_(piece, non_blocking=True)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor's storage as uint8."""
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())  # type: ignore[call-overload, no-any-return]

@@ -28,7 +28,7 @@ from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.processes import CpuClock, read_cpu_clock
 from run_scripts.study.results import Results, read_results
 from run_scripts.study.results import cell_of as cell_in
-from run_scripts.study.run import CLOCK
+from run_scripts.study.run import AGAIN
 from run_scripts.study.states import accuracies, cell_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "study"
@@ -44,7 +44,8 @@ COLUMNS = (
     *("vetoed", "clipped", "ess_min", "entropy_last", "zero_variance", "mismatch_mean", "reward_last", "tokens"),
 )
 """`wall_s` and `cpu_s` are those of training alone: without start-up and without evaluations. `optimize_s` is without
-the saves inside it, `optimize_cpu_s` with them. `kind` is `study`, or `clock` for a run taken for its wall-clock."""
+the saves inside it, `optimize_cpu_s` with them. `kind` is `study`, or one of `run.AGAIN` for a run taken again."""
+KINDS = ("study", *AGAIN)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,8 @@ def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
     part_of = grid.part_of()
     rows: list[Row] = []
     curves: dict[str, Any] = {}
-    for kind, root in (("study", out), ("clock", out / CLOCK)):
+    for kind in KINDS:
+        root = out / kind if kind in AGAIN else out
         for cell in sorted(accuracies(grid, root)):
             directory = root / cell.name
             run, clock = read_run(directory), read_cpu_clock(directory)
@@ -104,7 +106,7 @@ def keep(old: Results, rows: list[Row], curves: dict[str, Any]) -> tuple[list[Ro
         and (row["kind"], cell_in(row)) not in found
     ]
     kept_curves = {f"{row['kind']}/{cell_in(row).name}": old.curve(row) for row in kept}
-    return sorted(rows + kept, key=lambda row: (row["kind"] != "study", cell_in(row))), curves | kept_curves
+    return sorted(rows + kept, key=lambda row: (KINDS.index(row["kind"]), cell_in(row))), curves | kept_curves
 
 
 def row_of(run: RunData, clock: CpuClock | None) -> Row:

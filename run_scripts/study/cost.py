@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from run_scripts.study.results import Results
+from run_scripts.study.results import COMPARED, Results, column
+from run_scripts.study.stats import mean_of
 from run_scripts.study.tables import markdown
 
 
@@ -180,7 +181,7 @@ def switches_table(named: Sequence[tuple[str, Switches]]) -> str:
         parts = (s.generate, s.optimize, s.sync, s.score, s.logprobs, s.save, s.rest, s.switch)
         share = s.switch / (s.switch + s.generate + s.optimize)
         seconds = (f"{part:.3f}" for part in parts)
-        rows.append([name, str(s.stages), f"{s.responses:g}", *seconds, f"{100 * share:.0f}"])
+        rows.append([name, f"{s.stages:g}", f"{s.responses:g}", *seconds, f"{100 * share:.0f}"])
     head = ("Run", "Stages", "Responses", "generate", "optimize", "sync", "score", "logprobs", "save", "rest")
     return markdown((*head, "switch", "switch %"), rows)
 
@@ -204,6 +205,25 @@ def kept_switches(results: Results) -> tuple[str, str]:
         return "", ""
     points = [point for _, curve in found for point in curve["generation"]]
     return switches_table([(name, Switches(**curve["switches"])) for name, curve in found]), generation_text(points)
+
+
+def restart_table(results: Results) -> str:
+    """The same updates with an engine that sleeps between stages and with one that ends, means over runs; empty before
+    any with one that ends."""
+    titles, rows = results.grid.variants(), []
+    for between, kind in (("sleeps", "clock"), ("ends", "restart")):
+        runs = {name: results.timed(name, kind) for name in COMPARED}
+        if not all(runs.values()):
+            return ""
+        totals = {name: mean_of(column(found, "wall_s")).value for name, found in runs.items()}
+        for name, found in runs.items():
+            each = [Switches(**results.curve(row)["switches"]) for row in found]
+            switch = mean_of([one.switch for one in each]).value
+            apart = f"{totals[COMPARED[0]] / totals[name]:.2f}"
+            counts = (str(len(found)), f"{each[0].stages:g}", f"{switch:.2f}", f"{each[0].stages * switch:.0f}")
+            rows.append([between, titles[name].title, *counts, f"{totals[name]:.1f}", apart])
+    head = ("Between stages the engine", "Run", "Runs", "Stages", "A switch, s", "All, s", "Total s", "GRPO / this")
+    return markdown(head, rows)
 
 
 def prediction_table() -> str:

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from run_scripts.study import drawing
 from run_scripts.study.drawing import LOOKS, Look
-from run_scripts.study.results import CPU, WALL, Results, mean_curve
+from run_scripts.study.results import CPU, UPDATE, WALL, Results, mean_curve
 from run_scripts.study.stats import mean_of
 
 DEFAULT_KAPPA = ObjectiveSection().kappa
@@ -212,6 +212,23 @@ def staleness(results: Results, look: Look) -> Figure:
     return figure
 
 
+def inside(results: Results, look: Look) -> Figure:
+    """Accuracy while one stage's responses grow old, and that of GRPO, whose responses do not."""
+    figure, (axes,) = drawing.figure(look, columns=1, height=3.8)
+    titles = results.grid.variants()
+    fresh = [results.curve(row)["evals"] for row in results.tuned("grpo")]
+    drawing.line(axes, *mean_curve(fresh, UPDATE), look.series["blue"], titles["grpo"].title)
+    for name, color in ONE_STAGE.items():
+        runs = [points for cell, points in results.inside.items() if cell.split("/")[0] == name]
+        if runs:
+            drawing.line(axes, *mean_curve(runs, UPDATE), look.series[color], titles[name].title)
+    drawing.percent(axes)
+    drawing.finish(axes, look, x="updates; with µ=128 the age of the responses too")
+    drawing.title(axes, look, "Held-out accuracy inside a stage")
+    drawing.legend(axes, look)
+    return figure
+
+
 def _known(results: Results, colors: dict[str, str]) -> list[tuple[str, str]]:
     return [(name, color) for name, color in colors.items() if name in results.grid.variants()]
 
@@ -237,5 +254,6 @@ PICTURES: dict[str, tuple[Callable[[Results, Look], Figure], Callable[[Results],
     "vetoed-fraction": (vetoed_fraction, _any_of("mu_grpo")),
     "kappa": (kappa, _any_of("kappa_010", "kappa_025", "kappa_075", "kappa_090")),
     "staleness": (staleness, _any_of("mu_064", "mu_128")),
+    "inside": (inside, lambda results: bool(results.inside)),
 }
 """Name -> how it is drawn, and whether there is anything to draw."""

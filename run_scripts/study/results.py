@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from run_scripts.study.stats import Mean, mean_of, reached
 
 Row = dict[str, Any]
 TEXT = {"kind", "part", "variant"}
-WALL, CPU = 1, 2
+UPDATE, WALL, CPU = 0, 1, 2
 """Places in an evaluation of curves.json."""
+INSIDE = "inside.json"
+"""What `inside` leaves beside cells.csv."""
+COMPARED = ("grpo", "mu_grpo")
+"""The variants whose wall-clock is the question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,8 @@ class Results:
     grid: Grid
     rows: list[Row]
     curves: dict[str, Any]
+    inside: dict[str, list[list[float]]] = field(default_factory=dict)
+    """Cell -> its accuracies inside its only stage, [updates, accuracy]."""
 
     def accuracies(self) -> dict[Cell, float]:
         return {cell_of(row): row["accuracy"] for row in self.of_kind("study")}
@@ -68,13 +74,13 @@ class Results:
     def curve(self, row: Row) -> dict[str, Any]:
         return self.curves[f"{row['kind']}/{cell_of(row).name}"]
 
-    def timed(self, variant: str) -> list[Row]:
-        """The variant's runs that its wall-clock is read from: those taken for it, where there are any."""
-        return self.tuned(variant, "clock") or self.tuned(variant)
+    def timed(self, variant: str, kind: str = "clock") -> list[Row]:
+        """The variant's runs that its wall-clock is read from: those taken for it, else for "clock" any."""
+        return self.tuned(variant, kind) or (self.tuned(variant) if kind == "clock" else [])
 
-    def seconds_to(self, variant: str, level: float, axis: int) -> list[float]:
+    def seconds_to(self, variant: str, level: float, axis: int, kind: str = "clock") -> list[float]:
         """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
-        times = (arrival(self.curve(row)["evals"], level, axis) for row in self.timed(variant))
+        times = (arrival(self.curve(row)["evals"], level, axis) for row in self.timed(variant, kind))
         return [seconds for seconds in times if seconds is not None]
 
 
@@ -82,7 +88,9 @@ def read_results(grid: Grid, docs: Path) -> Results:
     """Raises FileNotFoundError before anything was collected."""
     with (docs / "cells.csv").open(newline="", encoding="utf-8") as file:
         rows = [{key: _value(key, text) for key, text in row.items()} for row in csv.DictReader(file)]
-    return Results(grid, rows, json.loads((docs / "curves.json").read_text(encoding="utf-8")))
+    curves = json.loads((docs / "curves.json").read_text(encoding="utf-8"))
+    inside = docs / INSIDE
+    return Results(grid, rows, curves, json.loads(inside.read_text(encoding="utf-8")) if inside.exists() else {})
 
 
 def cell_of(row: Row) -> Cell:
@@ -100,10 +108,10 @@ def arrival(evals: Sequence[Sequence[Any]], level: float, axis: int) -> float | 
 
 
 def mean_curve(curves: Sequence[Sequence[Sequence[float]]], axis: int) -> tuple[list[float], list[Mean]]:
-    """Evaluations of several runs of one variant, point by point: their mean place on `axis` and their accuracy."""
+    """Points of several runs of one variant, one by one: mean place on `axis`, and accuracy, which comes last."""
     points = list(zip(*curves, strict=False))
     xs = [sum(point[axis] for point in same) / len(same) for same in points]
-    return xs, [mean_of([point[3] for point in same]) for same in points]
+    return xs, [mean_of([point[-1] for point in same]) for same in points]
 
 
 def _value(key: str, text: str) -> Any:

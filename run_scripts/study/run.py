@@ -6,6 +6,7 @@
     python -m run_scripts.study.run --dry-run              # every cell with its state, and the time that is left
     python -m run_scripts.study.run --kept docs/study      # only what the kept results do not hold yet
     python -m run_scripts.study.run --clock 3              # the tuned headline again, 3 times, for its wall-clock alone
+    python -m run_scripts.study.run --restart 3            # GRPO and mu-GRPO, the engine ended between stages
 
 Run it in the repository's root. The warm start is made first where it is missing. A cell that fails is named and left;
 the next call tries it again. Ctrl-C and SIGTERM save what is running.
@@ -36,7 +37,7 @@ from mugrpo_megatron.observe.progress import duration
 from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
 from run_scripts.study.processes import FILE_NAME as CPU_FILE
 from run_scripts.study.processes import CpuMeter
-from run_scripts.study.results import read_results
+from run_scripts.study.results import COMPARED, read_results
 from run_scripts.study.states import State, accuracies, minutes_of, state_of
 
 BASE = Path(__file__).with_name("base.toml")
@@ -45,8 +46,9 @@ BULK = ("checkpoints", "stages", "hf")
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
 """Environment in which PyTorch adds up in the same order on every x86-64 machine. Left to itself it takes AVX-512 where
 there is any, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
-CLOCK = "clock"
-"""Where runs lie that are taken again for their wall-clock."""
+CLOCK, RESTART = "clock", "restart"
+AGAIN: dict[str, tuple[str, ...]] = {CLOCK: (), RESTART: ("engine.between_stages=restart",)}
+"""Runs that are taken again, for their wall-clock: where they lie, and what they set beside what their cell sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _interrupt)
         signal.signal(signal.SIGINT, _interrupt)
         _warm_start(study, given=options.model is not None)
-        if options.clock:
-            return remeasure(study, options.clock)
+        again = {CLOCK: options.clock, RESTART: options.restart}
+        if any(again.values()):
+            return max(remeasure(study, times, kind) for kind, times in again.items())
         return run_all(study, options)
     except UserError as error:
         print(f"study: {error}", file=sys.stderr)
@@ -177,10 +180,10 @@ def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bo
         print(f"{one.cell.name}: {100 * accuracy:.1f} % in {duration(time.time() - one.started)}", flush=True)
 
 
-def _start(study: Study, cell: Cell, directory: Path) -> Running:
+def _start(study: Study, cell: Cell, directory: Path, besides: Sequence[str] = ()) -> Running:
     directory.mkdir(parents=True, exist_ok=True)
     console = (directory / "console.log").open("ab")
-    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell)]
+    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell), *besides]
     process = subprocess.Popen(
         [*study.program, "train", str(study.base), *_set(settings)],
         stdin=subprocess.DEVNULL,
@@ -203,27 +206,35 @@ def _stop(running: list[Running]) -> None:
         one.console.close()
 
 
-def remeasure(study: Study, times: int) -> int:
-    """The tuned cells of the first part once more, in turn, into directories of their own."""
-    done = study.accuracies()
-    failed: list[Cell] = []
+def remeasure(study: Study, times: int, kind: str = CLOCK) -> int:
+    """The tuned cells of the first part once more, in turn, each in its own directory; `kind` is one of `AGAIN`."""
+    first = study.grid.parts[0]
+    variants = [variant for variant in first.variants if kind == CLOCK or variant.name in COMPARED]
+    done, failed = study.accuracies(), False
     for turn in range(times):
-        for variant in study.grid.parts[0].variants:
+        for variant in variants:
             rate = best_rate(study.grid, variant.name, done)
             if rate is None:
-                raise UserError(f"{variant.name} is not tuned yet; run --part {study.grid.parts[0].name} first")
+                raise UserError(f"{variant.name} is not tuned yet; run --part {first.name} first")
             cell = Cell(variant.name, rate, turn)
-            directory = study.out / CLOCK / cell.name
+            directory = study.out / kind / cell.name
             if study.state(cell, directory) is State.DONE:
                 continue
-            shutil.rmtree(directory, ignore_errors=True)  # one that was interrupted tells no time
-            running = [_start(study, cell, directory)]
-            try:
-                while running:
-                    _watch(study, running, failed, keep=False)
-            finally:
-                _stop(running)
-    return 1 if failed else 0
+            failed |= not run_alone(study, cell, directory, AGAIN[kind])
+    return int(failed)
+
+
+def run_alone(study: Study, cell: Cell, directory: Path, besides: Sequence[str] = (), *, keep: bool = False) -> bool:
+    """Run one cell, with settings besides its own, from its beginning to its end; whether it came there."""
+    shutil.rmtree(directory, ignore_errors=True)  # one that was interrupted tells no time
+    failed: list[Cell] = []
+    running = [_start(study, cell, directory, besides)]
+    try:
+        while running:
+            _watch(study, running, failed, keep=keep)
+    finally:
+        _stop(running)
+    return not failed
 
 
 def _warm_start(study: Study, *, given: bool) -> None:
@@ -269,6 +280,13 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
     parser.add_argument(
         "--clock", type=int, default=0, metavar="N", help="re-measure the headline's wall-clock N times"
+    )
+    parser.add_argument(
+        "--restart",
+        type=int,
+        default=0,
+        metavar="N",
+        help="GRPO and mu-GRPO N times with an engine that ends in between",
     )
     parser.add_argument(
         "--kept", type=Path, metavar="DOCS", help="count the cells that this directory's cells.csv holds as finished"

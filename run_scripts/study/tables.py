@@ -172,18 +172,31 @@ def speed_table(results: Results) -> str:
 
 
 def edges(results: Results) -> str:
-    """Which variants have their best rate at an end of the grid, so that a better one may lie beyond."""
+    """Which variants have their best rate at an end of the grid, so that a better one may lie beyond.
+
+    Not those that ran beyond it and were no better there.
+    """
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
     found = [
         f"{variant.title} ({ends[rate]})"
         for variant in results.grid.variants().values()
-        if results.is_tuned(variant.name) and (rate := results.rate(variant.name)) in ends
+        if results.is_tuned(variant.name)
+        and (rate := results.rate(variant.name)) in ends
+        and not _tried_beyond(results, variant.name, rate)
     ]
     if not any(results.is_tuned(name) for name in results.grid.variants()):
         return "No variant is tuned yet."
     if not found:
-        return "No tuned variant has its best rate at an end of the grid."
+        return "No tuned variant has its best rate at an end of the grid without having been tried beyond it."
     return f"Best at an end of the grid, so that a better rate may lie beyond: {', '.join(found)}."
+
+
+def _tried_beyond(results: Results, variant: str, rate: float) -> bool:
+    """Whether the variant ran at a rate beyond the grid's end `rate` and was no better there."""
+    tried = results.at_rates(variant)
+    lowest = rate == results.grid.rates[0]
+    beyond = [tried[one] for one in tried if (one < rate if lowest else one > rate)]
+    return bool(beyond) and max(beyond) <= tried[rate]
 
 
 def machine_note(results: Results) -> str:

@@ -70,6 +70,7 @@ def text(results: Results, docs: Path) -> str:
         straggler_cost=heavy_tail.straggler_cost(measured) if measured else {},
         places=heavy_tail.places_table(measured) if measured else "",
         switches=switches,
+        restarts=cost.restart_table(results),
         generation_fit=generation,
         trl=trl,
         trl_gap=tables.trl_gap(trl["mixed"], results),
@@ -80,6 +81,9 @@ def text(results: Results, docs: Path) -> str:
         arrival=lambda variant: mean_of(results.seconds_to(variant, level or 0.0, WALL) or [math.nan]).value,
         gain=lambda left, right, rate: tables.points(difference(results.at(left, rate), results.at(right, rate))),
         tuned_gain=lambda left, right: tables.points(difference(results.by_seed(left), results.by_seed(right))),
+        each=lambda variant, rate: ", ".join(
+            f"{100 * accuracy:.1f}" for _, accuracy in sorted(results.at(variant, rate).items())
+        ),
         lost=lambda variant, rate: sum(accuracy < before for accuracy in results.at(variant, rate).values()),
     )
 

@@ -13,7 +13,7 @@ import pytest
 
 from mugrpo_megatron.observe.rundata import read_run
 from mugrpo_megatron.observe.summary import summarize
-from run_scripts.study import collect, tables, write
+from run_scripts.study import collect, cost, tables, write
 from run_scripts.study import run as study
 from run_scripts.study.grid import Cell, Grid, load_grid
 from run_scripts.study.processes import CpuMeter, read_cpu_clock
@@ -169,6 +169,29 @@ def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, gr
     results = read_results(grid, docs)
     assert [row["kind"] for row in results.timed("grpo")] == ["clock"]
     assert [row["kind"] for row in results.tuned("grpo")] == ["study"]
+
+
+def test_runs_with_an_engine_that_ends_stand_beside_those_with_one_that_sleeps(tmp_path: Path, grid: Grid) -> None:
+    out, docs = tmp_path / "runs", tmp_path / "docs"
+    for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
+        for root in (out, out / "clock"):
+            for rate in grid.rates:
+                make_cell(root, f"{name}/lr{rate:g}-seed0", stages, updates)
+    path = tmp_path / "grid.toml"
+    collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
+    assert cost.restart_table(read_results(grid, docs)) == ""
+    for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
+        for rate in grid.rates:
+            make_cell(out / "restart", f"{name}/lr{rate:g}-seed0", stages, updates)
+    collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
+    results = read_results(grid, docs)
+    assert [row["kind"] for row in results.rows] == ["study"] * 4 + ["clock"] * 4 + ["restart"] * 4
+    lines = [line.split(" | ") for line in cost.restart_table(results).splitlines()[2:]]
+    assert [line[0].strip("| ") for line in lines] == ["sleeps", "sleeps", "ends", "ends"]
+    assert [line[3] for line in lines] == ["4", "2", "4", "2"]
+    assert lines[0][4:] == lines[2][4:]  # of the same synthetic run
+    (grpo,) = results.timed("grpo", "restart")
+    assert float(lines[2][6]) == pytest.approx(grpo["wall_s"], abs=0.05)
 
 
 def test_a_resumed_run_adds_up_its_processes(tmp_path: Path) -> None:

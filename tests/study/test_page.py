@@ -119,3 +119,24 @@ def test_the_seconds_to_a_goal_lie_between_evaluations() -> None:
 )
 def test_sums_are_told_from_other_problems(question: str, is_one: bool) -> None:
     assert sums.is_sum(question) is is_one
+
+
+def test_an_end_of_the_grid_is_told_only_where_nothing_was_tried_beyond_it() -> None:
+    grid = load_grid()
+    low, high = grid.rates[0], grid.rates[-1]
+
+    def told(accuracies: dict[float, float]) -> str:
+        rows = [
+            {"kind": "study", "variant": "grpo", "rate": rate, "seed": 0, "accuracy": accuracy}
+            for rate, accuracy in accuracies.items()
+        ]
+        return tables.edges(Results(grid, rows, {}))
+
+    falling = {rate: 0.6 - rate for rate in grid.rates}
+    rising = {rate: 0.6 + rate for rate in grid.rates}
+    assert "GRPO, µ=4 (lowest)" in told(falling)
+    assert "GRPO, µ=4 (lowest)" in told(falling | {high * 2: 0.1})  # the other end
+    assert "GRPO" not in told(falling | {low / 2: 0.1})
+    assert "GRPO, µ=4 (lowest)" in told(falling | {low / 2: 0.9})
+    assert "GRPO, µ=4 (highest)" in told(rising)
+    assert "GRPO" not in told(rising | {high * 2: 0.1})

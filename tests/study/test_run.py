@@ -108,6 +108,8 @@ def test_wall_clock_is_taken_again_in_directories_of_its_own(study: run.Study) -
         f"{variant}/lr0.001-seed{turn}" for turn in (0, 1) for variant in "ab"
     ]
     assert len(accuracies(study.grid, study.out)) == 6
+    assert run.remeasure(study, 1, "restart") == 0  # of the variants that are compared, and this grid has none
+    assert not (study.out / "restart").exists()
 
 
 def test_a_run_of_fewer_updates_than_the_grid_now_has_goes_on(study: run.Study) -> None:
