@@ -82,7 +82,10 @@ def claims_table(results: Results, before: float) -> str:
     for kind, title in (("clock", SETTINGS[0].title), ("restart", f"{SETTINGS[0].title}, engine ended between stages")):
         if kind == "clock" or results.of_kind(kind):
             factors = speedups(results, kind)
-            measured = f"{_times(factors['wall'])} in wall-clock, {_times(factors['cpu'])} in processor time"
+            runs = min(len(results.timed(name, kind)) for name in COMPARED)
+            measured = (
+                f"{_times(factors['wall'])} in wall-clock, {_times(factors['cpu'])} in processor time, runs: {runs}"
+            )
             decided = speed_verdict(factors, clocked=bool(results.of_kind(kind)))
             rows.append(("2.2 times less wall-clock to the same accuracy", title, measured, decided))
     rows += [_compared(results, one) for one in BEYOND if one.left in known]

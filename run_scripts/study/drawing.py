@@ -83,11 +83,11 @@ def percent(axes: Axes) -> None:
 
 
 def rates(axes: Axes, places: Iterable[float]) -> None:
-    """Learning rates on a logarithmic axis, a tick at each of `places` alone."""
+    """Learning rates on a logarithmic axis in units of 10⁻⁴, a tick at each of `places` alone."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(places)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{1e4 * x:g}"))
 
 
 def finish(axes: Axes, look: Look, *, x: str) -> None:

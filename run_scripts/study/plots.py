@@ -69,7 +69,7 @@ def clipping_dilemma(results: Results, look: Look) -> Figure:
                 drawing.line(axes, rates, means, look.series[color], results.grid.variants()[name].title)
         drawing.rates(axes, results.grid.all_rates())
         drawing.percent(axes)
-        drawing.finish(axes, look, x="learning rate")
+        drawing.finish(axes, look, x="learning rate, 10⁻⁴")
         drawing.legend(axes, look)
     drawing.title(few, look, "Final accuracy, µ=32")
     drawing.title(one, look, "Final accuracy, µ=128")

@@ -77,13 +77,19 @@ def text(results: Results, docs: Path) -> str:
         cpu_spread=tables.cpu_spread(trl["mixed"], results),
         before=before,
         ends=lambda variant, rate: tables.percent(tables.seeds_mean(results, variant, rate)),
-        seconds=lambda variant: mean_of([row["wall_s"] for row in results.timed(variant)]).value,
+        seconds=lambda variant, kind="clock": mean_of([row["wall_s"] for row in results.timed(variant, kind)]).value,
         arrival=lambda variant: mean_of(results.seconds_to(variant, level or 0.0, WALL) or [math.nan]).value,
         gain=lambda left, right, rate: tables.points(difference(results.at(left, rate), results.at(right, rate))),
         tuned_gain=lambda left, right: tables.points(difference(results.by_seed(left), results.by_seed(right))),
         each=lambda variant, rate: ", ".join(
             f"{100 * accuracy:.1f}" for _, accuracy in sorted(results.at(variant, rate).items())
         ),
+        inside=lambda variant: [
+            accuracy
+            for cell, points in results.inside.items()
+            for updates, accuracy in points
+            if cell.startswith(f"{variant}/") and updates
+        ],
         lost=lambda variant, rate: sum(accuracy < before for accuracy in results.at(variant, rate).values()),
     )
 
