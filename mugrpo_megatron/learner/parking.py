@@ -30,14 +30,13 @@ class Parked:
 class _Room:
     """Host memory, handed out without gaps."""
 
-    pinned: bool
     left: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
-    def take(self, size: int) -> Iterator[torch.Tensor]:
+    def take(self, size: int, pinned: bool) -> Iterator[torch.Tensor]:
         """Pieces of `size` bytes together."""
         while size:
             if not len(self.left):
-                self.left = torch.empty(SLAB, dtype=torch.uint8, pin_memory=self.pinned)
+                self.left = torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned)
             piece, self.left = self.left[:size], self.left[size:]
             size -= len(piece)
             yield piece
@@ -50,14 +49,13 @@ def park(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Parked]:
     the learner reads and packs its first update. Whoever hands the memory to another process waits for the device.
     """
     found: list[Parked] = []
-    room: _Room | None = None
+    room = _Room()
     for tensor in tensors:
         whole = _bytes_of(tensor)
         host = None
         if keep:
-            room = room or _Room(pinned=tensor.is_cuda)
-            host = list(room.take(len(whole)))
-            for piece, part in zip(host, whole.split([len(piece) for piece in host]), strict=True):
+            host = list(room.take(len(whole), pinned=tensor.is_cuda))
+            for piece, part in _pairs(host, whole):
                 piece.copy_(part, non_blocking=True)
         found.append(Parked(tensor, len(whole), host))
         tensor.untyped_storage().resize_(0)
@@ -72,8 +70,13 @@ def unpark(parked: Iterable[Parked]) -> None:
         if each.host is None:
             whole.zero_()
             continue
-        for piece, part in zip(each.host, whole.split([len(piece) for piece in each.host]), strict=True):
+        for piece, part in _pairs(each.host, whole):
             part.copy_(piece, non_blocking=True)
+
+
+def _pairs(pieces: list[torch.Tensor], whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece of host memory with the part of the tensor's bytes that it holds."""
+    return zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from run_scripts.study.results import COMPARED, CPU, WALL, Results
+from run_scripts.study.results import CLOCK, COMPARED, CPU, RESTART, WALL, Results
 from run_scripts.study.stats import Mean, difference, mean_of
 from run_scripts.study.tables import markdown, points, same_accuracy
 
@@ -79,8 +79,8 @@ def claims_table(results: Results, before: float) -> str:
         for one in COLLAPSES
         if one.mu_grpo in known
     ]
-    for kind, title in (("clock", SETTINGS[0].title), ("restart", f"{SETTINGS[0].title}, engine ended between stages")):
-        if kind == "clock" or results.of_kind(kind):
+    for kind, title in ((CLOCK, SETTINGS[0].title), (RESTART, f"{SETTINGS[0].title}, engine ended between stages")):
+        if kind == CLOCK or results.of_kind(kind):
             factors = speedups(results, kind)
             runs = min(len(results.timed(name, kind)) for name in COMPARED)
             measured = (
@@ -121,7 +121,7 @@ def _means(results: Results, setting: Setting, rate: float) -> tuple[float, ...]
     return tuple(mean_of([one[seed] for seed in sorted(shared)]).value for one in both) if shared else ()
 
 
-def speedups(results: Results, kind: str = "clock") -> dict[str, float | None]:
+def speedups(results: Results, kind: str = CLOCK) -> dict[str, float | None]:
     """How many times sooner mu-GRPO is at the accuracy that both reach, by `wall` and by `cpu` seconds of `kind`."""
     level = same_accuracy(results)
     return {name: _speedup(results, level, axis, kind) for name, axis in (("wall", WALL), ("cpu", CPU))}

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from run_scripts.study.results import COMPARED, Results, column
+from run_scripts.study.results import CLOCK, COMPARED, RESTART, Results, column
 from run_scripts.study.stats import mean_of
 from run_scripts.study.tables import markdown
 
@@ -211,7 +211,7 @@ def restart_table(results: Results) -> str:
     """The same updates with an engine that sleeps between stages and with one that ends, means over runs; empty before
     any with one that ends."""
     titles, rows = results.grid.variants(), []
-    for between, kind in (("sleeps", "clock"), ("ends", "restart")):
+    for between, kind in (("sleeps", CLOCK), ("ends", RESTART)):
         runs = {name: results.timed(name, kind) for name in COMPARED}
         if not all(runs.values()):
             return ""

@@ -64,21 +64,22 @@ def points(study: Study, cell: Cell, every: int) -> Points:
         besides = [f"checkpoint.every_updates={every}", f"checkpoint.keep={EVALUATIONS + 1}"]
         if not run_alone(study, cell, directory, besides, keep=True):
             raise UserError(f"{cell.name} failed: see {directory / 'console.log'}")
-    ends = [[row["update"], row["accuracy"]] for row in read_run(directory).evals]
-    return sorted([*ends, *_between(directory, study.model)])
+    run = read_run(directory)
+    ends = [[row["update"], row["accuracy"]] for row in run.evals]
+    return sorted([*ends, *_between(directory, study.model, run.recipe["data"]["eval"])])
 
 
-def _between(run: Path, model: Path) -> Iterator[list[float]]:
-    """[updates, accuracy] of every checkpoint inside the run's only stage."""
+def _between(run: Path, model: Path, source: str) -> Iterator[list[float]]:
+    """[updates, accuracy] on the data set `source` of every checkpoint inside the run's only stage."""
     for checkpoint in sorted(path.parent for path in run.glob(f"checkpoints/*/{STATE}")):
         stage, age = map(int, re.findall(r"\d+", checkpoint.name))
         if stage == 0:
-            accuracy = _accuracy(checkpoint, run, model)
+            accuracy = _accuracy(checkpoint, run, model, source)
             print(f"{run.parent.name}/{run.name} after {age} updates: {100 * accuracy:.1f} %", flush=True)
             yield [age, accuracy]
 
 
-def _accuracy(checkpoint: Path, run: Path, model: Path) -> float:
+def _accuracy(checkpoint: Path, run: Path, model: Path, source: str) -> float:
     evaluation = run / "evaluations" / checkpoint.name
     summary = evaluation / "summary.json"
     if not summary.exists():
@@ -87,7 +88,6 @@ def _accuracy(checkpoint: Path, run: Path, model: Path) -> float:
             _call(
                 "checkpoints_convert.megatron_to_hf", "--megatron", str(checkpoint), "--out", hf, "--like", str(model)
             )
-            source = read_run(run).recipe["data"]["eval"]
             recipe = str(run / "recipe.toml")
             _call("mugrpo_megatron", "eval", hf, "--data", source, "--recipe", recipe, "--out", str(evaluation))
     return float(json.loads(summary.read_text(encoding="utf-8"))["average"]["value"])

@@ -219,8 +219,7 @@ def inside(results: Results, look: Look) -> Figure:
     fresh = [results.curve(row)["evals"] for row in results.tuned("grpo")]
     drawing.line(axes, *mean_curve(fresh, UPDATE), look.series["blue"], titles["grpo"].title)
     for name, color in ONE_STAGE.items():
-        runs = [points for cell, points in results.inside.items() if cell.split("/")[0] == name]
-        if runs:
+        if runs := results.inside_of(name):
             drawing.line(axes, *mean_curve(runs, UPDATE), look.series[color], titles[name].title)
     drawing.percent(axes)
     drawing.finish(axes, look, x="updates; with µ=128 the age of the responses too")

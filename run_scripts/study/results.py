@@ -18,6 +18,8 @@ UPDATE, WALL, CPU = 0, 1, 2
 """Places in an evaluation of curves.json."""
 INSIDE = "inside.json"
 """What `inside` leaves beside cells.csv."""
+CLOCK, RESTART = "clock", "restart"
+"""Kinds of runs taken again, for their wall-clock: as they were, and with an engine that ends between stages."""
 COMPARED = ("grpo", "mu_grpo")
 """The variants whose wall-clock is the question."""
 
@@ -74,11 +76,15 @@ class Results:
     def curve(self, row: Row) -> dict[str, Any]:
         return self.curves[f"{row['kind']}/{cell_of(row).name}"]
 
-    def timed(self, variant: str, kind: str = "clock") -> list[Row]:
-        """The variant's runs that its wall-clock is read from: those taken for it, else for "clock" any."""
-        return self.tuned(variant, kind) or (self.tuned(variant) if kind == "clock" else [])
+    def inside_of(self, variant: str) -> list[list[list[float]]]:
+        """`inside` of the variant's cells, seed by seed."""
+        return [points for cell, points in self.inside.items() if cell.startswith(f"{variant}/")]
 
-    def seconds_to(self, variant: str, level: float, axis: int, kind: str = "clock") -> list[float]:
+    def timed(self, variant: str, kind: str = CLOCK) -> list[Row]:
+        """The variant's runs that its wall-clock is read from: those taken for it, else for CLOCK any."""
+        return self.tuned(variant, kind) or (self.tuned(variant) if kind == CLOCK else [])
+
+    def seconds_to(self, variant: str, level: float, axis: int, kind: str = CLOCK) -> list[float]:
         """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
         times = (arrival(self.curve(row)["evals"], level, axis) for row in self.timed(variant, kind))
         return [seconds for seconds in times if seconds is not None]

@@ -37,7 +37,7 @@ from mugrpo_megatron.observe.progress import duration
 from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
 from run_scripts.study.processes import FILE_NAME as CPU_FILE
 from run_scripts.study.processes import CpuMeter
-from run_scripts.study.results import COMPARED, read_results
+from run_scripts.study.results import CLOCK, COMPARED, RESTART, read_results
 from run_scripts.study.states import State, accuracies, minutes_of, state_of
 
 BASE = Path(__file__).with_name("base.toml")
@@ -46,7 +46,6 @@ BULK = ("checkpoints", "stages", "hf")
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
 """Environment in which PyTorch adds up in the same order on every x86-64 machine. Left to itself it takes AVX-512 where
 there is any, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
-CLOCK, RESTART = "clock", "restart"
 AGAIN: dict[str, tuple[str, ...]] = {CLOCK: (), RESTART: ("engine.between_stages=restart",)}
 """Runs that are taken again, for their wall-clock: where they lie, and what they set beside what their cell sets."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mugrpo_megatron.observe.metrics import PHASES
 from run_scripts.study.grid import Cell, wanted
-from run_scripts.study.results import CPU, WALL, Results, arrival, column
+from run_scripts.study.results import CLOCK, COMPARED, CPU, WALL, Results, arrival, column
 from run_scripts.study.stats import Mean, difference, mean_of
 
 TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
@@ -147,7 +147,7 @@ def clock_table(results: Results, unit: str = "s") -> str:
 
 def same_accuracy(results: Results) -> float | None:
     """The accuracy that GRPO and mu-GRPO both reach: the lower of their means, less half a point."""
-    ends = [results.mean(name) for name in ("grpo", "mu_grpo")]
+    ends = [results.mean(name) for name in COMPARED]
     return None if None in ends else min(end.value for end in ends if end) - 0.005
 
 
@@ -202,7 +202,7 @@ def _tried_beyond(results: Results, variant: str, rate: float) -> bool:
 def machine_note(results: Results) -> str:
     """How far the machine was shared while the seconds were taken."""
     runs = [row for variant in results.grid.parts[0].variants for row in results.timed(variant.name)]
-    if runs and all(row["kind"] == "clock" for row in runs):
+    if runs and all(row["kind"] == CLOCK for row in runs):
         most = max(row["others_share"] or 0.0 for row in runs)
         return (
             "Taken in runs of their own, one at a time (`python -m run_scripts.study.run --clock N`); other work\n"
@@ -220,7 +220,7 @@ def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None)
     """Runs of the TRL bench; with `results`, beside the study's own at the same rates, seed 0."""
     sides = [(run["side"], run["rate"], run["points"]) for run in runs]
     for rate in sorted({run["rate"] for run in runs}) if results else ():
-        for name in ("grpo", "mu_grpo"):
+        for name in COMPARED:
             key = f"study/{Cell(name, rate, 0).name}"
             if key in results.curves:
                 sides.append((f"ours, {results.grid.variants()[name].title}", rate, results.curves[key]["evals"]))

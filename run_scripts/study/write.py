@@ -19,7 +19,7 @@ from run_scripts.study import claims, cost, heavy_tail, tables
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.plots import PICTURES, write_plots
-from run_scripts.study.results import WALL, Results, read_results
+from run_scripts.study.results import CLOCK, WALL, Results, read_results
 from run_scripts.study.stats import difference, mean_of
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
@@ -77,7 +77,7 @@ def text(results: Results, docs: Path) -> str:
         cpu_spread=tables.cpu_spread(trl["mixed"], results),
         before=before,
         ends=lambda variant, rate: tables.percent(tables.seeds_mean(results, variant, rate)),
-        seconds=lambda variant, kind="clock": mean_of([row["wall_s"] for row in results.timed(variant, kind)]).value,
+        seconds=lambda variant, kind=CLOCK: mean_of([row["wall_s"] for row in results.timed(variant, kind)]).value,
         arrival=lambda variant: mean_of(results.seconds_to(variant, level or 0.0, WALL) or [math.nan]).value,
         gain=lambda left, right, rate: tables.points(difference(results.at(left, rate), results.at(right, rate))),
         tuned_gain=lambda left, right: tables.points(difference(results.by_seed(left), results.by_seed(right))),
@@ -85,10 +85,7 @@ def text(results: Results, docs: Path) -> str:
             f"{100 * accuracy:.1f}" for _, accuracy in sorted(results.at(variant, rate).items())
         ),
         inside=lambda variant: [
-            accuracy
-            for cell, points in results.inside.items()
-            for updates, accuracy in points
-            if cell.startswith(f"{variant}/") and updates
+            accuracy for points in results.inside_of(variant) for updates, accuracy in points if updates
         ],
         lost=lambda variant, rate: sum(accuracy < before for accuracy in results.at(variant, rate).values()),
     )
