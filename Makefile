@@ -1,0 +1,23 @@
+# The working loop: edit, `make test-quick`, push. Every target prepares .venv first; a second run finds it ready.
+PYTHON = .venv/bin/python
+QUICK = not process and not slow and not night
+
+.PHONY: setup check test-quick test night docs quickstart
+
+setup:
+	run_scripts/setup.sh
+check: setup  # linter, formatter, type checker
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+test-quick: setup  # starts no process, under 90 seconds
+	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
+test:  # what a change must pass: check and the whole suite
+	run_scripts/test.sh
+night: setup  # kill and scaling harnesses, comparisons with TRL, the report in a browser
+	$(PYTHON) -m pytest -m night
+docs: setup  # the pages that are made from the code
+	$(PYTHON) -m mugrpo_megatron.recipe.reference > docs/recipe.md
+	$(PYTHON) -m mugrpo_megatron.observe.metrics > docs/metrics.md
+quickstart:
+	run_scripts/quickstart.sh
