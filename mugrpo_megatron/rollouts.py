@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.rundir import RunDirectory
 from mugrpo_megatron.samples import Sample
@@ -78,8 +78,7 @@ def browse(run_dir: Path, stage: int | None, wanted: Wanted, policy: Path | None
         for rollout in chosen:
             _print_in_full(console, rollout, tokenizer)
         return
-    kappa = recipe.objective.kappa if later else None
-    console.print(_table(f"{run_dir}: stage {number}", list(chosen), tokenizer, kappa))
+    console.print(_table(f"{run_dir}: stage {number}", list(chosen), tokenizer, recipe.objective if later else None))
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]:
@@ -126,10 +125,13 @@ def _fits(sample: Sample, advantage: float, wanted: Wanted) -> bool:
     )
 
 
-def _table(title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase, kappa: float | None) -> Table:
-    caption = None if kappa is None else f"dropped: tokens that the veto takes out of the loss, κ = {kappa}"
+def _table(
+    title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase, vetoed: ObjectiveSection | None
+) -> Table:
+    """`vetoed`: the objective whose veto the policy was looked at with."""
+    caption = None if vetoed is None else _legend(vetoed)
     table = Table(title=title, caption=caption)
-    for name in ("update", "group", "reward", "advantage", "tokens", *(["dropped"] if kappa is not None else [])):
+    for name in ("update", "group", "reward", "advantage", "tokens", *(["lowest ratio", "dropped"] if vetoed else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("finish", no_wrap=True)
     for name in ("prompt", "response"):
@@ -142,11 +144,16 @@ def _table(title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBa
             f"{sample.reward:g}",
             f"{rollout.advantage:+.2f}",
             str(len(sample.response_ids)),
-            *([] if stale is None else [str(int(stale.dropped.sum()))]),
+            *([] if stale is None else [f"{stale.lowest_ratio:.1e}", str(int(stale.dropped.sum()))]),
             sample.finish_reason,
             *(escape(_text(tokenizer, ids).replace("\n", "⏎")) for ids in (sample.prompt_ids, sample.response_ids)),
         )
     return table
+
+
+def _legend(objective: ObjectiveSection) -> str:
+    below = f"{objective.trigger} ratio below {objective.trigger_ratio:g}"
+    return f'dropped: tokens that veto = "{objective.veto}" takes out of the loss; a trigger is a {below} where A < 0'
 
 
 def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:

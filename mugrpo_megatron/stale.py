@@ -29,9 +29,14 @@ class Stale:
     log_ratio: np.ndarray
     """float32: log of the policy's over the behaviour probability."""
     trigger: np.ndarray
-    """bool: tokens that fall below kappa in a response with negative advantage."""
+    """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
     """bool: tokens that the veto takes out of the loss."""
+
+    @property
+    def lowest_ratio(self) -> float:
+        """The smallest of the tokens' importance ratios; inf without tokens."""
+        return float(np.exp(self.log_ratio.min(initial=np.inf)))
 
 
 class LaterPolicy:

@@ -22,6 +22,7 @@ from tests.tiny import save_model, write_recipe
 
 PROMPTS, UPDATES = 2, 2
 PROMPT, RIGHT, WRONG = "12+34=", "46", "55+1"
+LOST = math.log(20_000)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Groups of a right and a wrong response; the second token of the wrong one had four times its present mass."""
+    """Groups of a right and a wrong response; the wrong one's second token was 20,000 times as likely as it is now."""
     folder = tmp_path_factory.mktemp("run")
     shape = {"schedule": {"stages": 1, "updates_per_stage": UPDATES}, "rollout": {"prompts_per_update": PROMPTS}}
     recipe = load_recipe(write_recipe(folder / "recipe.toml", model, folder / "run", **shape))
@@ -39,7 +40,7 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         store = StageStore(directory.stage(0))
         for group in range(PROMPTS * UPDATES):
             right, wrong = sample(model, group, RIGHT, 1.0), sample(model, group, WRONG, 0.0)
-            wrong.behaviour_logprobs[1] += math.log(4)
+            wrong.behaviour_logprobs[1] += LOST
             store.append([right, wrong])
         store.seal(UPDATES, PROMPTS)
     return folder / "run"
@@ -56,16 +57,29 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
     return Sample(group, f"test:{group}", prompt, answer, logprobs.numpy(), reward, 0, "stop")
 
 
-def test_only_the_token_that_lost_its_mass_is_a_trigger(model: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("scope", "dropped"),
+    [
+        ("none", [False, False, False, False]),
+        ("trigger", [False, True, False, False]),
+        ("suffix", [False, False, True, True]),
+        ("suffix_non_trigger", [False, False, True, True]),
+        ("response", [True, True, True, True]),
+    ],
+)
+def test_only_the_token_that_lost_its_mass_is_a_trigger(
+    model: Path, run_dir: Path, scope: str, dropped: list[bool]
+) -> None:
     samples = StageStore(run_dir / "stages" / "00000").read_update(0)
-    objective = load_recipe(run_dir / "recipe.toml").objective
+    objective = load_recipe(run_dir / "recipe.toml", [f"objective.veto={scope}"]).objective
     looked = LaterPolicy(model, temperature=1.0).look(samples, np.array([1.0, -1.0] * PROMPTS), objective)
     for right, wrong in zip(looked[::2], looked[1::2], strict=True):
         np.testing.assert_allclose(right.log_ratio, 0, atol=1e-5)
         assert not right.dropped.any()
-        np.testing.assert_allclose(wrong.log_ratio, [0, -math.log(4), 0, 0], atol=1e-5)
+        np.testing.assert_allclose(wrong.log_ratio, [0, -LOST, 0, 0], atol=1e-5)
         assert wrong.trigger.tolist() == [False, True, False, False]
-        assert wrong.dropped.tolist() == [False, objective.veto in ("trigger", "suffix"), True, True]
+        assert wrong.dropped.tolist() == dropped
+        assert wrong.lowest_ratio == pytest.approx(1 / 20_000, rel=1e-3)
 
 
 def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +95,8 @@ def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: 
     shown = capsys.readouterr().out
     assert shown.count(WRONG) == PROMPTS * UPDATES
     assert "dropped" in shown
+    assert shown.count("5.0e-05") == PROMPTS * UPDATES
+    assert "below 0.0001" in shown
 
 
 def test_a_group_is_printed_with_its_triggers_marked(

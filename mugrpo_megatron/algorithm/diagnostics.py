@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mugrpo_megatron.algorithm import triggers
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER
@@ -38,6 +39,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("advantage_max", "", "largest advantage in magnitude"),
     ("zero_advantage_fraction", "fraction", "responses whose advantage is 0, as in groups with equal rewards"),
     ("update_tokens", "tokens", "response tokens of the update"),
+    *triggers.METRICS,
 )
 """Name, unit and meaning of every metric of `metrics`; where no token qualifies, a mean or quantile is not reported."""
 
@@ -56,7 +58,7 @@ def metrics(
     first_trigger: Tensor,
 ) -> dict[str, float]:
     """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`."""
-    values: dict[str, Tensor] = {"loss": loss, "update_tokens": torch.tensor(len(logprobs))}
+    values: dict[str, Tensor] = {"loss": loss, "update_tokens": loss.new_full((), len(logprobs), dtype=torch.float64)}
     if len(advantages):
         values |= {
             "advantage_mean": advantages.mean(),
@@ -79,7 +81,8 @@ def metrics(
         }
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     values |= _trigger_summary(first_trigger, advantages, segments)
-    return {name: value.item() for name, value in values.items()}
+    values |= triggers.metrics(log_ratio, advantages, segments)
+    return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
 
 
 def _ratio_summary(prefix: str, ratio: Tensor) -> dict[str, Tensor]:

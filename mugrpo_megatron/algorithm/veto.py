@@ -1,9 +1,18 @@
-"""The negative-advantage veto (mu-GRPO, arXiv 2605.17570).
+"""The negative-advantage veto (mu-GRPO, arXiv 2605.17570; definitions of the authors' project page).
 
-Once the current policy gives little mass to a token of a stale negative response, the tokens that follow it sit on a
-prefix the policy would no longer produce. The first such token is the response's first trigger; the scope says which
-tokens it takes out of the loss. Triggers depend only on a response's tokens so far, so a pass in token order needs no
-more than `VetoState` from one chunk to the next.
+A trigger is a token of a negative-advantage response that has become extremely unlikely under the current policy: its
+ratio to the behaviour policy is below `trigger_ratio`. T is the set of a response's triggers, κ the position of the
+first one.
+The tokens after κ stand on a prefix that the policy would no longer produce, and the scope says what leaves the loss:
+
+    none                 ∅                   nothing
+    trigger              T                   the triggers
+    suffix               S_κ = {t : t > κ}   every token after the first trigger, later triggers too; the first stays
+    suffix_non_trigger   H_κ = S_κ − T       the tokens after the first trigger that are not triggers
+    response             S_seq               the whole response
+
+Triggers depend only on a response's tokens so far, so a pass in token order needs no more than `VetoState` from one
+chunk to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
 """
 
 from __future__ import annotations
@@ -27,7 +36,7 @@ class VetoState:
     """What a response's earlier tokens mean for its later ones."""
 
     first_trigger: Tensor
-    """int64 [N]: position of the first trigger so far, `NEVER` without one."""
+    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one."""
     log_ratio_sum: Tensor
     """float64 [N]: sum of the log-ratios so far."""
 
@@ -50,13 +59,13 @@ def veto(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: Objec
     """Apply the veto to tokens that continue `state`.
 
     Args:
-        log_ratio: [T], log of current over behaviour probability.
+        log_ratio: [T], log of current over behaviour probability, not clamped.
         advantage: [T], each token's advantage.
     """
     log_ratio = log_ratio.detach()
     before = state.log_ratio_sum
     measure = _MEASURES[config.trigger](log_ratio, segments, before)
-    threshold = math.log(config.kappa) if config.kappa > 0 else -math.inf
+    threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
     triggers = (advantage < 0) & (measure < threshold)
     candidates = torch.where(triggers, segments.positions, NEVER)
     first = state.first_trigger.scatter_reduce(0, segments.ids, candidates, "amin")
@@ -81,11 +90,11 @@ _MEASURES: dict[str, Callable[[Tensor, Segments, Tensor], Tensor]] = {
     "prefix_mean": _prefix_mean_measure,
 }
 
-# Each scope: (triggers [T], positions [T], first trigger of the token's response [T]) -> tokens that stay.
+# Each scope: (triggers [T], positions [T], κ of the token's response [T]) -> tokens that stay.
 _SCOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda triggers, positions, first: torch.ones_like(triggers),
     "trigger": lambda triggers, positions, first: ~triggers,
+    "suffix": lambda triggers, positions, first: positions <= first,
     "suffix_non_trigger": lambda triggers, positions, first: (positions <= first) | triggers,
-    "suffix": lambda triggers, positions, first: positions < first,
     "response": lambda triggers, positions, first: first == NEVER,
 }

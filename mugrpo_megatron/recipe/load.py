@@ -98,7 +98,8 @@ def _sentence(error: ErrorDetails) -> str:
         hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(sorted(known))}"
         return f"`{place}` is not a recipe key; {hint}"
     message = error["msg"].removeprefix("Value error, ")
-    return f"`{place}` = {error['input']!r}: {message}" if place else message
+    value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    return f"`{place}`{value}: {message}" if place else message
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:

@@ -46,6 +46,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "off_policy_grpo": GRPO | {"clip_centre": "current", "zero_variance": "mask"},
 }
 """Defaults that a name stands for; a field set in the recipe wins over its preset."""
+KAPPA = (
+    "`kappa` is now `trigger_ratio`, default 1e-4: in the mu-GRPO paper κ is the position of the first trigger, not a "
+    "threshold, and the threshold in its example is 1e-4, where the old default of 0.5 was 5,000 times larger; remove "
+    "the key, or set trigger_ratio (to kappa's value to repeat an old run)"
+)
+"""Why a recipe with `kappa` is refused."""
 
 
 class ObjectiveSection(Section):
@@ -72,11 +78,11 @@ class ObjectiveSection(Section):
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate is no longer pushed down; off when left out."""
     veto: VetoScope = "suffix_non_trigger"
-    """Which tokens of a negative-advantage response the veto drops once a token's ratio falls below `kappa`."""
-    kappa: float = Field(0.5, ge=0.0, le=1.0)
-    """Off-support threshold: a token of a negative response with ratio below it is a trigger."""
+    """What a negative response with triggers T, the first at κ, loses: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or all."""
+    trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
+    """A token of a negative response whose ratio is below this is a trigger; 1e-4 is the paper's example."""
     trigger: Literal["token", "prefix_mean"] = "token"
-    """Ratio compared with `kappa`: the token's own, or the geometric mean of the response so far."""
+    """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
     renormalise: bool = False
     """Divide by what the masks leave instead of by all tokens, so that a dropped token makes the others count more."""
     sequence_mask: float | None = Field(None, ge=0.0)
@@ -99,6 +105,8 @@ class ObjectiveSection(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
+        if "kappa" in given:
+            raise ValueError(KAPPA)
         return {**PRESETS.get(given.get("name", "mu_grpo"), {}), **given}
 
     @property

@@ -58,7 +58,7 @@ def recipe_text(folder: Path, small: bool) -> str:
             "responses_per_prompt": 4 if small else 8,
             "max_response_tokens": 8,
         },
-        "objective": {"name": "mu_grpo", "kappa": 0.5},
+        "objective": {"name": "mu_grpo"},
         "optimizer": {"lr": 2e-4, "decay": "linear"},
         "engine": {"memory_fraction": 0.6, "max_running_requests": 64 if small else 2048},
         "eval": {"every_stages": 0},

@@ -9,13 +9,13 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.recipe import load_recipe
 from run_scripts.study import drawing
 from run_scripts.study.drawing import LOOKS, Look
 from run_scripts.study.results import CPU, UPDATE, WALL, Results, mean_curve
 from run_scripts.study.stats import mean_of
 
-DEFAULT_KAPPA = ObjectiveSection().kappa
+SHARED = Path(__file__).with_name("base.toml")
 RATE_COLORS = ("blue", "green", "orange", "red", "violet")
 COLORS = {"grpo": "blue", "mu_grpo": "green", "relaxed": "orange", "strict": "violet"}
 ONE_STAGE = {"mu_128": "green", "relaxed_128": "orange", "strict_128": "violet"}
@@ -166,10 +166,11 @@ def vetoed_fraction(results: Results, look: Look) -> Figure:
 
 
 def kappa(results: Results, look: Look) -> Figure:
-    """Accuracy against the veto's threshold, seed by seed; the grid's default threshold is that of `mu_128`."""
+    """Accuracy against the veto's threshold, seed by seed; the threshold of `mu_128` is the one that cells share."""
     figure, (axes,) = drawing.figure(look, columns=1, height=3.6)
+    shared = load_recipe(SHARED).objective.trigger_ratio
     thresholds = {
-        variant.name: DEFAULT_KAPPA if variant.name == "mu_128" else variant.objective["kappa"]
+        variant.name: variant.objective.get("trigger_ratio", shared)
         for variant in results.grid.variants().values()
         if variant.name == "mu_128" or variant.name.startswith("kappa_")
     }

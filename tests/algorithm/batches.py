@@ -55,10 +55,11 @@ def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Ragged responses, empty ones among them; log-ratios mostly moderate, some as far as 50 nats."""
+    """Ragged responses, empty ones among them; log-ratios mostly moderate, some extreme: 1e-4 is -9.2 nats."""
     lengths = draw(st.lists(st.integers(0, LONGEST), min_size=0, max_size=6))
     batch = random_batch(draw(st.integers(0, 2**32 - 1)), lengths, draw(st.sampled_from([0.0, 0.05, 0.6, 3.0])))
-    extremes = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST), st.sampled_from([-50.0, 50.0]))))
+    far = st.sampled_from([-50.0, -12.0, -9.3, -9.1, 50.0])
+    extremes = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12))
     for i, t, log_ratio in extremes:
         if i < len(lengths) and t < lengths[i]:
             batch.behaviour[i][t] = batch.logprobs[i][t] - log_ratio
@@ -71,13 +72,17 @@ VARIANTS: list[dict[str, object]] = [
     {"veto": "suffix"},
     {"veto": "suffix_non_trigger"},
     {"veto": "response"},
+    {"veto": "trigger", "trigger_ratio": 0.5},
+    {"veto": "suffix", "trigger_ratio": 0.5},
+    {"veto": "suffix_non_trigger", "trigger_ratio": 0.5},
+    {"veto": "response", "trigger_ratio": 0.5},
     {"veto": "suffix", "trigger": "prefix_mean"},
-    {"veto": "trigger", "trigger": "prefix_mean"},
-    {"veto": "suffix_non_trigger", "renormalise": True},
+    {"veto": "trigger", "trigger": "prefix_mean", "trigger_ratio": 0.5},
+    {"veto": "suffix_non_trigger", "renormalise": True, "trigger_ratio": 0.5},
     {"dual_clip": 3.0},
     {"tv_penalty": 0.1},
-    {"kappa": 0.0},
-    {"kappa": 1.0, "veto": "suffix"},
+    {"veto": "suffix", "trigger_ratio": 0.0},
+    {"veto": "suffix", "trigger_ratio": 1.0},
     {"reduction": "constant"},
     {"reduction": "sequence_mean"},
 ]

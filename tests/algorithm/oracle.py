@@ -104,27 +104,23 @@ def token(
 
 
 def veto(logs: list[float], a: float, config: ObjectiveSection) -> list[bool]:
-    """Which tokens of one response stay."""
-    if a >= 0 or config.veto == "none" or config.kappa == 0:
+    """Which tokens of one response stay: the paper's sets, T the triggers and kappa the position of the first."""
+    everything = set(range(len(logs)))
+    measures = logs if config.trigger == "token" else [math.fsum(logs[: t + 1]) / (t + 1) for t in everything]
+    below = {t for t in everything if config.trigger_ratio > 0 and measures[t] < math.log(config.trigger_ratio)}
+    triggers = below if a < 0 else set()
+    if not triggers:
         return [True] * len(logs)
-    triggers, total = [], 0.0
-    for t, log in enumerate(logs):
-        total += log
-        triggers.append((log if config.trigger == "token" else total / (t + 1)) < math.log(config.kappa))
-    if not any(triggers):
-        return [True] * len(logs)
-    first = triggers.index(True)
-    kept = []
-    for t, trigger in enumerate(triggers):
-        kept.append(
-            {
-                "trigger": not trigger,
-                "suffix_non_trigger": trigger or t < first,
-                "suffix": t < first,
-                "response": False,
-            }[config.veto]
-        )
-    return kept
+    kappa = min(triggers)
+    suffix = {t for t in everything if t > kappa}
+    dropped = {
+        "none": set(),
+        "trigger": triggers,
+        "suffix": suffix,
+        "suffix_non_trigger": suffix - triggers,
+        "response": everything,
+    }[config.veto]
+    return [t not in dropped for t in range(len(logs))]
 
 
 def m2po_bound(ratios: list[list[float]], advantages: list[float], budget: float) -> float:

@@ -31,7 +31,7 @@ def test_a_resolved_section_reads_back_as_itself(name: str) -> None:
 def test_mu_grpo_is_the_default() -> None:
     section = ObjectiveSection()
     assert (section.name, section.clip_low, section.clip_high) == ("mu_grpo", 0.0, 5.0)
-    assert section.veto == "suffix_non_trigger"
+    assert (section.veto, section.trigger_ratio, section.dual_clip) == ("suffix_non_trigger", 1e-4, None)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_mu_grpo_is_the_default() -> None:
         ({"veto": "trigger", "trigger": "prefix_mean"}, "prefix"),
         ({"name": "mu_grpo"}, "prefix"),
         ({"veto": "suffix"}, "prefix"),
+        ({"veto": "suffix", "trigger": "prefix_mean"}, "prefix"),
         ({"veto": "response"}, "response"),
         ({"name": "gspo"}, "response"),
         ({"name": "opsm"}, "response"),
@@ -58,7 +59,7 @@ def test_only_update_wide_numbers_need_a_pass_before() -> None:
     assert ObjectiveSection(renormalise=True).needs_statistics
 
 
-@pytest.mark.parametrize("fields", [{"kappa": 1.5}, {"clip_low": 1.1}, {"name": "nonsense"}, {"clip_hi": 2}])
+@pytest.mark.parametrize("fields", [{"trigger_ratio": 1.5}, {"clip_low": 1.1}, {"name": "nonsense"}, {"clip_hi": 2}])
 def test_impossible_fields_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ObjectiveSection(**fields)

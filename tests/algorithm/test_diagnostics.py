@@ -28,7 +28,7 @@ def test_only_documented_names_are_reported(batch: Batch) -> None:
 def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
     batch = random_batch(0, [9, 8, 7, 6, 5])
     batch.advantages = [-1.0, 1.0, 0.0, -1.0, 1.0]
-    found = metrics_of(batch, ObjectiveSection(kappa=0.9))
+    found = metrics_of(batch, ObjectiveSection(trigger_ratio=0.9))
     assert set(found) == {name for name, _, _ in METRICS}
 
 
@@ -65,7 +65,7 @@ def test_values() -> None:
 def test_first_trigger_is_a_share_of_the_response() -> None:
     """Triggers at 1 of 4 and at 5 of 10 tokens; a third negative response has none, a positive one does not count."""
     ratio = torch.ones(4 + 10 + 3 + 2)
-    ratio[[1, 3, 4 + 5, 17]] = 0.01
+    ratio[[1, 3, 4 + 5, 17]] = 1e-5
     segments = make_segments(torch.tensor([4, 10, 3, 2]), torch.ones(4))
     advantages = torch.tensor([-1.0, -1.0, -1.0, 1.0])
     found = policy_loss(ratio.log(), torch.zeros(19), advantages, segments, ObjectiveSection())[1]

@@ -114,7 +114,7 @@ def test_gradient_is_that_of_the_loss(name: str, variant: dict[str, object]) -> 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_everything_vetoed_or_masked_is_zero_and_finite(name: str) -> None:
-    config = ObjectiveSection(name=name, veto="response", kappa=0.9, renormalise=True)
+    config = ObjectiveSection(name=name, veto="response", trigger_ratio=0.9, renormalise=True)
     batch = random_batch(0, [3, 4])
     batch.behaviour = [[x + 30 for x in row] for row in batch.logprobs]
     batch.advantages = [-1.0, -2.0]
@@ -150,15 +150,15 @@ def test_on_policy_gradient_is_that_of_reinforce() -> None:
     [
         ("none", [1, 1, 1, 1, 1]),
         ("trigger", [1, 0, 1, 0, 1]),
+        ("suffix", [1, 1, 0, 0, 0]),
         ("suffix_non_trigger", [1, 1, 0, 1, 0]),
-        ("suffix", [1, 0, 0, 0, 0]),
         ("response", [0, 0, 0, 0, 0]),
     ],
 )
 def test_scopes_of_the_veto(scope: str, kept: list[int]) -> None:
     """Triggers at the second and fourth token of a negative response; the positive one beside it stays whole."""
-    ratio = torch.tensor([1.0, 0.1, 1.0, 0.1, 1.0])
-    config = ObjectiveSection(veto=scope, kappa=0.5)
+    ratio = torch.tensor([1.0, 0.9e-4, 1.1e-4, 1e-30, 1.0])
+    config = ObjectiveSection(veto=scope)
     segments = make_segments(torch.tensor([5, 5]), torch.ones(2))
     losses = token_losses(
         ratio.log().repeat(2),
@@ -178,7 +178,7 @@ def test_denominators_come_from_the_mask_before_the_veto() -> None:
     batch = random_batch(5, [6, 6], spread=0.0)
     batch.advantages = [-1.0, 1.0]
     before = loss_and_gradient(batch, ObjectiveSection())[1]
-    batch.behaviour[0][0] = batch.logprobs[0][0] + 5
+    batch.behaviour[0][0] = batch.logprobs[0][0] + 10
     after = loss_and_gradient(batch, ObjectiveSection())[1]
     assert after[6:].equal(before[6:])
     assert not after[1:6].any()

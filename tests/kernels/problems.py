@@ -20,6 +20,12 @@ PADDED = 48
 """Rows of the weight; of four equal shares the last holds padding only."""
 WIDTH = 12
 
+STALE = ((3, -12.0), (4, -9.6), (5, -8.8), (9, -12.0), (11, 2.0))
+"""(position, log-ratio) in the last response but one. The veto's threshold of 1e-4 is -9.2 nats: tokens lie on either
+side of it, far enough that rounding decides about no token."""
+STALE_PREFIX = ((0, -12.0), (1, -12.0))
+"""The same in the last response, whose prefix mean begins below the threshold too."""
+
 OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)} | {
     f"veto={scope}, trigger={trigger}": ObjectiveSection(veto=scope, trigger=trigger)
     for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
@@ -71,6 +77,8 @@ def make_problem(
     weight = (0.3 * torch.randn(PADDED, WIDTH, generator=generator)).to(dtype)
     targets = torch.randint(VOCAB, (tokens,), generator=generator)
     noise = 0.5 * torch.randn(tokens, generator=generator)
+    if config.veto != "none":
+        _plant_triggers(noise, lengths)
     advantages = torch.randn(len(lengths), generator=generator)
     advantages[-2:] = torch.tensor([-1.5, -0.5])
     segments = make_segments(sizes, response_weights(sizes, config, constant_length=32))
@@ -81,6 +89,15 @@ def make_problem(
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
     found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)
     return replace(problem, statistics=found)
+
+
+def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
+    """Give the two last responses, which are negative ones, tokens that the policy has left behind."""
+    before, last = log_ratio.split([sum(lengths[:-1]), lengths[-1]])
+    for response, planted in ((before[len(before) - lengths[-2] :], STALE), (last, STALE_PREFIX)):
+        for position, value in planted:
+            if position < len(response):
+                response[position] = value
 
 
 def materialised_scores(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.algorithm.objective import policy_loss
 from mugrpo_megatron.kernels.fused_loss import FusedLoss, fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -21,6 +22,7 @@ from tests.kernels.problems import (
     distance,
     make_problem,
     materialised,
+    materialised_scores,
 )
 
 
@@ -155,13 +157,36 @@ def test_missing_statistics_are_an_error() -> None:
         run(problem, 10)
 
 
+@pytest.mark.parametrize(
+    ("name", "dropped"),
+    [
+        ("mu_grpo", 25),
+        ("veto=trigger, trigger=token", 3 + 2),
+        ("veto=suffix, trigger=token", 16 + 12),
+        ("veto=suffix_non_trigger, trigger=token", 14 + 11),
+        ("veto=response, trigger=token", 20 + 13),
+        ("veto=trigger, trigger=prefix_mean", 2),
+        ("veto=suffix, trigger=prefix_mean", 12),
+        ("veto=suffix_non_trigger, trigger=prefix_mean", 11),
+        ("veto=response, trigger=prefix_mean", 13),
+    ],
+)
+def test_the_problems_hold_triggers_of_the_default_threshold(name: str, dropped: int) -> None:
+    """What is compared elsewhere is compared where the veto acts, and where its scopes differ."""
+    problem = make_problem(OBJECTIVES[name])
+    logprobs = materialised_scores(problem)[0]
+    _, metrics = policy_loss(logprobs, problem.behaviour, problem.advantages, problem.segments, problem.config)
+    assert problem.config.trigger_ratio == 1e-4
+    assert metrics["vetoed_fraction"] == pytest.approx(dropped / len(problem.targets))
+
+
 def test_a_veto_reaches_into_the_chunks_that_follow() -> None:
-    """One trigger at the start of a long negative response: its later tokens, chunks away, get no gradient."""
+    """One trigger early in a long negative response: the tokens after it, chunks away, get no gradient."""
     problem = make_problem(ObjectiveSection(veto="suffix"), lengths=(2, 40))
     problem.advantages = torch.tensor([1.0, -1.0])
     problem.behaviour = materialised(problem).logprobs.float()
-    problem.behaviour[5] += 3.0
+    problem.behaviour[5] += 12.0
     for chunk in (1, 3, 4, 42):
         d_hidden = fused(problem, chunk).d_hidden
-        assert d_hidden[:5].any(1).all()
-        assert not d_hidden[5:].any()
+        assert d_hidden[:6].any(1).all()
+        assert not d_hidden[6:].any()

@@ -60,6 +60,12 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("", ["schedule.stages"], r"write it as section.key=value"),
         ("", ["stages=4"], r"write it as section.key=value"),
         ("", ["objective.name=ppo2"], r"`objective.name` = 'ppo2'"),
+        (
+            "[objective]\nkappa = 0.5\n",
+            [],
+            r"r.toml: `objective`: `kappa` is now `trigger_ratio`, default 1e-4: .*position",
+        ),
+        ("", ["objective.kappa=0.5"], r"`kappa` is now `trigger_ratio`"),
         ('base = "r.toml"\n', [], r"leads back to itself"),
         ('base = "nowhere.toml"\n', [], r"nowhere.toml: no such recipe"),
         ("base = 3\n", [], r"`base` is the path of another recipe, or a list of them"),

@@ -29,7 +29,7 @@ b = { title = "B", mu = 2, objective = { name = "grpo" } }
 title = "Second"
 seeds = 2
 [second.variants]
-c = { title = "C", mu = 8, objective = { name = "mu_grpo", kappa = 0.1 } }
+c = { title = "C", mu = 8, objective = { name = "mu_grpo", trigger_ratio = 0.1 } }
 """
 
 
@@ -96,7 +96,9 @@ def test_a_part_may_have_a_budget_of_its_own(make_grid: Callable[[str], Grid]) -
 
 
 def test_a_variant_may_set_fields_of_other_sections(make_grid: Callable[[str], Grid]) -> None:
-    grid = make_grid(GRID.replace("kappa = 0.1 } }", 'kappa = 0.1 }, settings = { "schedule.min_ess" = 0.3 } }'))
+    grid = make_grid(
+        GRID.replace("trigger_ratio = 0.1 } }", 'trigger_ratio = 0.1 }, settings = { "schedule.min_ess" = 0.3 } }')
+    )
     assert load_recipe(BASE, overrides(grid, Cell("c", 1e-4, 0))).schedule.min_ess == 0.3
 
 
