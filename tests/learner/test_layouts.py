@@ -10,7 +10,7 @@ import pytest
 
 from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
-from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.learner.tiny import advantages, left_behind, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 
@@ -18,7 +18,7 @@ def two_updates(
     model: str, sections: dict[str, dict[str, Any]]
 ) -> tuple[dict[str, float], dict[str, float], np.ndarray]:
     learner = build_learner(recipe(Path(model), **sections))
-    data = samples()
+    data = left_behind(samples())
     first = update(learner, data, advantages(len(data)))
     second = update(learner, data, advantages(len(data)))
     return first, second, np.concatenate(token_logprobs(learner, data))
@@ -63,9 +63,11 @@ def test_update_is_that_of_one_process(layout: str, models: dict[bool, str], alo
     world, tied, sections = LAYOUTS[layout]
     found = run_ranks(world, two_updates, models[tied], sections)
     first, second, logprobs = alone[tied]
+    assert first["vetoed_fraction"] > 0.1, "the veto takes part"
     for rank in found:
         assert rank[0]["loss"] == pytest.approx(first["loss"], rel=1e-4)
         assert rank[0]["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+        assert rank[0]["vetoed_fraction"] == first["vetoed_fraction"]
         assert rank[1]["loss"] == pytest.approx(second["loss"], rel=2e-3)  # Adam's first step amplifies rounding
         assert rank[1]["grad_norm"] == pytest.approx(second["grad_norm"], rel=2e-3)
         np.testing.assert_allclose(rank[2], logprobs, atol=2e-3)

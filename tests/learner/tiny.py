@@ -65,5 +65,15 @@ def samples(prompts: int = 6, responses: int = 4, seed: int = 0) -> list[Sample]
     return found
 
 
+def left_behind(data: list[Sample]) -> list[Sample]:
+    """The same samples, every seventh token from the fourth on e^14 times as likely as before when it was sampled.
+
+    Whatever the model now gives such a token, its ratio is below 1e-4: a trigger where the advantage is negative.
+    """
+    for sample in data:
+        sample.behaviour_logprobs[3::7] += 14
+    return data
+
+
 def advantages(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
