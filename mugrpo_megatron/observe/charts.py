@@ -52,20 +52,20 @@ def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[R
     yield Chart(
         "accuracy",
         "Accuracy and training reward",
-        _what_is_compared(run.recipe),
+        _what_is_compared(run.recipe, "Held-out accuracy"),
         [accuracy, reward] if has_values(reward.y) else [accuracy, by_stage],
         format="percent" if within_unit(reward.y) and within_unit(by_stage.y) else "number",
         wide=True,
     )
 
 
-def _what_is_compared(recipe: Mapping[str, Any]) -> str:
+def _what_is_compared(recipe: Mapping[str, Any], held_out_measure: str) -> str:
     """Accuracy and training reward share an axis: what they are, and why they differ before anything is learned."""
     held_out = {recipe.get("eval", {}).get("temperature")}
     held_out |= {one["temperature"] for one in recipe.get("eval", {}).get("sets", {}).values() if "temperature" in one}
     training = recipe.get("rollout", {}).get("temperature")
     return (
-        f"Accuracy on held-out problems, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
+        f"{held_out_measure}, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
         f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. They "
         "share the axis, but neither problems nor sampling: compare each curve with itself."
     )

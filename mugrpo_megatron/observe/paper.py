@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -71,14 +72,13 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "T_rollout",
         "`paper_seconds` of summary.json",
-        f"Sum of the phases {_listed(ROLLOUT_PHASES)}, in seconds.",
+        f"Sum of the phases {_listed(ROLLOUT_PHASES)}, in seconds, without a `sync` that serves an evaluation alone.",
     ),
     (
         "T_total",
         "`paper_seconds` of summary.json",
-        f"Sum of the phases {_listed(TRAINING_PHASES)}, less what runs inside one of them: a save or an evaluation "
-        "during `optimize`. `start`, `eval` and `save` are in neither. The project page does not say what its times "
-        "include.",
+        f"T_rollout and the phases {_listed(TRAINING_PHASES[len(ROLLOUT_PHASES) :])}, without the saves during "
+        "`optimize`. `start`, `eval` and `save` are in neither. The project page does not say what its times include.",
     ),
 )
 """The paper's name, ours, and what to know when the two are compared."""
@@ -87,10 +87,14 @@ NAMES: tuple[tuple[str, str, str], ...] = (
 def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """T_rollout and T_total in seconds, out of a run's phase rows.
 
-    A phase inside another one, as a save or an evaluation inside `optimize`, counts for neither and is taken out of
-    the outer one. What a resumed run did twice counts twice.
+    A phase inside another one, as a save inside `optimize`, counts for neither and is taken out of the outer one. Nor
+    does a `sync` count that serves an evaluation alone. What a resumed run did twice counts twice.
     """
-    own = _without_inner(phases)
+    ran = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
+    own: dict[str, float] = {}
+    for (name, seconds), (following, _) in pairwise([*ran, ("", 0.0)]):
+        if name != "sync" or following == "generate":
+            own[name] = own.get(name, 0.0) + seconds
     return {
         "T_rollout": sum(own.get(name, 0.0) for name in ROLLOUT_PHASES),
         "T_total": sum(own.get(name, 0.0) for name in TRAINING_PHASES),
@@ -102,16 +106,16 @@ def mask_name(objective: Mapping[str, object]) -> str:
     return f"mask {SCOPES.get(str(objective.get('veto')), '?')}"
 
 
-def _without_inner(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each outermost phase, less the phases that ran inside it."""
-    seconds: dict[str, float] = {}
-    outer, outer_end, inner_end = "", float("-inf"), float("-inf")
+def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Phases that run inside no other, in order, with their seconds less those of phases inside them."""
+    found: list[tuple[str, float]] = []
+    outer_end = inner_end = float("-inf")
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
         name, start, end = itemgetter("phase", "start", "end")(row)
         if end > outer_end:
-            outer, outer_end, inner_end = name, end, start
-            seconds[name] = seconds.get(name, 0.0) + end - start
+            found.append((name, end - start))
+            outer_end, inner_end = end, start
         elif start >= inner_end:
-            seconds[outer] -= end - start
+            found[-1] = (found[-1][0], found[-1][1] - (end - start))
             inner_end = end
-    return seconds
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ Row = dict[str, Any]
 
 
 THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
-SETS = {"easy": 0.05, "hard": -0.05}
-"""Held-out sets, and how far each lies above the mean of both."""
 
 
 def rows_of(
-    stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9, eval_every: int | None = None
+    stages: int,
+    updates: int,
+    *,
+    seed: int = 0,
+    begin: float = 1.7e9,
+    sets: Sequence[str] = ("arithmetic",),
+    eval_every: int | None = None,
 ) -> list[Row]:
     """What a run of `stages` x `updates` would log, an evaluation before every stage and one after the last.
 
@@ -41,6 +46,10 @@ def rows_of(
     def skill(update: int) -> float:
         return 0.47 + 0.38 * (1 - math.exp(-3.0 * update / total))
 
+    def away(place: int) -> float:
+        """How far a set's accuracy lies from the mean of all."""
+        return 0.1 * (place - (len(sets) - 1) / 2)
+
     def evaluation(stage: int, update: int, age: int = 0) -> None:
         noise = draw.gauss(0, 0.008)
         accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
@@ -56,11 +65,11 @@ def rows_of(
             }
             | {"high": accuracy + 0.035, "problems": 500, "samples": 1, "tokens": 4000}
             | {"accuracy/mean": accuracy, "low/mean": accuracy - 0.04, "high/mean": accuracy + 0.035}
-            | {f"accuracy/{name}": accuracy + above for name, above in SETS.items()}
-            | {f"low/{name}": accuracy + above - 0.06 for name, above in SETS.items()}
-            | {f"high/{name}": accuracy + above + 0.05 for name, above in SETS.items()}
-            | {f"problems/{name}": 250 for name in SETS}
-            | {f"samples/{name}": 1 for name in SETS}
+            | {f"accuracy/{name}": accuracy + away(place) for place, name in enumerate(sets)}
+            | {f"low/{name}": accuracy + away(place) - 0.06 for place, name in enumerate(sets)}
+            | {f"high/{name}": accuracy + away(place) + 0.05 for place, name in enumerate(sets)}
+            | {f"problems/{name}": 250 for name in sets}
+            | {f"samples/{name}": 1 for name in sets}
         )
 
     phase("start", 0, 14.0)

@@ -12,12 +12,14 @@ from mugrpo_megatron.observe.drawing import draw
 from mugrpo_megatron.observe.paper_charts import paper_remark
 from mugrpo_megatron.observe.report import page
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from tests.observe.synthetic import SETS, recipe_of, rows_of, write_run
+from tests.observe.synthetic import recipe_of, rows_of, write_run
+
+SETS = ("easy", "hard")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunData:
-    return read_run(write_run(tmp_path, rows_of(2, 32, eval_every=8), recipe_of(2, 32)))
+    return read_run(write_run(tmp_path, rows_of(2, 32, eval_every=8, sets=SETS), recipe_of(2, 32)))
 
 
 def charts_of(run: RunData) -> dict[str, Chart]:

@@ -86,7 +86,7 @@ def test_accuracy_chart_says_how_both_curves_were_sampled(
 ) -> None:
     run = read_run(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2)))
     text = chart(draw(replace(run, recipe=recipe)), "accuracy").explains
-    assert f"held-out problems, sampled {held_out}," in text
+    assert f"Held-out accuracy, sampled {held_out}," in text
     assert f"of each update, sampled {training} when" in text
 
 
