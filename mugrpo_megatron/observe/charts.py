@@ -1,61 +1,22 @@
-"""The report's charts as data: which metrics share a panel, how they are drawn, what the reader is told."""
+"""The report's charts: which metrics share a panel, how they are drawn, what the reader is told."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal
+from typing import Any
 
+from mugrpo_megatron.observe.curves import Chart, Series, column, has_values, over_updates, spread, within_unit
 from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.paper_charts import paper_charts
 from mugrpo_megatron.observe.rundata import RunData
-
-Values = list[float | None]
-Draw = Literal["line", "dots", "step"]
-Format = Literal["percent", "number", "tokens"]
+from mugrpo_megatron.observe.trigger_charts import trigger_charts
 
 MAX_LINES_BY_AGE = 8
 """With more stages than this, curves over age become a median and a band."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One curve; `y` runs along the axis of that name, None where there is no finite value."""
-
-    label: str
-    color: str
-    axis: str
-    y: Values
-    draw: Draw = "line"
-    low: Values | None = None
-    high: Values | None = None
-    """A band around the curve."""
-    smooth: bool = False
-    """Too noisy to read raw: drawn faintly under its moving average."""
-    anew: bool = False
-    """Starts anew with the responses of every stage: no line leads from one stage to the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chart:
-    """One panel of the page."""
-
-    id: str
-    title: str
-    explains: str
-    series: list[Series]
-    format: Format = "number"
-    scale: Literal["linear", "log"] = "linear"
-    zero: bool = False
-    """The vertical axis starts at 0."""
-    along: Literal["run", "age"] = "run"
-    rule: float | None = None
-    """A dashed reference line at this height."""
-    rule_label: str = ""
-    wide: bool = False
-    """Takes the page's whole width."""
 
 
 def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> list[Chart]:
@@ -67,10 +28,12 @@ def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]
     every = (
         *_learning(run, buckets, stages),
         *_support(run, buckets),
+        *trigger_charts(run, buckets),
+        *paper_charts(run, buckets),
         *_optimizer(run, buckets),
         *_responses(run, stages),
     )
-    filled = (replace(chart, series=[s for s in chart.series if _has_values(s.y)]) for chart in every)
+    filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in every)
     return [chart for chart in filled if chart.series]
 
 
@@ -79,31 +42,50 @@ def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[R
         "held-out accuracy",
         "blue",
         "eval",
-        _column(run.evals, "accuracy"),
-        low=_column(run.evals, "low"),
-        high=_column(run.evals, "high"),
+        column(run.evals, "accuracy"),
+        low=column(run.evals, "low"),
+        high=column(run.evals, "high"),
         draw="dots",
     )
-    reward = _over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, anew=True)
-    by_stage = Series("stage mean", "orange", "stage", _column(stages, "reward_mean"), draw="step")
+    reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, anew=True)
+    by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
     yield Chart(
         "accuracy",
         "Accuracy and training reward",
-        "Held-out accuracy with its 95 % interval; mean reward of the responses each update was trained on.",
-        [accuracy, reward] if _has_values(reward.y) else [accuracy, by_stage],
-        format="percent" if _within_unit(reward.y) and _within_unit(by_stage.y) else "number",
+        _what_is_compared(run.recipe, "Held-out accuracy"),
+        [accuracy, reward] if has_values(reward.y) else [accuracy, by_stage],
+        format="percent" if within_unit(reward.y) and within_unit(by_stage.y) else "number",
         wide=True,
     )
+
+
+def _what_is_compared(recipe: Mapping[str, Any], held_out_measure: str) -> str:
+    """Accuracy and training reward share an axis: what they are, and why they differ before anything is learned."""
+    held_out = {recipe.get("eval", {}).get("temperature")}
+    held_out |= {one["temperature"] for one in recipe.get("eval", {}).get("sets", {}).values() if "temperature" in one}
+    training = recipe.get("rollout", {}).get("temperature")
+    return (
+        f"{held_out_measure}, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
+        f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. They "
+        "share the axis, but neither problems nor sampling: compare each curve with itself."
+    )
+
+
+def _at_temperature(values: Set[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return "as the recipe says"
+    return "greedily" if known == [0] else f"at temperature {' and '.join(f'{value:g}' for value in known)}"
 
 
 def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
     yield Chart(
         "dropped",
         "Tokens vetoed and clipped",
-        "Share of response tokens that the negative-advantage veto drops, and whose gradient the clip holds back.",
+        "Shares of response tokens: dropped by the veto or another mask, and held back by the clip.",
         [
-            _over_updates(buckets, "vetoed", "red", "vetoed_fraction", anew=True),
-            _over_updates(buckets, "clipped", "blue", "clipped_fraction", anew=True),
+            over_updates(buckets, "vetoed", "red", "vetoed_fraction", anew=True),
+            over_updates(buckets, "clipped", "blue", "clipped_fraction", anew=True),
         ],
         format="percent",
         zero=True,
@@ -113,9 +95,9 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
         "Importance ratio, negative advantage",
         "π/β of tokens in responses with negative advantage. At 1 the policy is the one that sampled.",
         [
-            _over_updates(buckets, "max", "red", "ratio_neg_max", anew=True, reduce=max),
-            _over_updates(buckets, "p99", "orange", "ratio_neg_p99", anew=True, reduce=max),
-            _over_updates(buckets, "mean", "blue", "ratio_neg_mean", anew=True),
+            over_updates(buckets, "max", "red", "ratio_neg_max", anew=True, reduce=max),
+            over_updates(buckets, "p99", "orange", "ratio_neg_p99", anew=True, reduce=max),
+            over_updates(buckets, "mean", "blue", "ratio_neg_mean", anew=True),
         ],
         scale="log",
         rule=run.recipe.get("objective", {}).get("clip_high"),
@@ -125,7 +107,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
         "ess",
         "Effective sample size",
         "(Σr)² / TΣr² of the token ratios: the share of the data that still counts. It decays as the data grow stale.",
-        [_over_updates(buckets, "ESS", "teal", "ess", anew=True, reduce=min)],
+        [over_updates(buckets, "ESS", "teal", "ess", anew=True, reduce=min)],
         format="percent",
     )
     yield Chart(
@@ -133,8 +115,8 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
         "KL from the sampling policy",
         "KL(β‖π) per token: k3 = r − 1 − log r, k1 = −log r.",
         [
-            _over_updates(buckets, "k3", "violet", "kl_k3", anew=True),
-            _over_updates(buckets, "k1", "orange", "kl_k1", anew=True),
+            over_updates(buckets, "k3", "violet", "kl_k3", anew=True),
+            over_updates(buckets, "k1", "orange", "kl_k1", anew=True),
         ],
     )
     if any(row["age"] for row in run.updates) and run.updates[0]["stage"] < run.updates[-1]["stage"]:
@@ -147,13 +129,13 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
 
 
 def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
-    norm = _over_updates(buckets, "gradient norm", "blue", "grad_norm", smooth=True)
+    norm = over_updates(buckets, "gradient norm", "blue", "grad_norm", smooth=True)
     yield Chart(
         "grad_norm",
         "Gradient norm",
         "Global norm before clipping.",
         [norm],
-        scale="log" if _spread(norm.y) > 30 else "linear",
+        scale="log" if spread(norm.y) > 30 else "linear",
         zero=True,
         rule=run.recipe.get("optimizer", {}).get("clip_grad"),
         rule_label="clip_grad",
@@ -162,26 +144,26 @@ def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart
         "entropy",
         "Entropy",
         "Mean entropy of the next-token distribution at response tokens, in nats.",
-        [_over_updates(buckets, "entropy", "teal", "entropy", smooth=True)],
+        [over_updates(buckets, "entropy", "teal", "entropy", smooth=True)],
     )
     yield Chart(
         "loss",
         "Loss",
         "The surrogate that an update minimises; its level says little, its jumps do.",
-        [_over_updates(buckets, "loss", "violet", "loss", smooth=True)],
+        [over_updates(buckets, "loss", "violet", "loss", smooth=True)],
     )
     yield Chart(
         "lr",
         "Learning rate",
         "As the schedule set it.",
-        [_over_updates(buckets, "lr", "yellow", "lr")],
+        [over_updates(buckets, "lr", "yellow", "lr")],
         zero=True,
     )
 
 
 def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
     def steps(label: str, color: str, name: str) -> Series:
-        return Series(label, color, "stage", _column(stages, name), draw="step")
+        return Series(label, color, "stage", column(stages, name), draw="step")
 
     yield Chart(
         "length",
@@ -259,40 +241,3 @@ def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) ->
             )
         ]
     return Chart(f"{metric}_by_age", title, explains, series, format="percent", along="age", zero=metric != "ess")
-
-
-def _over_updates(
-    buckets: Sequence[Sequence[Row]],
-    label: str,
-    color: str,
-    metric: str,
-    *,
-    smooth: bool = False,
-    anew: bool = False,
-    reduce: Callable[[Sequence[float]], float] = statistics.fmean,
-) -> Series:
-    found = [[value for row in rows if (value := row.get(metric)) is not None] for rows in buckets]
-    return Series(label, color, "update", [_rounded(reduce(v)) if v else None for v in found], smooth=smooth, anew=anew)
-
-
-def _column(rows: Iterable[Row], metric: str) -> Values:
-    return [None if (value := row.get(metric)) is None else _rounded(value) for row in rows]
-
-
-def _rounded(value: float) -> float:
-    """Six significant digits: what a screen can show, in a third of the bytes."""
-    return float(f"{value:.6g}")
-
-
-def _has_values(values: Values) -> bool:
-    return any(value is not None for value in values)
-
-
-def _within_unit(values: Values) -> bool:
-    return all(value is None or 0 <= value <= 1 for value in values)
-
-
-def _spread(values: Values) -> float:
-    """Largest over median of the positive values; 1 where there are none."""
-    positive = [value for value in values if value is not None and value > 0]
-    return max(positive) / statistics.median(positive) if positive else 1.0

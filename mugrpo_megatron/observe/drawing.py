@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mugrpo_megatron.observe.charts import Chart, charts
+from mugrpo_megatron.observe.charts import charts
+from mugrpo_megatron.observe.curves import Chart
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData

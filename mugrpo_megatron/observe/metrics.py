@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mugrpo_megatron.algorithm import diagnostics
+from mugrpo_megatron.observe.paper import NAMES
 
 Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
 
@@ -124,6 +125,10 @@ def markdown() -> str:
         if rows := [metric for metric in METRICS if metric.kind == kind]:
             sections.append(_table(("Metric", "Unit", "Meaning"), [(f"`{m.name}`", m.unit, m.meaning) for m in rows]))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
+    sections.append(
+        "## The paper's names\n\nWhat arXiv 2605.17570 and its project page call it, and where a run has it.\n\n"
+        + _table(("Paper", "Here", "What to know"), NAMES)
+    )
     return "\n\n".join(sections) + "\n"
 
 

@@ -11,10 +11,12 @@ from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.observe.drawing import Drawing, draw
+from mugrpo_megatron.observe.paper_charts import paper_remark
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.observe.summary import summary_of
 from mugrpo_megatron.observe.tables import recipe_sections, stage_table, summary_rows
+from mugrpo_megatron.observe.trigger_charts import trigger_remark, trigger_table
 from mugrpo_megatron.rundir import write_atomically
 
 FILE_NAME = "report.html"
@@ -38,6 +40,20 @@ SECTIONS = (
         "how far the policy has moved from the one that sampled",
         ("dropped", "ratio_neg", "ess", "kl", "ess_by_age", "vetoed_fraction_by_age"),
     ),
+    (
+        "Triggers by threshold",
+        "",
+        (
+            "trigger_tokens_by_age",
+            "trigger_tokens",
+            "trigger_responses_by_age",
+            "trigger_responses",
+            "dropped_by_scope_by_age",
+            "dropped_by_scope",
+            "ratio_neg_min",
+        ),
+    ),
+    ("The paper's figures", "", ("paper_accuracy", "paper_clipping", "paper_ratio")),
     ("Optimization", "", ("grad_norm", "entropy", "loss", "lr")),
     ("Responses", "what the engine sampled, stage by stage", ("length", "groups", "mismatch", "throughput")),
 )
@@ -78,7 +94,7 @@ def page(run: RunData) -> str:
         warnings=_warnings(run, drawing, summary),
         tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(summary)],
         progress=f"updates taken: {len(run.updates):,} in {duration(run.seconds)}",
-        sections=_sections(drawing),
+        sections=_sections(run, drawing),
         stages=stage_table(run),
         events=[{"at": duration(run.clock(e["time"])), "name": e["event"], "text": e["text"]} for e in run.events],
         summary=summary_rows(summary),
@@ -122,7 +138,7 @@ def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any]) -> list[s
         lines.append(f"Resumed {resumes} time{'s' if resumes > 1 else ''}; the time in between is left out.")
     if drawing.bucket > 1:
         lines.append(
-            f"A point of a curve stands for {drawing.bucket} updates: the worst p99, max and ESS, else the mean."
+            f"A point of a curve stands for {drawing.bucket} updates: the worst p99, max, min and ESS, else the mean."
         )
     return lines
 
@@ -166,14 +182,14 @@ def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
         {"color": PHASE_COLORS[name], "part": round(seconds / total, 4), "title": f"{name} {duration(seconds)}"}
         for name, seconds in phases
     ]
-    more = " · ".join(f"{name} {100 * seconds / total:.0f} %" for name, seconds in largest)
+    more = " · ".join(_unbroken(f"{name} {100 * seconds / total:.0f} %") for name, seconds in largest)
     return _tile("Wall-clock", duration(total), more, shares=shares, broad=True)
 
 
 def _token_tile(summary: dict[str, Any]) -> dict[str, Any]:
     tokens, seconds = summary["tokens"], summary["seconds"]
     rates = [
-        f"{verb} at {short(count / taken)}/s"
+        _unbroken(f"{verb} at {short(count / taken)}/s")
         for verb, count, taken in (
             ("sampled", tokens["generated"], seconds["generate"]),
             ("trained", tokens["trained"], seconds["optimize"]),
@@ -183,15 +199,27 @@ def _token_tile(summary: dict[str, Any]) -> dict[str, Any]:
     return _tile("Response tokens", short(tokens["trained"]), ", ".join(rates) or "trained on")
 
 
-def _sections(drawing: Drawing) -> list[dict[str, Any]]:
+def _unbroken(text: str) -> str:
+    """With spaces at which no line breaks."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _sections(run: RunData, drawing: Drawing) -> list[dict[str, Any]]:
+    remarks = {"Triggers by threshold": trigger_remark(run), "The paper's figures": paper_remark(run)}
+    tables = {"Triggers by threshold": trigger_table(run)}
     drawn = {
         chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
         for chart in drawing.charts
     }
     sections = [
-        {"title": title, "remark": remark, "charts": [drawn[id] for id in ids if id in drawn]}
+        {
+            "title": title,
+            "remark": remarks.get(title, remark),
+            "charts": [drawn[id] for id in ids if id in drawn],
+            "table": tables.get(title),
+        }
         for title, remark, ids in SECTIONS
     ]
     if drawing.timeline["phases"]:
-        sections.append({"title": "Time line", "remark": "", "charts": [TIME_LINE]})
+        sections.append({"title": "Time line", "remark": "", "charts": [TIME_LINE], "table": None})
     return [section for section in sections if section["charts"]]

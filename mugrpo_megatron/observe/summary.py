@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.observe.paper import paper_seconds
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 
@@ -38,6 +39,7 @@ def summary_of(run: RunData) -> dict[str, Any]:
         "accuracy_interval": last and [last["low"], last["high"]],
         "problems": last and last["problems"],
         "seconds": phases | {"total": run.seconds},
+        "paper_seconds": paper_seconds(run.phases),
         "tokens": {
             "generated": round(sum(row.get("generated_tokens") or 0 for row in run.stages)),
             "trained": round(sum(row.get("tokens") or 0 for row in run.updates)),
@@ -66,6 +68,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
     for phase in (name for name in PHASES if seconds.get(name)):
         table.add_row(phase, duration(seconds[phase]), f"{100 * seconds[phase] / seconds['total']:.0f} %")
     table.add_row("total", Text(duration(seconds["total"]), style="bold"), _steps(summary))
+    for name, taken in summary.get("paper_seconds", {}).items():
+        table.add_row(name, duration(taken), "as the paper counts")
     table.add_section()
     table.add_row("tokens generated", f"{tokens['generated']:,}", _rate(tokens["generated"], seconds["generate"]))
     table.add_row("tokens trained", f"{tokens['trained']:,}", _rate(tokens["trained"], seconds["optimize"]))

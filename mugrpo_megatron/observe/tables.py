@@ -46,6 +46,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("Stages", f"{summary['stages']:,}"),
         ("Updates", f"{summary['updates']:,}"),
         *((f"Seconds, {name}", f"{value:,.1f}") for name, value in summary["seconds"].items()),
+        *((f"Seconds, {name} of the paper", f"{value:,.1f}") for name, value in summary["paper_seconds"].items()),
         ("Tokens generated", f"{summary['tokens']['generated']:,}"),
         ("Tokens trained", f"{summary['tokens']['trained']:,}"),
         ("Seed", str(summary["seed"])),

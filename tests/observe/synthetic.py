@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,22 @@ from mugrpo_megatron.rundir import write_json
 Row = dict[str, Any]
 
 
-def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -> list[Row]:
-    """What a run of `stages` x `updates` would log, an evaluation before every stage and one after the last."""
+THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
+
+
+def rows_of(
+    stages: int,
+    updates: int,
+    *,
+    seed: int = 0,
+    begin: float = 1.7e9,
+    sets: Sequence[str] = ("arithmetic",),
+    eval_every: int | None = None,
+) -> list[Row]:
+    """What a run of `stages` x `updates` would log, an evaluation before every stage and one after the last.
+
+    `eval_every` updates inside a stage lie between its further evaluations.
+    """
     draw = random.Random(seed)
     now = begin
     total = stages * updates
@@ -31,7 +46,11 @@ def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -
     def skill(update: int) -> float:
         return 0.47 + 0.38 * (1 - math.exp(-3.0 * update / total))
 
-    def evaluation(stage: int, update: int) -> None:
+    def away(place: int) -> float:
+        """How far a set's accuracy lies from the mean of all."""
+        return 0.1 * (place - (len(sets) - 1) / 2)
+
+    def evaluation(stage: int, update: int, age: int = 0) -> None:
         noise = draw.gauss(0, 0.008)
         accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
         rows.append(
@@ -40,10 +59,17 @@ def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -
                 "time": now,
                 "stage": stage,
                 "update": update,
+                "age": age,
                 "accuracy": accuracy,
                 "low": accuracy - 0.04,
             }
             | {"high": accuracy + 0.035, "problems": 500, "samples": 1, "tokens": 4000}
+            | {"accuracy/mean": accuracy, "low/mean": accuracy - 0.04, "high/mean": accuracy + 0.035}
+            | {f"accuracy/{name}": accuracy + away(place) for place, name in enumerate(sets)}
+            | {f"low/{name}": accuracy + away(place) - 0.06 for place, name in enumerate(sets)}
+            | {f"high/{name}": accuracy + away(place) + 0.05 for place, name in enumerate(sets)}
+            | {f"problems/{name}": 250 for name in sets}
+            | {f"samples/{name}": 1 for name in sets}
         )
 
     phase("start", 0, 14.0)
@@ -68,19 +94,36 @@ def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -
         )
         start = now
         for age in range(updates):
+            if eval_every and age and age % eval_every == 0:
+                evaluation(stage, stage * updates + age, age)
+                phase("eval", stage, 0.6)
             now += 0.2
             rows.append(_update(draw, stage, stage * updates + age, age, now, skill(stage * updates), total))
         end, now = now, start
         phase("optimize", stage, end - start, tokens=tokens)
         phase("save", stage, 0.15)
-    evaluation(stages - 1, total)
+    evaluation(stages - 1, total, updates)
     phase("eval", stages - 1, 0.6)
     return rows
 
 
+def _triggers(draw: random.Random, stale: float) -> Row:
+    """Shares that grow with age and fall with the threshold, counted on 1024 negative tokens of 128 responses."""
+    row: Row = {"ratio_neg_min": math.exp(-min(20.0, 9.0 * stale * abs(draw.gauss(1, 0.3))))}
+    for name in THRESHOLDS:
+        share = min(0.2, 0.02 * stale * float(name) ** 0.35 * abs(draw.gauss(1, 0.3)))
+        tokens = round(1024 * share) / 1024
+        responses = round(128 * (1 - (1 - tokens) ** 8)) / 128
+        after = 0.5 * responses * abs(draw.gauss(1, 0.1))
+        row |= {f"trigger_tokens_{name}": tokens, f"trigger_responses_{name}": responses}
+        dropped = {"trigger": tokens / 2, "suffix": after, "suffix_non_trigger": 0.9 * after, "response": 1.7 * after}
+        row |= {f"dropped_{scope}_{name}": share for scope, share in dropped.items()}
+    return row
+
+
 def _update(draw: random.Random, stage: int, update: int, age: int, now: float, reward: float, total: int) -> Row:
     stale = age / 64
-    return {
+    return _triggers(draw, stale) | {
         "kind": "update",
         "time": now,
         "stage": stage,

@@ -35,9 +35,14 @@ def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, tmp_path: P
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     cards = re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL)
-    assert {"accuracy", "dropped", "ratio_neg", "ess", "grad_norm", "timeline"} <= {name for name, _ in cards}
+    assert {"accuracy", "dropped", "ratio_neg", "ess", "trigger_tokens", "paper_ratio", "grad_norm", "timeline"} <= {
+        name for name, _ in cards
+    }
     for name, drawn in cards:
         marks = len(re.findall(r"<(?:path|circle|rect) ", drawn))
         assert marks > 1, f"{name} is empty"
         assert "NaN" not in drawn, name
         assert "undefined" not in drawn, name
+        if name.startswith(("trigger_", "dropped_by_scope")):
+            assert "0 %</text>" in drawn, f"{name}: a share of 0 has no place on its log axis"
+            assert all(float(y) <= 216 for y in re.findall(r"[ML][\d.]+,(-?[\d.]+)", drawn)), f"{name} leaves its card"

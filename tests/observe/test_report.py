@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.charts import Chart
+from mugrpo_megatron.observe.curves import Chart
 from mugrpo_megatron.observe.drawing import MAX_POINTS, SLICES, Drawing, draw
 from mugrpo_megatron.observe.report import write_report
 from mugrpo_megatron.observe.rundata import read_run
@@ -56,10 +57,37 @@ def test_page_stands_alone_and_names_the_run(tmp_path: Path) -> None:
     assert outside == []
 
 
+@pytest.mark.parametrize(("stages", "updates"), [(1, 3), (3, 5), (20, 2)])
+def test_every_chart_has_its_one_card(stages: int, updates: int, tmp_path: Path) -> None:
+    directory = write_run(tmp_path, rows_of(stages, updates), recipe_of(stages, updates))
+    cards = re.findall(r'id="chart-(\w+)"', write_report(directory).read_text())
+    assert sorted(cards) == sorted([*(chart.id for chart in draw(read_run(directory)).charts), "timeline"])
+
+
 def test_recipe_is_shown_with_what_differs_from_the_defaults(tmp_path: Path) -> None:
     html = write_report(write_run(tmp_path, rows_of(1, 1), recipe_of(1, 1))).read_text()
     assert "<div class=set><dt>seed</dt><dd>3</dd></div>" in html
     assert "<div><dt>device</dt><dd>auto</dd></div>" in html
+
+
+@pytest.mark.parametrize(
+    ("recipe", "held_out", "training"),
+    [
+        ({"eval": {"temperature": 0.0}, "rollout": {"temperature": 1.0}}, "greedily", "at temperature 1"),
+        (
+            {"eval": {"temperature": 0.6, "sets": {"aime": {"temperature": 1.0}, "amc": {}}}, "rollout": {}},
+            "at temperature 0.6 and 1",
+            "as the recipe says",
+        ),
+    ],
+)
+def test_accuracy_chart_says_how_both_curves_were_sampled(
+    recipe: dict[str, dict[str, object]], held_out: str, training: str, tmp_path: Path
+) -> None:
+    run = read_run(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2)))
+    text = chart(draw(replace(run, recipe=recipe)), "accuracy").explains
+    assert f"Held-out accuracy, sampled {held_out}," in text
+    assert f"of each update, sampled {training} when" in text
 
 
 def test_events_are_listed_with_their_time(tmp_path: Path) -> None:
@@ -79,6 +107,9 @@ def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
     assert (summary["stages"], summary["updates"], summary["seed"]) == (2, 16, 3)
     assert summary["tokens"] == {"generated": 2 * 8 * 256 * 8, "trained": 16 * 2048}
     assert summary["seconds"]["optimize"] == pytest.approx(2 * 8 * 0.2, abs=1e-4)
+    rollout = sum(summary["seconds"][phase] for phase in ("sync", "generate", "score"))
+    total = rollout + summary["seconds"]["optimize"]
+    assert summary["paper_seconds"] == pytest.approx({"T_rollout": rollout, "T_total": total}, abs=1e-4)
     ends = [row["end"] for row in rows if row["kind"] == "phase"]
     assert summary["seconds"]["total"] == pytest.approx(max(ends) - rows[0]["time"], abs=1e-4)
 

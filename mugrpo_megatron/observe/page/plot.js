@@ -19,7 +19,7 @@ function number(value) {
   if (size === 0) return "0";
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
-  if (size < 1e-3) return value.toExponential(1).replace("e-", "e−").replace("-", "−");
+  if (size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("e-", "e−").replace("-", "−");
   return String(+value.toPrecision(3)).replace("-", "−");
 }
 
@@ -76,14 +76,21 @@ function verticalScale(chart, top, bottom) {
     low = Math.min(low, v);
     high = Math.max(high, v);
   };
-  for (const s of chart.series) for (const values of [s.y, s.low || [], s.high || []]) values.forEach(take);
-  if (low === Infinity) { low = chart.scale === "log" ? 0.1 : 0; high = 1; }
+  const all = chart.series.flatMap((s) => [s.y, s.low || [], s.high || [], s.average || []]);
+  for (const values of all) values.forEach(take);
+  if (chart.rule_in_view) take(chart.rule);
+  const empty = low === Infinity;
+  if (empty) { low = chart.scale === "log" ? 0.1 : 0; high = 1; }
   if (chart.scale === "log") {
     if (high / low < 4) { low /= 2; high *= 2; }
     const a = Math.log(low * 0.9), b = Math.log(high * 1.1);
-    const to = (v) => (v > 0 ? bottom - ((Math.log(v) - a) / (b - a)) * (bottom - top) : null);
-    const ticks = logTicks(Math.exp(a), Math.exp(b));
-    return { to, ticks, labels: ticks.map((t) => text(t, chart.format)), low: Math.exp(a), high: Math.exp(b) };
+    const least = Math.exp(a), foot = chart.zero && all.some((values) => values.includes(0)) ? 24 : 0;
+    const to = (v) => { // where there is a foot, it leads linearly from the smallest value to 0
+      if (v >= least) return bottom - foot - ((Math.log(v) - a) / (b - a)) * (bottom - foot - top);
+      return foot ? bottom - (Math.max(v, 0) / least) * foot : v > 0 ? bottom : null;
+    };
+    const ticks = [...(foot ? [0] : []), ...(foot && empty ? [] : logTicks(least, Math.exp(b)))];
+    return { to, ticks, labels: ticks.map((t) => text(t, chart.format)), low: least, high: Math.exp(b) };
   }
   if (chart.zero && low > 0) low = 0;
   if (high - low < 1e-12 * Math.max(1, Math.abs(high))) {

@@ -32,10 +32,12 @@ class Panel {
     this.legend = this.card.querySelector(".legend");
     this.card.appendChild(this.root);
     this.values = chart.series.map((series) => {
+      const reach = series.smooth && series.y.length >= 48 ? Math.round(series.y.length / 48) : 0;
+      series.average = reach ? movingAverage(series.y, reach, stageStarts(series)) : null;
       const item = document.createElement("span");
       const swatch = document.createElement("i");
       swatch.style.background = color(series.color);
-      swatch.className = series.draw;
+      swatch.className = `${series.bold ? "bold " : ""}${series.draw}`;
       const value = document.createElement("b");
       item.append(swatch, series.label, value);
       this.legend.appendChild(item);
@@ -72,8 +74,8 @@ class Panel {
     });
     this.drawAbscissa();
     if (chart.along === "run") this.drawBoundaries();
-    this.drawRule();
     chart.series.forEach((series) => this.drawSeries(series));
+    this.drawRule();
     this.cursor = svg("g", { "pointer-events": "none" }, root);
     svg("rect", { x: 0, y: 0, width, height, fill: "transparent" }, root);
     this.showValues(null);
@@ -118,7 +120,8 @@ class Panel {
     const xs = this.positions(series).map(this.x);
     const toY = (values) => values.map((v) => (v === null || v === undefined ? null : this.scale.to(v)));
     const ys = toY(series.y), stroke = color(series.color);
-    const line = (d, attributes = {}) => svg("path", { d, fill: "none", stroke, "stroke-width": 2, "stroke-linejoin": "round", "stroke-linecap": "round", ...attributes }, this.root);
+    const thick = series.bold ? 3.4 : 2;
+    const line = (d, attributes = {}) => svg("path", { d, fill: "none", stroke, "stroke-width": thick, "stroke-linejoin": "round", "stroke-linecap": "round", ...attributes }, this.root);
     if (series.low) svg("path", { d: bandPath(xs, toY(series.low), toY(series.high)), fill: stroke, "fill-opacity": 0.15 }, this.root);
     if (ys.length < 400) {
       const alone = pieces(xs, ys, stageStarts(series)).filter((piece) => piece.length === 1 && series.draw === "line");
@@ -129,16 +132,16 @@ class Panel {
       line(stepPath(xs, ys, this.x(this.end)));
       return null;
     }
-    const starts = stageStarts(series);
+    const starts = stageStarts(series), average = series.average && toY(series.average);
     const dense = ys.length > 0.75 * (this.right - this.left);
-    const reach = series.smooth && ys.length >= 48 ? Math.round(ys.length / 48) : 0;
     if (dense) {
-      const c = columns(xs, ys);
-      svg("path", { d: bandPath(c.x, c.low, c.high), fill: stroke, "fill-opacity": 0.22 }, this.root);
-      return line(reach ? linePath(xs, toY(movingAverage(series.y, reach, starts)), starts) : linePath(c.x, c.mean), { "stroke-width": reach ? 2 : 1.4 });
+      const parts = pieces(xs, ys, starts).map((piece) => columns(piece.map(([x]) => x), piece.map(([, y]) => y)));
+      svg("path", { d: parts.map((c) => bandPath(c.x, c.low, c.high)).join(""), fill: stroke, "fill-opacity": this.chart.series.length > 3 ? 0.13 : 0.22 }, this.root);
+      const curve = average ? linePath(xs, average, starts) : parts.map((c) => linePath(c.x, c.mean)).join("");
+      return line(curve, { "stroke-width": average ? thick : 0.7 * thick });
     }
-    if (reach) line(linePath(xs, ys, starts), { "stroke-width": 1, "stroke-opacity": 0.32 });
-    return line(linePath(xs, reach ? toY(movingAverage(series.y, reach, starts)) : ys, starts));
+    if (average) line(linePath(xs, ys, starts), { "stroke-width": 1, "stroke-opacity": 0.32 });
+    return line(linePath(xs, average || ys, starts));
   }
 
   drawDots(series, xs, ys, line) {
