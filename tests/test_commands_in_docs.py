@@ -50,6 +50,7 @@ def schedule(stages: int, mu: int) -> dict[str, Any]:
 
 QWEN = "run_scripts/recipes/paper/qwen2.5-math-7b"
 INSIDE = {"eval.every_updates": 64}
+SAVED = {"checkpoint.every_updates": 64, "checkpoint.keep": 16}
 STATED: dict[str, Mapping[str, Any]] = {
     # README.md
     "run_scripts/quickstart.sh": schedule(4, 64) | MU_GRPO,
@@ -98,8 +99,9 @@ STATED: dict[str, Mapping[str, Any]] = {
     f"run_scripts/torchrun.sh 4 train {QWEN}.mu_grpo.toml --set schedule.stages=1 --set eval.every_updates=64"
     " --set run.dir=runs/paper/one-stage.mu_grpo": schedule(1, 1024) | MU_GRPO | INSIDE,
     f"run_scripts/torchrun.sh 4 optimize {QWEN}.response.toml --from runs/paper/one-stage.mu_grpo --stage 0"
-    " --set schedule.stages=1 --set eval.every_updates=64 --set run.dir=runs/paper/one-stage.response": (
-        schedule(1, 1024) | WHOLE_RESPONSE | INSIDE | {"source": Path("runs/paper/one-stage.mu_grpo"), "stage": 0}
+    " --set schedule.stages=1 --set checkpoint.every_updates=64 --set checkpoint.keep=16"
+    " --set run.dir=runs/paper/one-stage.response": (
+        schedule(1, 1024) | WHOLE_RESPONSE | SAVED | {"source": Path("runs/paper/one-stage.mu_grpo"), "stage": 0}
     ),
 }
 """Command -> what it resolves to: fields of the recipe (`section.key`) and options of the command."""
