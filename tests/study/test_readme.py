@@ -43,13 +43,13 @@ def test_every_figure_of_the_study_in_the_readme_is_that_of_the_kept_results(res
 
     claims = [
         f"one stage of 128 updates, mu-GRPO ends at {mean('mu_128')}, GRPO at {mean('grpo')}, "
-        f"and GRPO's clip on the same stale responses at {mean('strict_128')}.",
+        f"and GRPO's clip on stale responses at {mean('strict_128')}.",
         f"four stages of 128, mu-GRPO ends at {mean('long_mu_grpo')} and GRPO at {mean('long_grpo')}.",
         f"{veto('mu_grpo', 'relaxed')} points with four stages of 32 updates, "
         f"{veto('mu_128', 'relaxed_128')} with one stage of 128, "
         f"and {veto('long_mu_grpo', 'long_relaxed')} with four stages of 128.",
         f"The same 128 updates took mu-GRPO {seconds('mu_grpo')} and GRPO {seconds('grpo')}.",
-        "ratios below 0.1 to 0.9",
+        "a ratio below 0.5 (0.1 to 0.9 where the threshold was varied)",
         "364,000 parameters",
         "stages of 1,024 updates",
     ]
