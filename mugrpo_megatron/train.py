@@ -23,7 +23,10 @@ from mugrpo_megatron.schedule import Cursor, worn_out
 
 
 def train(recipe: Recipe) -> None:
-    """S stages of µ updates: S=4, µ=1024 is mu-GRPO, S=1024, µ=4 ordinary GRPO; nothing else differs.
+    """S stages of µ updates each, with one objective.
+
+    Schedule and objective together make the method: mu-GRPO is S=4, µ=1024 with the objective `mu_grpo`, ordinary GRPO
+    S=1024, µ=4 with `grpo`. GRPO's objective at µ=1024 is the paper's failing baseline (arXiv 2605.17570, Table 1).
 
     Every rank of the world runs this function. A run directory that holds an unfinished run is continued.
     """

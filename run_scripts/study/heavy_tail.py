@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mugrpo_megatron.data import arithmetic
-from run_scripts.study.cost import Machine, Prediction, predict
+from run_scripts.study.cost import decode_steps
 from run_scripts.study.tables import markdown
 
 PROMPTS = 32
@@ -27,17 +27,17 @@ def straggler_table(measured: Mapping[str, Any] | None = None, updates: int = 12
     """Decode steps of `updates` updates on the heavy-tailed bundled task by µ, all stages' batches played through.
 
     `measured` is what `run_scripts.study.stragglers` wrote: then its updates, places and µ are taken, and the seconds
-    that an engine took stand beside the steps.
+    that an engine took stand next to the steps.
     """
     sizes = (1, 4, 16, 32, 128)
     if measured:
         updates, running = measured["updates"], measured["running"]
         sizes = tuple(sorted(map(int, measured["seconds"])))
     played = _played(updates, running, sizes)
-    fewest = _played(updates, running, [updates])[updates].generate
+    fewest, _ = _played(updates, running, [updates])[updates]
     rows = [
-        [str(mu), f"{p.generate:,.0f}", f"{p.generate / fewest:.2f}", f"{100 * p.occupancy:.0f}"]
-        for mu, p in played.items()
+        [str(mu), f"{steps:,}", f"{steps / fewest:.2f}", f"{100 * occupancy:.0f}"]
+        for mu, (steps, occupancy) in played.items()
     ]
     head = ["µ", "Decode steps", "Of one stage's", "Places in use %"]
     if measured:
@@ -53,14 +53,19 @@ def straggler_cost(measured: Mapping[str, Any]) -> dict[int, tuple[float, float]
     """µ -> (seconds, decode steps) as multiples of those of the largest µ."""
     seconds = {int(mu): statistics.median(times) for mu, times in measured["seconds"].items()}
     played, largest = _played(measured["updates"], measured["running"], sorted(seconds)), max(seconds)
-    return {mu: (seconds[mu] / seconds[largest], p.generate / played[largest].generate) for mu, p in played.items()}
+    return {mu: (seconds[mu] / seconds[largest], steps / played[largest][0]) for mu, (steps, _) in played.items()}
 
 
-def _played(updates: int, running: int, sizes: Iterable[int]) -> dict[int, Prediction]:
-    """All batches of `updates` updates in stages of each of the given µ; a decode step counts as a second."""
+def _played(updates: int, running: int, sizes: Iterable[int]) -> dict[int, tuple[int, float]]:
+    """µ -> (decode steps, occupancy) of `updates` updates in stages of that µ; occupancy is the mean over all steps."""
     lengths = long_lengths(updates * PROMPTS)
-    machine = Machine(step_s=1.0, row_s=0.0, running=running, update_s=0.0, switch_s=0.0)
-    return {mu: predict(lengths, machine, updates // mu, updates) for mu in sizes}
+    return {mu: _in_stages(lengths, mu * len(lengths) // updates, running) for mu in sizes}
+
+
+def _in_stages(lengths: Sequence[int], size: int, running: int) -> tuple[int, float]:
+    """(decode steps, occupancy) of stages of `size` responses, one after the other."""
+    steps = sum(decode_steps(lengths[i : i + size], running)[0] for i in range(0, len(lengths), size))
+    return steps, sum(lengths) / (steps * running)
 
 
 def places_table(measured: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ TEXT = {"kind", "part", "variant"}
 UPDATE, WALL, CPU = 0, 1, 2
 """Places in an evaluation of curves.json."""
 INSIDE = "inside.json"
-"""What `inside` leaves beside cells.csv."""
+"""The file that `inside` writes next to cells.csv."""
 CLOCK, RESTART = "clock", "restart"
 """Kinds of runs taken again, for their wall-clock: as they were, and with an engine that ends between stages."""
 COMPARED = ("grpo", "mu_grpo")
@@ -79,6 +79,13 @@ class Results:
     def inside_of(self, variant: str) -> list[list[list[float]]]:
         """`inside` of the variant's cells, seed by seed."""
         return [points for cell, points in self.inside.items() if cell.startswith(f"{variant}/")]
+
+    def repeats(self) -> list[list[float]]:
+        """Final accuracies of cells that ran more than once, cell by cell: the same settings and the same seed."""
+        found: dict[Cell, list[float]] = {}
+        for row in self.rows:
+            found.setdefault(cell_of(row), []).append(row["accuracy"])
+        return [accuracies for accuracies in found.values() if len(accuracies) > 1]
 
     def timed(self, variant: str, kind: str = CLOCK) -> list[Row]:
         """The variant's runs that its wall-clock is read from: those taken for it, else for CLOCK any."""

@@ -47,7 +47,7 @@ SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
 """Environment in which PyTorch adds up in the same order on every x86-64 machine. Left to itself it takes AVX-512 where
 there is any, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
 AGAIN: dict[str, tuple[str, ...]] = {CLOCK: (), RESTART: ("engine.between_stages=restart",)}
-"""Runs that are taken again, for their wall-clock: where they lie, and what they set beside what their cell sets."""
+"""Runs that are taken again, for their wall-clock: where they lie, and what they set in addition to their cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _chosen(study: Study, options: argparse.Namespace) -> list[Cell | Waiting]:
 
 
 def run_all(study: Study, options: argparse.Namespace) -> int:
-    """Start the next unfinished cell whenever there is room; what is next is asked anew, as tuning decides it.
+    """Start the next unfinished cell whenever there is room; tuning decides which cell is next.
 
     Returns 1 when a cell failed or waits for one that did, else 0.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -44,6 +44,26 @@ def difference(left: Mapping[int, float], right: Mapping[int, float]) -> Mean | 
     """Mean of left - right over the seeds that both have; None where they share none."""
     shared = sorted(left.keys() & right.keys())
     return mean_of([left[seed] - right[seed] for seed in shared]) if shared else None
+
+
+def pooled_deviation(groups: Iterable[Sequence[float]]) -> float | None:
+    """Standard deviation inside groups, pooled over all that have two values or more; None without any."""
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in several for value in group)
+    return math.sqrt(squares / freedom) if several else None
+
+
+def fisher_exact(left: tuple[int, int], right: tuple[int, int]) -> float:
+    """Two-sided p of Fisher's exact test for (events, trials): all outcomes at most as likely as this one."""
+    (events, trials), (others, rest) = left, right
+    total = events + others
+
+    def ways(count: int) -> int:
+        return math.comb(trials, count) * math.comb(rest, total - count)
+
+    possible = [ways(count) for count in range(max(0, total - rest), min(trials, total) + 1)]
+    return sum(one for one in possible if one <= ways(events)) / sum(possible)
 
 
 def reached(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:

@@ -26,11 +26,11 @@ def percent(mean: Mean | None) -> str:
     return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
 
 
-def points(mean: Mean | None) -> str:
+def points(mean: Mean | None, digits: int = 1) -> str:
     """A difference of accuracies in points, with its sign."""
     if mean is None:
         return "–"
-    return f"{100 * mean.value:+.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
+    return f"{100 * mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {100 * mean.half:.{digits}f}")
 
 
 def coverage(results: Results) -> str:
@@ -99,6 +99,12 @@ def seeds_mean(results: Results, variant: str, rate: float) -> Mean | None:
     """Final accuracy over the seeds that ran at a rate."""
     found = results.at(variant, rate)
     return mean_of(list(found.values())) if found else None
+
+
+def vetoed(results: Results, variant: str, rate: float) -> str:
+    """Percentage of response tokens that the veto took out, mean over the seeds that ran at a rate."""
+    runs = [row for row in results.of_kind("study") if (row["variant"], row["rate"]) == (variant, rate)]
+    return _share(runs, "vetoed")
 
 
 def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
@@ -172,23 +178,28 @@ def speed_table(results: Results) -> str:
 
 
 def edges(results: Results) -> str:
-    """Which variants have their best rate at an end of the grid, so that a better one may lie beyond.
+    """Which variants have their best rate at an end of the grid, in a sentence."""
+    if not any(results.is_tuned(name) for name in results.grid.variants()):
+        return "No variant is tuned yet."
+    found = edge_variants(results)
+    if not found:
+        return "No tuned variant has its best rate at an end of the grid without having been tried beyond it."
+    return f"Best at an end of the grid, so that a better rate may lie beyond: {', '.join(found)}."
+
+
+def edge_variants(results: Results) -> list[str]:
+    """Titles of variants whose best rate is an end of the grid, with that end.
 
     Not those that ran beyond it and were no better there.
     """
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
-    found = [
+    return [
         f"{variant.title} ({ends[rate]})"
         for variant in results.grid.variants().values()
         if results.is_tuned(variant.name)
         and (rate := results.rate(variant.name)) in ends
         and not _tried_beyond(results, variant.name, rate)
     ]
-    if not any(results.is_tuned(name) for name in results.grid.variants()):
-        return "No variant is tuned yet."
-    if not found:
-        return "No tuned variant has its best rate at an end of the grid without having been tried beyond it."
-    return f"Best at an end of the grid, so that a better rate may lie beyond: {', '.join(found)}."
 
 
 def _tried_beyond(results: Results, variant: str, rate: float) -> bool:
@@ -205,8 +216,8 @@ def machine_note(results: Results) -> str:
     if runs and all(row["kind"] == CLOCK for row in runs):
         most = max(row["others_share"] or 0.0 for row in runs)
         return (
-            "Taken in runs of their own, one at a time (`python -m run_scripts.study.run --clock N`); other work\n"
-            f"used at most {100 * most:.0f} % of the processor time that was used meanwhile."
+            "These seconds come from runs of their own, one at a time (`python -m run_scripts.study.run --clock N`).\n"
+            f"Other work used at most {100 * most:.0f} % of the processor time that was used meanwhile."
         )
     return (
         "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
@@ -217,7 +228,7 @@ def machine_note(results: Results) -> str:
 
 
 def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None) -> str:
-    """Runs of the TRL bench; with `results`, beside the study's own at the same rates, seed 0."""
+    """Runs of the TRL bench; with `results`, next to the study's own at the same rates, seed 0."""
     sides = [(run["side"], run["rate"], run["points"]) for run in runs]
     for rate in sorted({run["rate"] for run in runs}) if results else ():
         for name in COMPARED:

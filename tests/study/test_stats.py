@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_scripts.study.stats import T975, difference, mean_of, reached
+from run_scripts.study.stats import T975, difference, fisher_exact, mean_of, pooled_deviation, reached
 
 accuracies = st.floats(0, 1, allow_nan=False)
 
@@ -37,6 +37,24 @@ def test_a_difference_is_taken_seed_by_seed() -> None:
     assert apart.value == pytest.approx(0.1)
     assert apart.half == pytest.approx(0.0, abs=1e-12)  # seeds differ widely, the pairs do not
     assert difference({0: 0.5}, {1: 0.5}) is None
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_fishers_p_is_the_share_of_ways_to_deal_the_events_that_are_no_likelier(
+    left: int, right: int, data: st.DataObject
+) -> None:
+    """Against all ways to deal the events over the trials, one by one."""
+    events, others = data.draw(st.integers(0, left)), data.draw(st.integers(0, right))
+    dealt = [sum(place < left for place in places) for places in combinations(range(left + right), events + others)]
+    ways = {count: dealt.count(count) for count in set(dealt)}
+    expected = sum(many for many in ways.values() if many <= ways[events]) / len(dealt)
+    assert fisher_exact((events, left), (others, right)) == pytest.approx(expected)
+
+
+def test_repeats_spread_about_the_mean_of_their_own_group() -> None:
+    spread = pooled_deviation([[0.5, 0.7], [10.0], [3.0, 3.3, 3.6]])
+    assert spread == pytest.approx(((0.02 + 0.18) / 3) ** 0.5)
+    assert pooled_deviation([[1.0], [2.0]]) is None
 
 
 @given(st.lists(accuracies, min_size=1, max_size=8), accuracies)

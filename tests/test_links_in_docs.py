@@ -1,0 +1,37 @@
+"""Links between the pages lead to files and headings that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page: lower case, no punctuation, hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_links_lead_somewhere(path: Path) -> None:
+    for found in LINK.finditer(path.read_text(encoding="utf-8")):
+        target, _, anchor = (found[1] or found[2]).partition("#")
+        if "://" in target:
+            continue
+        there = path.parent / target if target else path
+        assert there.exists(), f"{path}: {found[0]}"
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), f"{path}: {found[0]}"
+
+
+def test_an_anchor_is_githubs() -> None:
+    assert anchors("# A `b` (c)\n```\n# no heading\n```\n## What a stage costs, and why\n### κ\n") == {
+        "a-b-c",
+        "what-a-stage-costs-and-why",
+        "κ",
+    }
