@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,31 @@ from mugrpo_megatron.data.prompts import STYLES
 from mugrpo_megatron.recipe import Recipe, load_recipe
 
 RECIPES = Path("run_scripts/recipes")
-PAPER = sorted((RECIPES / "paper").glob("*.toml"))
-PAPER_RUNS = [path for path in PAPER if path.name != "common.toml"]
+PAPER = RECIPES / "paper"
+MODELS = {
+    "llama-3.2-3b-instruct": "Llama-3.2-3B-Instruct",
+    "qwen2.5-math-7b": "Qwen2.5-Math-7B",
+    "qwen3-1.7b-base": "Qwen3-1.7B-Base",
+    "qwen3-8b-base": "Qwen3-8B-Base",
+    "deepseek-r1-distill-qwen-7b": "DeepSeek-R1-Distill-Qwen-7B",
+}
+"""Models of the paper's Table 1: file name -> name on the hub."""
+STRICT, RELAXED, NEVER = (0.8, 1.2), (0.0, 5.0), (0.0, 1e9)
+METHODS = {
+    "grpo": ("grpo", STRICT, "none", 1024, 4),
+    "grpo_mu1024": ("grpo", STRICT, "none", 4, 1024),
+    "relaxed": ("mu_grpo", RELAXED, "none", 4, 1024),
+    "mu_grpo": ("mu_grpo", RELAXED, "suffix_non_trigger", 4, 1024),
+    "mu_grpo_dual_clip": ("mu_grpo", RELAXED, "suffix_non_trigger", 4, 1024),
+    "m2po": ("m2po", NEVER, "none", 4, 1024),
+    "trigger": ("mu_grpo", RELAXED, "trigger", 4, 1024),
+    "suffix": ("mu_grpo", RELAXED, "suffix", 4, 1024),
+    "response": ("mu_grpo", RELAXED, "response", 4, 1024),
+}
+"""File name -> objective, clip range (M2PO has its own), veto, S, µ."""
+RUNS = [(model, method) for model in MODELS for method in METHODS]
+ABOUT_THE_METHOD = {"name", "clip_low", "clip_high", "veto", "dual_clip", "second_moment"}
+"""Keys of the objective in which runs of a model may differ."""
 MULTI_NODE = {"qwen2.5-32b": (2, 4, 16), "llama-3.3-70b": (4, 8, 16), "qwen3-30b-a3b": (2, 4)}
 """Recipe -> numbers of nodes of 8 that it says it runs on."""
 
@@ -32,8 +56,56 @@ def test_every_recipe_resolves(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "[schedule]" in printed
 
 
-@pytest.mark.parametrize("path", PAPER_RUNS, ids=lambda path: path.name)
-def test_the_papers_runs_fit_four_h200(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_recipes_are_all_models_with_all_methods() -> None:
+    """One file a run, which names its model and its method and nothing else."""
+    for model, method in RUNS:
+        expected = (
+            f'base = ["common.toml", "models/{model}.toml", "methods/{method}.toml"]\n'
+            f'run.dir = "runs/paper/{model}.{method}"\n'
+        )
+        assert (PAPER / f"{model}.{method}.toml").read_text(encoding="utf-8") == expected
+    found = {path.name for path in PAPER.glob("*.toml")} - {"common.toml", "evaluation.toml"}
+    assert found == {f"{model}.{method}.toml" for model, method in RUNS}
+
+
+@pytest.mark.parametrize(("model", "method"), RUNS)
+def test_what_the_papers_recipes_resolve_to(model: str, method: str) -> None:
+    recipe = load_recipe(PAPER / f"{model}.{method}.toml")
+    objective, schedule = recipe.objective, recipe.schedule
+    clip = (objective.clip_low, objective.clip_high)
+    found = (objective.name, clip, objective.veto, schedule.stages, schedule.updates_per_stage)
+    assert found == METHODS[method]
+    assert recipe.model.path.name == MODELS[model]
+    assert (objective.advantage, objective.reduction) == ("group_std", "token_mean")
+    assert objective.dual_clip == (3.0 if method == "mu_grpo_dual_clip" else None)
+    assert (objective.second_moment, objective.second_moment_budget) == ("clip" if method == "m2po" else "none", 0.04)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_papers_runs_of_a_model_differ_in_method_alone(model: str) -> None:
+    runs = {method: load_recipe(PAPER / f"{model}.{method}.toml").model_dump() for method in METHODS}
+    first = runs["mu_grpo"]
+    for run in runs.values():
+        for section in set(first) - {"run", "schedule", "objective", "eval", "checkpoint"}:
+            assert run[section] == first[section]
+        assert {key for key, value in run["objective"].items() if value != first["objective"][key]} <= ABOUT_THE_METHOD
+    assert len({run["run"]["dir"] for run in runs.values()}) == len(METHODS)
+
+
+@pytest.mark.parametrize(
+    "path", [PAPER / "common.toml", *(PAPER / "models").glob("*.toml")], ids=lambda path: path.name
+)
+def test_every_value_of_the_papers_recipes_says_whose_it_is(path: Path) -> None:
+    keys = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(r"\w+ = ", line)]
+    assert keys
+    for line in keys:
+        assert line.startswith(("path = ", "base = ")) or "# our choice" in line or "# the paper's" in line, line
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("method", ["grpo", "mu_grpo"])
+def test_the_papers_runs_fit_four_h200(model: str, method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = PAPER / f"{model}.{method}.toml"
     code, printed, said = run(["plan", str(path), "--gpus-per-node", "4", "--json"], capsys)
     assert code == 0, said
     plan = json.loads(printed)
@@ -41,24 +113,6 @@ def test_the_papers_runs_fit_four_h200(path: Path, capsys: pytest.CaptureFixture
     assert updates == {4096}
     assert plan["memory"]["learn"] < plan["memory"]["device"]
     assert all(one["problems"] or one["seconds"] > 0 for one in plan["layouts"])
-
-
-def test_the_papers_runs_of_a_model_differ_in_method_alone() -> None:
-    models = {path.name.rsplit(".", 2)[0] for path in PAPER_RUNS}
-    assert len(models) == 5
-    for model in models:
-        grpo, mu, m2po = (
-            load_recipe(RECIPES / "paper" / f"{model}.{method}.toml") for method in ("grpo", "mu_grpo", "m2po")
-        )
-        assert (grpo.schedule.stages, grpo.schedule.updates_per_stage) == (1024, 4)
-        assert (mu.schedule.stages, mu.schedule.updates_per_stage) == (4, 1024)
-        assert mu.schedule == m2po.schedule
-        assert [one.objective.name for one in (grpo, mu, m2po)] == ["grpo", "mu_grpo", "m2po"]
-        assert (grpo.objective.clip_low, grpo.objective.clip_high) == (0.8, 1.2)
-        assert (mu.objective.clip_low, mu.objective.clip_high, mu.objective.veto) == (0, 5, "suffix_non_trigger")
-        for section in ("model", "data", "rollout", "optimizer", "parallel", "learner", "engine", "reward"):
-            assert getattr(grpo, section) == getattr(mu, section) == getattr(m2po, section)
-        assert len({one.run.dir for one in (grpo, mu, m2po)}) == 3
 
 
 @pytest.mark.parametrize(("name", "nodes"), [(name, n) for name, each in MULTI_NODE.items() for n in each])
@@ -69,7 +123,11 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
     assert json.loads(printed)["cluster"]["nodes"] == nodes
 
 
-@pytest.mark.parametrize("path", [*PAPER_RUNS, *(RECIPES / "multi_node").glob("*.toml")], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [*PAPER.glob("*.mu_grpo.toml"), *(RECIPES / "multi_node").glob("*.toml")],
+    ids=lambda path: path.name,
+)
 def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
     recipe: Recipe = load_recipe(path)
     assert set(recipe.data.train.split(",")) | set(recipe.data.eval.split(",")) <= set(PRESETS)
@@ -101,7 +159,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         ("paper/qwen2.5-math-7b.grpo.toml", ["--gpu", "tpu"], "known are h200"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--nodes", "0"], "both are at least 1"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfoo=1"], "names are"),
-        ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=high"], "'high' is no number"),
+        ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=high"], "'high' is not a number"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=0"], "has to be above 0"),
     ],
 )
@@ -128,7 +186,7 @@ def test_the_layout_that_a_refusal_names_is_accepted(capsys: pytest.CaptureFixtu
 def test_assumptions_and_a_config_of_ones_own_change_the_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = str(RECIPES / "paper" / "qwen2.5-math-1.5b.mu_grpo.toml")
+    path = str(RECIPES / "paper" / "qwen3-1.7b-base.mu_grpo.toml")
 
     def plan(*options: str) -> dict:
         code, printed, said = run(["plan", path, "--gpus-per-node", "4", "--json", *options], capsys)

@@ -19,6 +19,7 @@ STYLES: dict[str, str] = {
         "<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     ),
     "deepseek-math": f"User: {{question}}\n{INSTRUCTION.replace('{}', '{{}}')}\n\nAssistant:",
+    "deepseek-r1": f"<｜User｜>{{question}}\n{INSTRUCTION.replace('{}', '{{}}')}<｜Assistant｜><think>\n",
     "llama": (
         "<|start_header_id|>user<|end_header_id|>\n\n"
         f"{{question}}\n{INSTRUCTION.replace('{}', '{{}}')}<|eot_id|>"

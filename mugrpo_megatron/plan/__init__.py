@@ -1,4 +1,4 @@
-"""What a run will need and take, on paper: from a recipe, a model's config and a cluster to a plan.
+"""A model of what a run needs and takes: from a recipe, a model's config and a cluster to a plan.
 
 models    shapes of models that are not on disk         cluster   devices, and what is assumed of them
 layout    who holds which parameters                    case      what a plan is about

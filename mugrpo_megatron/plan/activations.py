@@ -70,7 +70,7 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
 def _feed_forward(
     architecture: Architecture, layout: Layout, tokens: int, stream: float, itemsize: int, cuda: bool
 ) -> tuple[float, float]:
-    """Bytes kept beside the norm's output, and bytes that the backward pass works with."""
+    """Bytes kept besides the norm's output, and bytes that the backward pass works with."""
     size, tp, b = architecture.letters, layout.tensor, itemsize
     if not architecture.experts:
         width = size["F"] / tp
@@ -98,7 +98,7 @@ def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: i
     """Bytes on the last stage when the loss is formed, for `tokens` tokens that this rank takes the loss of.
 
     Hidden states: the final norm's output, gathered where it was split, the rows of it that predict a trained token
-    (all, at most) and their gradient. Beside them, first one chunk's logits in float32, in whose place the gradient is
+    (all, at most) and their gradient. With them, first one chunk's logits in float32, in whose place the gradient is
     written, on CPU also the weight in float32; then autograd's zeros for the output weight, whose gradient went to the
     gradient buffer.
     """

@@ -30,10 +30,11 @@ class Device:
 
 
 DEVICES = {
-    "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),  # both measured
-    "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),  # H200's die; 0.9 of the data sheet's 3.35 TB/s
-    "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),  # 0.8 and 0.9 of the 80 GB data sheet
-    "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),  # 0.8 and 0.9 of the data sheet
+    # 0.8 of the data sheet's FLOP/s and 0.9 of its bandwidth; run_scripts/bench/gpu.sh measures both.
+    "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),
+    "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
+    "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),
+    "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
     "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; memory is this machine's, shared by its ranks
 }
 
@@ -93,7 +94,7 @@ class Assumptions:
     step_floor: float = 0.008
     """Seconds that a decoding step takes at least: scheduling and launches."""
     verifier: float = 545.0
-    """Responses/s of one verifier process (math-verify on short answers, measured on one core)."""
+    """Responses/s of one verifier process; docs/verifier.md has a measured figure on short answers."""
     cores: float = 16.0
     """CPU cores for each device."""
     bridge: float = 20e9
@@ -113,13 +114,13 @@ class Assumptions:
     engine_rest: float = 3.0 * GIB
     """Bytes of a sleeping engine that stay: CUDA context, NCCL, CUDA graphs."""
     engine_work: float = 6.0 * GIB
-    """Bytes that an engine at work needs beside weights and KV cache: activations of a prefill, CUDA graphs."""
+    """Bytes that an engine at work needs besides weights and KV cache: activations of a prefill, CUDA graphs."""
     fragmentation: float = 0.05
     """Share of a learner's memory that the allocator cannot use."""
 
 
 def assume(settings: Iterable[str]) -> Assumptions:
-    """The defaults with `name=value` replaced; UserError for a name that is none or a value that is no number."""
+    """The defaults with `name=value` replaced; UserError for an unknown name or a value that is not a number."""
     known = {field.name for field in dataclasses.fields(Assumptions)}
     found: dict[str, float] = {}
     for setting in settings:
@@ -129,7 +130,7 @@ def assume(settings: Iterable[str]) -> Assumptions:
         try:
             found[name] = float(text)
         except ValueError:
-            raise UserError(f"--assume {setting}: {text!r} is no number") from None
+            raise UserError(f"--assume {setting}: {text!r} is not a number") from None
         if found[name] <= 0 and name != "fragmentation":
             raise UserError(f"--assume {setting}: it has to be above 0")
     return Assumptions(**found)

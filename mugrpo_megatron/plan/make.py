@@ -53,7 +53,7 @@ def make_plan(
 ) -> Plan:
     """The plan of `recipe` on a cluster.
 
-    Raises UserError, naming the nearest layout that works, when the layout cannot be or a phase does not fit.
+    Raises UserError, naming the nearest layout that works, when the layout cannot run or a phase does not fit.
     """
     cluster, guess = make_cluster(nodes, per_node, device), assume(assumptions)
     model = find_model(recipe, model_config)

@@ -63,7 +63,7 @@ class Learning:
     """Micro-batches whose activations are kept."""
 
     def peak(self, recompute: str) -> float:
-        """What an update needs beside the state at its fullest moment.
+        """What an update needs besides the state at its fullest moment.
 
         When the loss is formed; in the backward pass of the last layer, the loss path gone; at the embedding, when this
         micro-batch's activations are gone; when gradients are reduced, with no activations at all.
@@ -182,7 +182,7 @@ class Memory:
 
 
 def memory(case: Case, engine: Serving) -> Memory:
-    """Memory of the run's fullest rank in each phase, beside an engine that takes what `engine` says."""
+    """Memory of the run's fullest rank in each phase, with an engine that takes what `engine` says."""
     recipe, layout, cluster, guess = case.recipe, case.layout, case.cluster, case.guess
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)

@@ -29,8 +29,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         if table is not None:
             console.print(table)
     console.print(
-        "Times follow from assumed rates, replaced with --assume name=value; docs/plan.md has every formula and says "
-        "what is measured.",
+        "All of this is a model. Its times follow from assumed rates and lengths, replaced with --assume name=value; "
+        "docs/plan.md has every formula and holds the hours to the paper's.",
         highlight=False,
     )
 
@@ -100,7 +100,8 @@ def _phases(plan: Plan) -> Table:
 
 
 def _schedules(plan: Plan) -> Table:
-    table = _table("The whole run under three schedules", "", *(f">{one.name}" for one in plan.schedules))
+    title = "The whole run under three schedules, the objective unchanged"
+    table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
     table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
     for phase in plan.schedules[0].seconds:
         table.add_row(phase, *(duration(one.seconds[phase]) for one in plan.schedules))
@@ -110,7 +111,7 @@ def _schedules(plan: Plan) -> Table:
     table.add_row("total", *(duration(one.total) for one in plan.schedules))
     table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
     _, grpo, mu = plan.schedules
-    table.caption = f"GRPO takes {grpo.total / mu.total:.2f} times as long as mu-GRPO"
+    table.caption = f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's"
     return table
 
 

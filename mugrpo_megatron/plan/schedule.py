@@ -1,4 +1,7 @@
-"""The same run, all its updates, cut into other stages: what GRPO's many switches cost against mu-GRPO's few."""
+"""The same run, all its updates, cut into other stages: what GRPO's many switches cost against mu-GRPO's few.
+
+Only the schedule changes: the objective, and so the cost of an update, stays the recipe's.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ class Schedule:
 
 
 def schedules(case: Case, need: Memory) -> list[Schedule]:
-    """The recipe's own cut, GRPO's and mu-GRPO's, over the same updates, evaluated equally often."""
+    """The recipe's own cut, then GRPO's and mu-GRPO's schedules, over the same updates, evaluated equally often."""
     own = case.recipe.schedule
     updates = own.stages * own.updates_per_stage
     cuts = {
         "this recipe": (own.stages, own.updates_per_stage),
-        "GRPO": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
-        "mu-GRPO": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
+        "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
+        "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
     }
     evaluate = own.stages * phases(case, need).evaluate
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)

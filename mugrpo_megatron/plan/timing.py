@@ -81,7 +81,7 @@ def scoring_seconds(responses: int, case: Case) -> float:
 
 
 def saving_seconds(others: float, case: Case) -> float:
-    """A stage's saves, one at its end and those inside it, beside `others` seconds of other work.
+    """A stage's saves, one at its end and those inside it, during `others` seconds of other work.
 
     Saved asynchronously, the run waits for the copy to host memory, and for the disk where one save is not done before
     the next begins (checkpoints.py).
