@@ -20,10 +20,15 @@ PADDED = 48
 """Rows of the weight; of four equal shares the last holds padding only."""
 WIDTH = 12
 
-OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)} | {
+OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)}
+OBJECTIVES |= {
     f"veto={scope}, trigger={trigger}": ObjectiveSection(veto=scope, trigger=trigger)
     for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
     for trigger in ("token", "prefix_mean")
+}
+OBJECTIVES |= {
+    f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
+    for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
 
 
@@ -39,6 +44,7 @@ class Problem:
     segments: Segments
     config: ObjectiveSection
     statistics: UpdateStatistics | None = None
+    reference: Tensor | None = None
 
     def leaves(self) -> Problem:
         """The same problem with fresh leaves to differentiate."""
@@ -77,6 +83,9 @@ def make_problem(
     problem = Problem(hidden, weight, targets, noise, advantages, segments, config)
     logprobs = materialised_scores(problem)[0]
     problem = replace(problem, behaviour=(logprobs - noise).float())
+    if config.reference_every > 1:
+        drift = 0.3 * torch.randn(tokens, generator=generator)
+        problem = replace(problem, reference=(logprobs - drift).float())
     found = update_statistics(logprobs.float(), problem.behaviour, advantages, segments, config)
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
     found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)
@@ -95,7 +104,13 @@ def materialised(problem: Problem) -> Answer:
     problem = problem.leaves()
     logprobs, entropy = materialised_scores(problem)
     loss, _ = policy_loss(
-        logprobs, problem.behaviour, problem.advantages, problem.segments, problem.config, problem.statistics
+        logprobs,
+        problem.behaviour,
+        problem.advantages,
+        problem.segments,
+        problem.config,
+        problem.statistics,
+        problem.reference,
     )
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)
