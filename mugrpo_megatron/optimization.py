@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.selection import informative_updates
-from mugrpo_megatron.behaviour import read_behaviour, write_behaviour
-from mugrpo_megatron.durable import durable_file
-from mugrpo_megatron.errors import TrainingFailure
+from mugrpo_megatron.behaviour import read_logprobs, write_logprobs
+from mugrpo_megatron.checkpoints import checkpoint_name, complete
+from mugrpo_megatron.durable import durable_file, fsync
+from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.rollout.schema import to_table
@@ -57,7 +58,7 @@ def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
     with (
         run.log.phase("logprobs", cursor.stage),
         run.display.bar(f"{run.title(cursor)}: learner logprobs", updates, "updates") as bar,
-        write_behaviour(path, write=run.leads) as append,
+        write_logprobs(path, write=run.leads) as append,
     ):
         for age in range(updates):
             append(token_logprobs(run.learner, stage.read_update(age)))
@@ -65,19 +66,79 @@ def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
     run.wait_for_leader()
 
 
-def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
-    """The samples of one update, with the behaviour logprobs that the recipe asks for.
+def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
+    """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
 
-    With `objective.zero_variance = "leave_out"` the stage's updates are formed of informative groups alone.
+    What remains of that policy is the log-probabilities it gives the samples of the updates until the next refresh, on
+    disk before the first of these updates is taken. They are computed again when a run resumes at this cursor.
     """
+    every = run.recipe.objective.reference_every
+    if every == 1 or cursor.age % every:
+        return
+    path = run.directory.reference(cursor.stage, cursor.age)
+    ages = range(cursor.stage_updates(run.recipe.schedule))[cursor.age : cursor.age + every]
+    if run.leads:
+        path.parent.mkdir(exist_ok=True)
+        fsync(run.directory.path)
+    with (
+        run.log.phase("logprobs", cursor.stage),
+        run.display.bar(f"{run.title(cursor)}: reference logprobs", len(ages), "updates") as bar,
+        write_logprobs(path, write=run.leads) as append,
+    ):
+        for age in ages:
+            append(token_logprobs(run.learner, _formed_update(run, stage, cursor.stage, age)))
+            bar.advance()
+    if run.leads:
+        _remove_passed_references(run)
+    run.wait_for_leader()
+
+
+def _remove_passed_references(run: Run) -> None:
+    """Remove the reference files that no checkpoint can need: all before the one that the oldest kept checkpoint needs.
+
+    The run resumes from one of its complete checkpoints or from a later one, which may be in the making.
+    """
+    for checkpoint in complete(run.directory.checkpoints)[:1]:
+        begun = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
+        for path in begun[:-1]:
+            path.unlink()
+
+
+def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
+    """The samples of one update, with the behaviour and reference logprobs that the recipe asks for.
+
+    With `objective.zero_variance = "leave_out"` the stage's updates are formed of informative groups alone. Raises
+    UserError when the reference of a resumed run's update is gone.
+    """
+    samples = _formed_update(run, stage, cursor.stage, cursor.age)
+    every = run.recipe.objective.reference_every
+    if every == 1:
+        return samples
+    place = cursor.age % every
+    begun = Cursor(cursor.stage, cursor.age - place)
+    path = run.directory.reference(begun.stage, begun.age)
+    if not path.exists():
+        raise UserError(
+            f"{path} is gone, and update {cursor.age} of stage {cursor.stage} (both from 0) clips around what it held; "
+            f"restore it from a copy, or remove the checkpoints after {checkpoint_name(begun)} from "
+            f"{run.directory.checkpoints}, so that the run resumes from an earlier one"
+        )
+    return [
+        replace(sample, reference_logprobs=logprobs)
+        for sample, logprobs in zip(samples, read_logprobs(path, place), strict=True)
+    ]
+
+
+def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
+    """The samples of update `age` of stage `number`, of informative groups alone where the recipe asks for that."""
     if run.recipe.objective.zero_variance != "leave_out":
-        return _stored_update(run, stage, cursor, cursor.age)
+        return _stored_update(run, stage, number, age)
     per_update = run.recipe.rollout.prompts_per_update
     rewards, groups = stage.rewards()
     differs = np.zeros(groups.max() + 1, dtype=bool)
     differs[groups] = informative(rewards, groups)
-    chosen = informative_updates(differs, per_update)[cursor.age]
-    stored = {age: _stored_update(run, stage, cursor, age) for age in sorted({*(chosen // per_update).tolist()})}
+    chosen = informative_updates(differs, per_update)[age]
+    stored = {place: _stored_update(run, stage, number, place) for place in sorted({*(chosen // per_update).tolist()})}
     return [
         replace(sample, group=place)  # a group that comes round twice in one update is two groups
         for place, group in enumerate(chosen.tolist())
@@ -86,11 +147,11 @@ def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
     ]
 
 
-def _stored_update(run: Run, stage: StageStore, cursor: Cursor, age: int) -> list[Sample]:
+def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
     samples = stage.read_update(age)
     if run.recipe.rollout.behaviour == "engine":
         return samples
-    behaviour = read_behaviour(run.directory.behaviour(cursor.stage), age)
+    behaviour = read_logprobs(run.directory.behaviour(number), age)
     return [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)

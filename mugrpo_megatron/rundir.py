@@ -52,6 +52,15 @@ class RunDirectory:
         """The batch of the last of too many skipped updates."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
+    @property
+    def references(self) -> Path:
+        """Where `reference` lies: not in a stage's directory, whose files branches share, as it belongs to this run."""
+        return self.path / "reference"
+
+    def reference(self, stage: int, age: int) -> Path:
+        """Logprobs of a few updates' samples under the policy that update `age` of the stage began with."""
+        return self.references / f"stage{stage:05d}-age{age:05d}.parquet"
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 

@@ -60,6 +60,8 @@ class Sample:
     finish_reason: str
     engine_logprobs: np.ndarray | None = None
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
+    reference_logprobs: np.ndarray | None = None
+    """float32 [R]: under the policy that the clip range lies around, where that is not the current one; not stored."""
 
     @property
     def tokens(self) -> int:

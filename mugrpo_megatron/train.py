@@ -14,6 +14,7 @@ from mugrpo_megatron.optimization import (
     read_update,
     recompute_behaviour,
     record_update,
+    refresh_reference,
     save_if_due,
 )
 from mugrpo_megatron.recipe import Recipe
@@ -60,6 +61,7 @@ def optimize_stage(run: Run, start: Cursor) -> Cursor:
     recompute_behaviour(run, stage, cursor)
     with optimizing(run, cursor) as bar:
         while cursor.stage == start.stage:
+            refresh_reference(run, stage, cursor)
             samples = read_update(run, stage, cursor)
             rewards = np.array([sample.reward for sample in samples])
             groups = np.array([sample.group for sample in samples])

@@ -33,6 +33,7 @@ MOMENTS: dict[str, Moment] = {
     "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.tmp")),
     "score": lambda run_dir, rows: any(row.get("phase") == "generate" for row in rows),
     "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.tmp")),
+    "reference": lambda run_dir, rows: any(run_dir.glob("reference/.*.tmp")),
     "optimize": lambda run_dir, rows: any(row["kind"] == "update" for row in rows),
     "save": lambda run_dir, rows: any(run_dir.glob("checkpoints/.*.partial")),
     "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
@@ -94,6 +95,7 @@ def killed_again_and_again(folder: Path, kills: list[str], seed: int) -> dict[st
     shape = {
         "schedule": {"stages": STAGES, "updates_per_stage": UPDATES},
         "rollout": {"prompts_per_update": PROMPTS},
+        "objective": {"name": "off_policy_grpo", "reference_every": 5},
         "checkpoint": {"every_updates": 3},
         "engine": {"max_running_requests": 256},
         "reward": COIN,
@@ -133,15 +135,15 @@ def weights(run_dir: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_killed_while_generating_sealing_optimizing_and_saving(tmp_path: Path) -> None:
-    hit = killed_again_and_again(tmp_path, ["shard", "seal", "optimize", "save"], seed=0)
-    assert sum(hit.values()) == 4
+def test_killed_while_generating_sealing_refreshing_optimizing_and_saving(tmp_path: Path) -> None:
+    hit = killed_again_and_again(tmp_path, ["shard", "seal", "reference", "optimize", "save"], seed=0)
+    assert sum(hit.values()) == 5
 
 
 @pytest.mark.night
 @pytest.mark.parametrize("seed", range(8))
 def test_killed_at_random_moments(seed: int, tmp_path: Path) -> None:
-    """Up to 9 kills of each of 8 runs, every kind of moment once, in random order, until the run ends."""
+    """Up to 10 kills of each of 8 runs, every kind of moment once, in random order, until the run ends."""
     kills = list(MOMENTS)
     random.Random(seed).shuffle(kills)
     hit = killed_again_and_again(tmp_path, kills, seed)

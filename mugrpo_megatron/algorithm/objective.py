@@ -39,6 +39,7 @@ def policy_loss(
     segments: Segments,
     config: ObjectiveSection,
     statistics: UpdateStatistics | None = None,
+    reference: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss and diagnostics of response tokens; the reference that every other path is held to.
 
@@ -49,6 +50,8 @@ def policy_loss(
         segments: which response each token belongs to and what it weighs.
         statistics: of the whole update, where `config.needs_statistics` and these tokens are a part of it;
             left out, they are taken from these tokens.
+        reference: [T], log-probabilities under the policy that `config.clip_centre = "reference"` clips around; left
+            out, it is the current policy.
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs`.
@@ -56,7 +59,8 @@ def policy_loss(
     """
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
-    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, initial_state(segments))
+    state = initial_state(segments)
+    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference)
     loss = losses.loss.sum()
     metrics = diagnostics.metrics(
         loss=loss.detach(),
@@ -79,6 +83,7 @@ def token_losses(
     config: ObjectiveSection,
     statistics: UpdateStatistics,
     state: VetoState,
+    reference: Tensor | None = None,
 ) -> TokenLosses:
     """Weighted loss of each token, of whole responses or of the next chunk of them in token order.
 
@@ -90,8 +95,8 @@ def token_losses(
     ratio = importance_ratio(log_ratio, segments, config)
     low = (-statistics.log_clip).exp().to(logprobs.dtype).clamp(min=config.clip_low)
     high = statistics.log_clip.exp().to(logprobs.dtype).clamp(max=config.clip_high)
-    if config.clip_centre == "current":
-        low, high = around(ratio, low, high)
+    if config.clip_centre == "reference":
+        low, high = around(_reference_ratio(ratio, reference, behaviour, segments, config), low, high)
     terms = SURROGATES[config.surrogate](ratio, logprobs, advantage, low, high, config.dual_clip)
     loss = terms.loss + config.tv_penalty * total_variation(ratio) if config.tv_penalty else terms.loss
     verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
@@ -99,3 +104,12 @@ def token_losses(
     weight = weight if segments.correction is None else weight * segments.correction.to(weight.dtype)
     loss = torch.where(verdict.keep, loss, 0.0) * weight
     return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state)
+
+
+def _reference_ratio(
+    ratio: Tensor, reference: Tensor | None, behaviour: Tensor, segments: Segments, config: ObjectiveSection
+) -> Tensor:
+    """The reference policy's importance ratio [T], at the level of the current policy's `ratio` and in its type."""
+    if reference is None:
+        return ratio.detach()
+    return importance_ratio(log_ratios(reference.to(ratio.dtype), behaviour), segments, config)

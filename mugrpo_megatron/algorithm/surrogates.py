@@ -41,19 +41,21 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def around(ratio: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """The clip range moved from 1 to the present ratio, [max(sg(r) - (1 - low), 0), sg(r) + (high - 1)], each [T].
+def around(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """The clip range moved from 1 to `centre` [T]: [max(centre - (1 - low), 0), centre + (high - 1)], each [T].
 
-    Off-policy GRPO's f_eps (arXiv 2505.22257) clips the ratio to the behaviour policy around the ratio of the policy
-    that the optimisation starts from. An update takes one step, so that policy is the current one and the range binds
-    no token: the importance ratio is not clipped.
+    Off-policy GRPO's f_eps (arXiv 2505.22257): the ratio pi / beta is clipped within eps of pi_ref / beta, the ratio of
+    the policy that the iteration started from. `centre` is that ratio; no gradient flows through it.
     """
-    centre = ratio.detach()
     return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
 
 
 def total_variation(ratio: Tensor) -> Tensor:
-    """|r - 1| / 2 [T], whose mean under the behaviour policy is the total variation (arXiv 2505.22257, theorem 1)."""
+    """|r - 1| / 2 [T]: token by token what, of whole responses, has the total variation as its mean under beta.
+
+    The lower bound of arXiv 2505.22257 (theorem 1) penalises the total variation between distributions of responses;
+    on the ratios of tokens this is an approximation of it.
+    """
     return (ratio - 1).abs() / 2
 
 

@@ -54,9 +54,11 @@ class _Objective:
     segments: Segments
     config: ObjectiveSection
     statistics: UpdateStatistics
+    reference: Tensor | None
 
     def part(self, tokens: slice | Tensor) -> _Objective:
-        return replace(self, behaviour=self.behaviour[tokens], segments=self.segments.part(tokens))
+        reference = None if self.reference is None else self.reference[tokens]
+        return replace(self, behaviour=self.behaviour[tokens], segments=self.segments.part(tokens), reference=reference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def fused_policy_loss(
     layout: HeadLayout,
     *,
     statistics: UpdateStatistics | None = None,
+    reference: Tensor | None = None,
     context: ContextShare | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
@@ -93,7 +96,8 @@ def fused_policy_loss(
             (gathered before, under sequence parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
         targets: int64 [t] global token ids.
-        behaviour, advantages, segments: as for `policy_loss`, of the micro-batch's T tokens of N whole responses.
+        behaviour, advantages, segments, reference: as for `policy_loss`, of the micro-batch's T tokens of N whole
+            responses.
         statistics: of the whole update; needed where `config.needs_statistics`.
         context: this rank's tokens under context parallelism; None: all of them, t = T.
         main_grad: float32 [V / tp, H]; the weight's gradient is added to it here and now, times `grad_scale`, and
@@ -112,7 +116,7 @@ def fused_policy_loss(
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        objective = _Objective(behaviour, advantages, segments, config, statistics)
+        objective = _Objective(behaviour, advantages, segments, config, statistics, reference)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         if config.dependence == "token" and context is not None:
             found = _one_pass(head, hidden, targets, objective.part(context.index), gradients)
@@ -177,6 +181,7 @@ def _price(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[T
             objective.config,
             objective.statistics,
             state,
+            objective.reference,
         )
         (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
     return losses.loss.detach(), slope, losses.state

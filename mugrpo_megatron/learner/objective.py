@@ -32,6 +32,8 @@ class Objective:
     advantages: torch.Tensor
     """float32 [N]"""
     segments: Segments
+    reference: torch.Tensor | None
+    """float32 [T]: under the policy that the clip range lies around; None: the current one."""
 
     def loss(self, learner: Learner, statistics: UpdateStatistics | None) -> HiddenLoss:
         """The loss of a micro-batch: that of the responses in it, weighted as parts of the whole update.
@@ -54,6 +56,7 @@ class Objective:
                 self.section,
                 layout,
                 statistics=statistics,
+                reference=None if self.reference is None else self.reference[tokens],
                 main_grad=weight.main_grad,  # type: ignore[attr-defined]  # Megatron's gradient buffer
             )
             return found.loss, torch.stack([found.logprobs, found.entropy])
@@ -82,7 +85,19 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
         behaviour,
         torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
         make_segments(lengths, weights, correction),
+        _reference(samples, recipe.objective, device),
     )
+
+
+def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
+    if section.reference_every == 1:
+        return None  # the reference is the current policy
+    rows = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    if len(rows) < len(samples):
+        raise ValueError(
+            f"objective.reference_every = {section.reference_every} needs every sample's reference_logprobs"
+        )
+    return _flat(rows, device)
 
 
 def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:

@@ -41,7 +41,12 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         logprobs, entropy = gather_tokens(learner, sequences, batches, found, k=2)
     with torch.no_grad():
         loss, metrics = policy_loss(
-            logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section
+            logprobs,
+            objective.behaviour,
+            objective.advantages,
+            objective.segments,
+            objective.section,
+            reference=objective.reference,
         )
     release(learner)
     return {

@@ -42,7 +42,8 @@ PHASES: dict[str, str] = {
     "generate": "The engine samples the stage's responses; scoring overlaps with it.",
     "score": "What is left of verification once generation has ended.",
     "logprobs": "The learner's own logprobs of fresh responses: a few to measure the mismatch with the engine, all "
-    'where `rollout.behaviour = "learner"`.',
+    'where `rollout.behaviour = "learner"`. Inside `optimize`, those of the clip\'s reference policy where '
+    "`objective.reference_every` is above 1.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
     "eval": "Held-out problems are sampled and scored.",

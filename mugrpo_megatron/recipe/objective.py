@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from mugrpo_megatron.recipe.base import Section
 
@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "icepop": GRPO | {"mismatch": "drop", "mismatch_low": 0.5, "mismatch_high": 5.0},
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
-    "off_policy_grpo": GRPO | {"clip_centre": "current", "zero_variance": "mask"},
+    "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
 }
 """Defaults that a name stands for; a field set in the recipe wins over its preset."""
 KAPPA = (
@@ -73,8 +73,10 @@ class ObjectiveSection(Section):
     """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
-    clip_centre: Literal["one", "current"] = "one"
-    """Clip range around 1, or moved to lie around the ratio of the policy that the update starts from."""
+    clip_centre: Literal["one", "reference"] = "one"
+    """Clip range around 1, or around the ratio of a reference policy: the learner's at the last refresh."""
+    reference_every: PositiveInt = 1
+    """Updates between refreshes of the clip's reference policy, from a stage's start; at 1 the clip binds no token."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate stops being pushed down; off when left out (verl: 3)."""
     veto: VetoScope = "suffix_non_trigger"
@@ -108,6 +110,25 @@ class ObjectiveSection(Section):
         if "kappa" in given:
             raise ValueError(KAPPA)
         return {**PRESETS.get(given.get("name", "mu_grpo"), {}), **given}
+
+    @field_validator("clip_centre", mode="before")
+    @classmethod
+    def _refuse_the_old_name(cls, value: Any) -> Any:
+        if value == "current":
+            raise ValueError(
+                'the value is called "reference" now; with `reference_every` at its default of 1 it means the same'
+            )
+        return value
+
+    @field_validator("reference_every")
+    @classmethod
+    def _check_there_is_a_reference(cls, value: int, info: ValidationInfo) -> int:
+        if value > 1 and info.data.get("clip_centre") == "one":
+            raise ValueError(
+                'the clip range lies around 1, so there is no reference policy; set clip_centre = "reference" or leave '
+                "the key out"
+            )
+        return value
 
     @property
     def dependence(self) -> Dependence:

@@ -22,6 +22,8 @@ class Batch:
     logprobs: list[list[float]]
     behaviour: list[list[float]]
     advantages: list[float]
+    reference: list[list[float]]
+    """Log-probabilities under the policy that a clip range may lie around."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -34,13 +36,18 @@ class Batch:
         """float64 log-probabilities (a leaf), behaviour [T], advantages [N]."""
         return flat(self.logprobs).requires_grad_(), flat(self.behaviour), flat([self.advantages])
 
+    def reference_for(self, config: ObjectiveSection) -> torch.Tensor | None:
+        """float64 [T] reference log-probabilities where the objective asks for others than the current policy's."""
+        return flat(self.reference) if config.reference_every > 1 else None
+
 
 def flat(rows: list[list[float]]) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
 def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
-    """Log-ratios are normal with standard deviation `spread`; advantages are normal, every third 0."""
+    """Log-ratios are normal with standard deviation `spread`, half of it against the reference; advantages are normal,
+    every third 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(draw: torch.Tensor) -> list[list[float]]:
@@ -50,7 +57,8 @@ def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
     shift = spread * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     advantages[2::3] = 0.0
-    return Batch(rows(logprobs), rows(logprobs - shift), advantages.tolist())
+    drift = spread / 2 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    return Batch(rows(logprobs), rows(logprobs - shift), advantages.tolist(), rows(logprobs - drift))
 
 
 @st.composite
@@ -85,6 +93,8 @@ VARIANTS: list[dict[str, object]] = [
     {"veto": "suffix", "trigger_ratio": 1.0},
     {"reduction": "constant"},
     {"reduction": "sequence_mean"},
+    {"clip_centre": "reference"},
+    {"clip_centre": "reference", "reference_every": 4},
 ]
 
 configs = st.builds(

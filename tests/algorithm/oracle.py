@@ -26,8 +26,10 @@ def objective(
     weights: list[float],
     config: ObjectiveSection,
     correction: list[list[float]] | None = None,
+    reference: list[list[float]] | None = None,
 ) -> Answer:
-    """Loss and gradient of an update of ragged responses; `weights` per token of each response."""
+    """Loss and gradient of an update of ragged responses; `weights` per token of each response, `reference` the
+    log-probabilities of the policy to clip around, None for the one that `logprobs` are of."""
     ratios = [[lp - b for lp, b in zip(*pair, strict=True)] for pair in zip(logprobs, behaviour, strict=True)]
     kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
     low, high = config.clip_low, config.clip_high
@@ -55,7 +57,12 @@ def objective(
             inside = abs(level) <= 20
             ratio = math.exp(min(max(level, -20), 20))
             a = advantages[i]
-            value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, low, high, config)
+            reach_of_clip = (low, high)
+            if config.clip_centre == "reference":
+                from_reference = [lp - b for lp, b in zip((reference or logprobs)[i], behaviour[i], strict=True)]
+                centre = math.exp(min(max(level_of(from_reference, t, config.ratio)[0], -20), 20))
+                reach_of_clip = (max(centre - (1 - low), 0), centre + (high - 1))
+            value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *reach_of_clip, config)
             weight = weights[i] * scale * (correction[i][t] if correction else 1.0) * kept[i][t]
             loss += weight * value
             level_gradient[t] += weight * d_logprob
@@ -78,8 +85,6 @@ def token(
     ratio: float, logprob: float, a: float, low: float, high: float, config: ObjectiveSection
 ) -> tuple[float, float, float, bool]:
     """Loss of one token, its derivatives in ratio and in log-probability, and whether the clip acts."""
-    if config.clip_centre == "current":
-        low, high = max(ratio - (1 - low), 0), ratio + (high - 1)
     value = d_ratio = d_logprob = 0.0
     clipped = False
     if config.surrogate == "ppo":

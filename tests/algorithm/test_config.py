@@ -7,7 +7,8 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from mugrpo_megatron.recipe.objective import PRESETS, ObjectiveName
 
 
@@ -26,6 +27,24 @@ def test_a_field_in_the_recipe_wins_over_the_preset(name: str) -> None:
 def test_a_resolved_section_reads_back_as_itself(name: str) -> None:
     section = ObjectiveSection(name=name)
     assert ObjectiveSection(**section.model_dump()) == section
+
+
+def test_the_reference_is_refreshed_before_every_update_unless_asked_otherwise() -> None:
+    section = ObjectiveSection(name="off_policy_grpo")
+    assert (section.clip_centre, section.reference_every) == ("reference", 1)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("clip_centre=current", 'objective.clip_centre` = .*called "reference" now'),
+        ("reference_every=4", "objective.reference_every` = 4: .*no reference policy"),
+        ("reference_every=0", "objective.reference_every` = 0"),
+    ],
+)
+def test_a_clip_that_cannot_be_is_refused_in_a_sentence(override: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_recipe(None, ["objective.name=grpo", f"objective.{override}"])
 
 
 def test_mu_grpo_is_the_default() -> None:

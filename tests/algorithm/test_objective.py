@@ -21,7 +21,8 @@ from tests.algorithm.batches import VARIANTS, Batch, batches, configs, flat, ran
 
 def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[float, torch.Tensor, dict[str, float]]:
     logprobs, behaviour, advantages = batch.tensors()
-    loss, metrics = policy_loss(logprobs, behaviour, advantages, batch.segments(config), config)
+    segments, reference = batch.segments(config), batch.reference_for(config)
+    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, reference=reference)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), gradient, metrics
 
@@ -31,7 +32,14 @@ def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[float, to
 def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> None:
     loss, gradient, metrics = loss_and_gradient(batch, config)
     weights = batch.segments(config).weights.tolist()
-    expected = oracle.objective(batch.logprobs, batch.behaviour, batch.advantages, weights, config)
+    expected = oracle.objective(
+        batch.logprobs,
+        batch.behaviour,
+        batch.advantages,
+        weights,
+        config,
+        reference=batch.reference if config.reference_every > 1 else None,
+    )
     assert loss == pytest.approx(expected.loss, rel=1e-10, abs=1e-10)
     torch.testing.assert_close(gradient, flat(expected.gradient), rtol=1e-10, atol=1e-10)
     if len(gradient):
@@ -44,7 +52,10 @@ def test_equals_the_loop_over_tokens(batch: Batch, config: ObjectiveSection) -> 
 def test_loss_and_gradient_are_finite_for_any_input(batch: Batch, config: ObjectiveSection, dtype: torch.dtype) -> None:
     logprobs, behaviour, advantages = (t.detach().to(dtype) for t in batch.tensors())
     logprobs = (logprobs - 60).requires_grad_()  # probabilities that float16 cannot hold
-    loss, metrics = policy_loss(logprobs, behaviour - 60, advantages, batch.segments(config), config)
+    reference = batch.reference_for(config)
+    reference = None if reference is None else reference.to(dtype) - 60
+    segments = batch.segments(config)
+    loss, metrics = policy_loss(logprobs, behaviour - 60, advantages, segments, config, reference=reference)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert loss.dtype == torch.float32
     assert loss.isfinite()
@@ -60,13 +71,16 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
     logprobs, behaviour, advantages = batch.tensors()
     segments = batch.segments(config)
     whole, gradient, _ = loss_and_gradient(batch, config)
+    reference = batch.reference_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
     order = list(range(len(batch.lengths)))
     random.shuffle(order)  # type: ignore[attr-defined]
     total = torch.zeros((), dtype=torch.float64)
     for part in (order[k::parts] for k in range(parts)):
         micro, index = select_responses(segments, part)
-        total = total + policy_loss(logprobs[index], behaviour[index], advantages[part], micro, config, statistics)[0]
+        there = None if reference is None else reference[index]
+        values = logprobs[index], behaviour[index], advantages[part]
+        total = total + policy_loss(*values, micro, config, statistics, there)[0]
     assert total.item() == pytest.approx(whole, rel=1e-12, abs=1e-12)
     torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], gradient, rtol=1e-12, atol=1e-12)
 
@@ -75,9 +89,10 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
 @given(batches(), configs.filter(lambda c: c.dependence != "response"), st.integers(1, 20))
 def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: ObjectiveSection, chunk: int) -> None:
     logprobs, behaviour, advantages = batch.tensors()
-    segments = batch.segments(config)
+    segments, reference = batch.segments(config), batch.reference_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
-    whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, initial_state(segments))
+    start_state = initial_state(segments)
+    whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, start_state, reference)
     state, losses, kept = initial_state(segments), [flat([])], [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, len(logprobs), chunk):
         stop = min(start + chunk, len(logprobs))
@@ -89,6 +104,7 @@ def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: Objec
             config,
             statistics,
             state,
+            None if reference is None else reference[start:stop],
         )
         state = part.state
         losses.append(part.loss)
@@ -98,7 +114,7 @@ def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: Objec
     assert state.first_trigger.equal(whole.state.first_trigger)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v != {"clip_centre": "reference"}], ids=str)
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"cispo", "topr", "off_policy_grpo", "m2po", "m2po_drop"}))
 def test_gradient_is_that_of_the_loss(name: str, variant: dict[str, object]) -> None:
     """Finite differences. Left out: objectives with stopped gradients, and m2po, whose edge lies on a token."""
@@ -106,10 +122,68 @@ def test_gradient_is_that_of_the_loss(name: str, variant: dict[str, object]) -> 
     batch = random_batch(3, [5, 1, 4, 7], spread=0.3)
     logprobs, behaviour, advantages = batch.tensors()
     segments = batch.segments(config)
+    reference = batch.reference_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
     assert torch.autograd.gradcheck(
-        lambda x: policy_loss(x, behaviour, advantages, segments, config, statistics)[0], (logprobs,), eps=1e-7
+        lambda x: policy_loss(x, behaviour, advantages, segments, config, statistics, reference)[0],
+        (logprobs,),
+        eps=1e-7,
     )
+
+
+clipped_around_a_reference = st.builds(
+    lambda name, ratio: ObjectiveSection(name=name, ratio=ratio, clip_centre="reference", reference_every=4),
+    st.sampled_from(["off_policy_grpo", "mu_grpo", "dapo", "cispo", "topr"]),
+    st.sampled_from(["token", "sequence_mean", "sequence"]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), clipped_around_a_reference)
+def test_a_reference_that_is_the_current_policy_is_no_reference(batch: Batch, config: ObjectiveSection) -> None:
+    """Refreshed before every update: bitwise loss and gradient of a range that moves along, which binds no token."""
+    batch.reference = batch.logprobs
+    found = loss_and_gradient(batch, config)
+    moving = loss_and_gradient(batch, config.model_copy(update={"reference_every": 1}))
+    assert found[0] == moving[0]
+    assert found[1].equal(moving[1])
+    assert found[2] == moving[2]
+    assert found[2].get("clipped_fraction", 0.0) == 0.0
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), clipped_around_a_reference)
+def test_a_reference_that_is_the_behaviour_policy_clips_around_one(batch: Batch, config: ObjectiveSection) -> None:
+    batch.reference = batch.behaviour
+    loss, gradient, metrics = loss_and_gradient(batch, config)
+    one = loss_and_gradient(batch, config.model_copy(update={"clip_centre": "one"}))
+    assert loss == pytest.approx(one[0], rel=1e-12, abs=1e-12)
+    torch.testing.assert_close(gradient, one[1], rtol=1e-12, atol=1e-12)
+    assert metrics.get("clipped_fraction") == one[2].get("clipped_fraction")
+
+
+def test_the_clip_binds_tokens_that_have_left_the_reference() -> None:
+    """f_eps of arXiv 2505.22257 by hand, eps = 0.2: beta gives every token 1, the reference 0.5, 0.5, 0.5, 0.1, 0.1."""
+    ratio = torch.tensor([0.6, 0.75, 0.25, 0.05, 0.35], dtype=torch.float64)
+    reference = torch.tensor([0.5, 0.5, 0.5, 0.1, 0.1], dtype=torch.float64).log()
+    segments = make_segments(torch.tensor([5, 5]), torch.ones(2))
+    logprobs = ratio.log().repeat(2).requires_grad_()
+    config = ObjectiveSection(name="off_policy_grpo", reference_every=4)
+    losses = token_losses(
+        logprobs,
+        torch.zeros(10, dtype=torch.float64),
+        torch.tensor([1.0, -1.0], dtype=torch.float64),
+        segments,
+        config,
+        neutral_statistics(ratio.device),
+        initial_state(segments),
+        reference.repeat(2),
+    )
+    expected = [-0.6, -0.7, -0.25, -0.05, -0.3, 0.6, 0.75, 0.3, 0.05, 0.35]
+    torch.testing.assert_close(losses.loss.detach(), torch.tensor(expected, dtype=torch.float64))
+    assert losses.clipped.nonzero().flatten().tolist() == [1, 4, 7]
+    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    assert gradient.eq(0).equal(losses.clipped)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

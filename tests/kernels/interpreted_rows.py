@@ -67,6 +67,7 @@ def test_fused_loss(name: str) -> None:
         leaves.config,
         HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend="triton"),
         statistics=leaves.statistics,
+        reference=leaves.reference,
     )
     found.loss.backward()
     tolerance = 1e-5 if problem.config.ratio == "sequence" else 1e-6

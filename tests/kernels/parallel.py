@@ -90,6 +90,7 @@ def context_parallel() -> dict[str, dict[str, float]]:
             leaves.config,
             HeadLayout(VOCAB, TEMPERATURE, chunk=5),
             statistics=leaves.statistics,
+            reference=leaves.reference,
             context=share,
         )
         found.loss.backward()
@@ -139,6 +140,7 @@ def _fused(problem: Problem, chunk: int, group: dist.ProcessGroup) -> Answer:
         leaves.config,
         HeadLayout(VOCAB, TEMPERATURE, group, chunk),
         statistics=leaves.statistics,
+        reference=leaves.reference,
     )
     found.loss.backward()
     d_hidden = leaves.hidden.grad.float()

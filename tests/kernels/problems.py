@@ -26,10 +26,15 @@ side of it, far enough that rounding decides about no token."""
 STALE_PREFIX = ((0, -12.0), (1, -12.0))
 """The same in the last response, whose prefix mean begins below the threshold too."""
 
-OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)} | {
+OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)}
+OBJECTIVES |= {
     f"veto={scope}, trigger={trigger}": ObjectiveSection(veto=scope, trigger=trigger)
     for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
     for trigger in ("token", "prefix_mean")
+}
+OBJECTIVES |= {
+    f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
+    for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
 
 
@@ -45,6 +50,7 @@ class Problem:
     segments: Segments
     config: ObjectiveSection
     statistics: UpdateStatistics | None = None
+    reference: Tensor | None = None
 
     def leaves(self) -> Problem:
         """The same problem with fresh leaves to differentiate."""
@@ -85,6 +91,9 @@ def make_problem(
     problem = Problem(hidden, weight, targets, noise, advantages, segments, config)
     logprobs = materialised_scores(problem)[0]
     problem = replace(problem, behaviour=(logprobs - noise).float())
+    if config.reference_every > 1:
+        drift = 0.3 * torch.randn(tokens, generator=generator)
+        problem = replace(problem, reference=(logprobs - drift).float())
     found = update_statistics(logprobs.float(), problem.behaviour, advantages, segments, config)
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
     found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)
@@ -112,7 +121,13 @@ def materialised(problem: Problem) -> Answer:
     problem = problem.leaves()
     logprobs, entropy = materialised_scores(problem)
     loss, _ = policy_loss(
-        logprobs, problem.behaviour, problem.advantages, problem.segments, problem.config, problem.statistics
+        logprobs,
+        problem.behaviour,
+        problem.advantages,
+        problem.segments,
+        problem.config,
+        problem.statistics,
+        problem.reference,
     )
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)

@@ -37,6 +37,7 @@ def run(problem: Problem, chunk: int, **options: Any) -> FusedLoss:
         problem.config,
         HeadLayout(VOCAB, TEMPERATURE, chunk=chunk),
         statistics=problem.statistics,
+        reference=problem.reference,
         **options,
     )
 

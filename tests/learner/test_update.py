@@ -80,6 +80,39 @@ def test_engine_mismatch_weighs_the_tokens(model: str) -> None:
     assert half == pytest.approx([value / 2 for value in plain], rel=1e-5)
 
 
+def around_a_reference(model: str, sections: dict[str, Any]) -> dict[str, float]:
+    """An update whose reference lies half-way between behaviour and current policy."""
+    learner = build_learner(recipe(Path(model), objective=REFERENCE, **sections))
+    data = samples()
+    halfway = [(own + s.behaviour_logprobs) / 2 for own, s in zip(token_logprobs(learner, data), data, strict=True)]
+    data = [replace(s, reference_logprobs=mine) for s, mine in zip(data, halfway, strict=True)]
+    return update(learner, data, advantages(len(data)))
+
+
+REFERENCE = {"name": "off_policy_grpo", "reference_every": 4}
+
+
+def test_the_clip_around_a_reference_is_that_of_one_process(model: str) -> None:
+    """Every rank finds the reference of its own share of responses, under data and under context parallelism."""
+    [alone] = run_ranks(1, around_a_reference, model, {})
+    assert 0 < alone["clipped_fraction"] < 1
+    for sections in ({}, {"parallel": {"context": 2}}):
+        for found in run_ranks(2, around_a_reference, model, sections):
+            assert found["clipped_fraction"] == alone["clipped_fraction"]
+            assert found["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+            assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+def without_a_reference(model: str) -> None:
+    learner = build_learner(recipe(Path(model), objective=REFERENCE))
+    with pytest.raises(ValueError, match="reference_every = 4 needs"):
+        update(learner, samples(), advantages(24))
+
+
+def test_a_missing_reference_is_an_error(model: str) -> None:
+    run_ranks(1, without_a_reference, model)
+
+
 def with_bad_advantage(model: str) -> tuple[bool, int, int, dict[str, float], dict[str, float]]:
     learner = build_learner(recipe(Path(model)))
     before = [p.detach().clone() for p in policy(learner.chunks[0]).parameters()]
