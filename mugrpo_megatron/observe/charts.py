@@ -9,6 +9,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Literal
 
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.observe.evaluations import interval_in, measure_in, sets_in
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.rundata import RunData
 
@@ -18,6 +20,9 @@ Format = Literal["percent", "number", "tokens"]
 
 MAX_LINES_BY_AGE = 8
 """With more stages than this, curves over age become a median and a band."""
+
+SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "ramp-5")
+"""Of held-out sets beside the blue of their mean and the orange of the training reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +80,33 @@ def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]
 
 
 def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
-    accuracy = Series(
-        "held-out accuracy",
-        "blue",
-        "eval",
-        _column(run.evals, "accuracy"),
-        low=_column(run.evals, "low"),
-        high=_column(run.evals, "high"),
-        draw="dots",
-    )
     reward = _over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, anew=True)
+    measure = measure_in(run.evals)
+    of = ", set by set and their unweighted mean," if len(sets_in(run.evals)) > 1 else ""
     by_stage = Series("stage mean", "orange", "stage", _column(stages, "reward_mean"), draw="step")
     yield Chart(
         "accuracy",
-        "Accuracy and training reward",
-        "Held-out accuracy with its 95 % interval; mean reward of the responses each update was trained on.",
-        [accuracy, reward] if _has_values(reward.y) else [accuracy, by_stage],
-        format="percent" if _within_unit(reward.y) and _within_unit(by_stage.y) else "number",
+        f"{measure.capitalize()} and training reward",
+        f"Held-out {measure}{of} with its 95 % interval; mean reward of the responses each update was trained on.",
+        [*_held_out(run.evals), reward if _has_values(reward.y) else by_stage],
+        format="percent" if measure == "accuracy" and _within_unit(reward.y) and _within_unit(by_stage.y) else "number",
         wide=True,
     )
+
+
+def _held_out(evals: Sequence[Row]) -> list[Series]:
+    """The held-out figures: of the only set, or of every set under their mean, which alone has its interval drawn."""
+    measure, names = measure_in(evals), sets_in(evals)
+    label, name = (f"mean {measure}", MEAN) if len(names) > 1 else (f"held-out {measure}", *names, MEAN)[:2]
+    low, high = (
+        [None if (i := interval_in(row, name)) is None else _rounded(i[end]) for row in evals] for end in (0, 1)
+    )
+    mean = Series(label, "blue", "eval", _column(evals, f"{measure}/{name}"), draw="dots", low=low, high=high)
+    sets = [
+        Series(name, SET_COLORS[place % len(SET_COLORS)], "eval", _column(evals, f"{measure}/{name}"), draw="dots")
+        for place, name in enumerate(names)
+    ]
+    return [*(sets if len(sets) > 1 else []), mean]
 
 
 def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.estimators import Interval
+from mugrpo_megatron.observe.evaluations import SetFigures, figures_of
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.rundir import write_json
@@ -15,7 +18,9 @@ from mugrpo_megatron.rundir import write_json
 Row = dict[str, Any]
 
 
-def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -> list[Row]:
+def rows_of(
+    stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9, sets: Sequence[str] = ("arithmetic",)
+) -> list[Row]:
     """What a run of `stages` x `updates` would log, an evaluation before every stage and one after the last."""
     draw = random.Random(seed)
     now = begin
@@ -31,20 +36,14 @@ def rows_of(stages: int, updates: int, *, seed: int = 0, begin: float = 1.7e9) -
     def skill(update: int) -> float:
         return 0.47 + 0.38 * (1 - math.exp(-3.0 * update / total))
 
-    def evaluation(stage: int, update: int) -> None:
-        noise = draw.gauss(0, 0.008)
-        accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
-        rows.append(
-            {
-                "kind": "eval",
-                "time": now,
-                "stage": stage,
-                "update": update,
-                "accuracy": accuracy,
-                "low": accuracy - 0.04,
-            }
-            | {"high": accuracy + 0.035, "problems": 500, "samples": 1, "tokens": 4000}
-        )
+    def evaluation(stage: int, update: int, age: int = 0) -> None:
+        figures = {}
+        for name in sets:
+            noise = draw.gauss(0, 0.008)
+            accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
+            figures[name] = SetFigures(Interval(accuracy, accuracy - 0.04, accuracy + 0.035), 500, 1)
+        place = {"kind": "eval", "time": now, "stage": stage, "update": update, "age": age}
+        rows.append({**place, **figures_of("accuracy", figures), "tokens": 4000})
 
     phase("start", 0, 14.0)
     for stage in range(stages):
