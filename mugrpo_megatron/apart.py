@@ -31,6 +31,8 @@ def generate_alone(recipe: Recipe, stage: int | None) -> None:
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
     """Take the updates of a sealed stage without an engine, and write the policy to `hf/`. Every rank runs this.
 
+    Without an engine nothing is evaluated, whatever `eval.every_updates` says.
+
     With `source`, another run's directory, `run.dir` first becomes a branch of it at the start of `stage`: the same
     responses and the same weights, whatever objective and optimizer the recipe now names. Raises UserError when the run
     stands elsewhere or the stage is not sealed.
@@ -44,6 +46,8 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
             raise UserError(
                 f"{recipe.run.dir}: the stage is not complete; run `mugrpo generate` with this recipe first"
             )
+    if recipe.eval.every_updates:
+        _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
     with open_run(recipe, generates=False) as run:
         optimize_stage(run, run.cursor)
         export(run, run.cursor)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.data.ready import first_of_each, usable_problems
+from mugrpo_megatron.data.ready import first_of_each, held_out_problems
+from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.estimators import Interval, macro_average
-from mugrpo_megatron.evaluate import Generate, Graded, Summary, grade, prompts_of, summarize
+from mugrpo_megatron.estimators import Interval, Measure, macro_average
+from mugrpo_megatron.evaluate import Generate, Graded, Summary, grade, measure_of, prompts_of, summarize
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -41,22 +43,20 @@ class Benchmark:
 
 
 def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Benchmark:
-    """Evaluate `model.path` on data sets with `eval.samples` responses per problem; write results under `output`.
+    """Evaluate `model.path` on data sets, each sampled as `[eval]` and its own `[eval.sets]` say; write to `output`.
 
     Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. A directory that holds rows of
     the same settings is continued; of other settings it is refused. Raises UserError for bad data, model or directory.
     """
     read_model_config(recipe.model.path)
+    names = held_out_sets(",".join(sources), "--data")
+    # The recipe of a run may say how sets are sampled that this evaluation leaves out.
+    check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
     tokenizer = load_tokenizer(recipe.model.path)
     notes: list[str] = []
-    problems = [
-        problem
-        for source in sources
-        for problem in first_of_each(
-            usable_problems(source, "eval", recipe.data, recipe.reward, notes), recipe.data.eval_problems
-        )
-    ]
-    record = Record(output, settings_of(recipe, sources))
+    found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
+    problems = first_of_each(found, recipe.data.eval_problems)
+    record = Record(output, settings_of(recipe, names))
     with open_display(show=True) as display:
         for note in notes:
             display.say(note)
@@ -68,17 +68,17 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Benchmark:
         "sets": [asdict(one) for one in benchmark.sets],
         "seconds": benchmark.seconds,
     }
-    (output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    (output / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n", encoding="utf-8")
     return benchmark
 
 
-def settings_of(recipe: Recipe, sources: Sequence[str]) -> dict[str, Any]:
-    """What makes two evaluations the same."""
+def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
+    """What makes two evaluations of the sets `names` (name -> source) the same."""
+    keys = {"samples", "temperature", "top_p", "max_tokens"}
     return {
         "model": str(recipe.model.path.resolve()),
-        "sources": list(sources),
-        "samples": recipe.eval.samples,
-        "temperature": recipe.eval.temperature,
+        "sources": dict(names),
+        "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,
         "data": recipe.data.model_dump(mode="json"),
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
@@ -121,21 +121,26 @@ class Record:
 
 
 def table(benchmark: Benchmark) -> str:
-    """The figures as a Markdown table: percentages with 95 % intervals."""
-    first = benchmark.sets[0]
-    columns = [f"mean@{first.samples}", *(f"pass@{k}" for k in first.passes if k > 1), f"majority@{first.samples}"]
+    """The figures as a Markdown table with 95 % intervals; K is a set's own number of responses to each problem.
+
+    Accuracies and pass@k are percentages, mean rewards are as they are.
+    """
+    passes = sorted({k for one in benchmark.sets for k in one.passes if k > 1})
+    columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
     lines = [
         f"| set | problems | {' | '.join(columns)} | tokens a response | cut | s |",
         f"|---|---:|{'---:|' * (len(columns) + 3)}",
     ]
     for one in benchmark.sets:
-        shown = [one.mean, *(interval for k, interval in one.passes.items() if k > 1), one.majority]
+        shown = [_text(one.passes[k]) if k in one.passes else "" for k in passes]
+        shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure)]
         responses = one.problems * one.samples
         lines.append(
-            f"| {one.name} | {one.problems} | {' | '.join(map(_percent, shown))} | {one.tokens / responses:.0f} | "
+            f"| {one.name} | {one.problems} | {one.samples} | {' | '.join(shown)} | {one.tokens / responses:.0f} | "
             f"{one.truncated / responses:.1%} | {benchmark.seconds[one.name]:.0f} |"
         )
-    lines.append(f"| average | | {_percent(benchmark.average)} |{' |' * (len(columns) + 2)}")
+    average = _text(benchmark.average, benchmark.sets[0].measure)
+    lines.append(f"| average | | | {average} |{' |' * (len(columns) + 1)}")
     return "\n".join(lines)
 
 
@@ -159,17 +164,19 @@ def _evaluate(
         try:
             with Verifier(recipe.reward) as verifier:
                 engine.wait_ready()
-                generate = partial(engine.generate, sampling=held_out_sampling(recipe, tokenizer))
                 for name, own in by_set.items():
                     missing = [prompt for prompt in own if prompt.problem.id not in known]
+                    generate = partial(engine.generate, sampling=held_out_sampling(recipe, tokenizer, name))
+                    samples = recipe.eval.of(name).samples
                     start = time.perf_counter()
-                    for graded in _shown(generate, verifier, tokenizer, missing, recipe.eval.samples, display, name):
+                    for graded in _shown(generate, verifier, tokenizer, missing, samples, display, name):
                         record.append(graded)
                         known[graded.problem.id] = graded
                     seconds[name] = time.perf_counter() - start
         finally:
             engine.stop()
-    summaries = [summarize(name, [known[prompt.problem.id] for prompt in own]) for name, own in by_set.items()]
+    measure = measure_of(recipe.reward)
+    summaries = [summarize(name, [known[prompt.problem.id] for prompt in own], measure) for name, own in by_set.items()]
     return Benchmark(summaries, seconds)
 
 
@@ -188,5 +195,16 @@ def _shown(
             yield graded
 
 
-def _percent(interval: Interval) -> str:
-    return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+def _text(interval: Interval, measure: Measure = "accuracy") -> str:
+    if measure == "accuracy":
+        return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    return f"{interval.value:.4g} [{interval.low:.4g}, {interval.high:.4g}]"
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for every infinite number in it, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -74,10 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or preset names"
     )
-    evaluate.add_argument("--samples", type=int, default=1, metavar="K", help="responses to each problem")
-    evaluate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    evaluate.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
+    evaluate.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
     evaluate.add_argument("--out", type=Path, help="where results go; the same directory continues an evaluation")
-    evaluate.add_argument("--recipe", type=Path, help="take every other setting from this recipe")
+    evaluate.add_argument(
+        "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
+    )
     _takes_overrides(evaluate)
     evaluate.set_defaults(command=_eval)
 
@@ -190,8 +192,11 @@ def _eval(options: argparse.Namespace) -> int:
 
     chosen = [
         f"model.path={options.model}",
-        f"eval.samples={options.samples}",
-        f"eval.temperature={options.temperature}",
+        *(
+            f"eval.{key}={value}"
+            for key, value in (("samples", options.samples), ("temperature", options.temperature))
+            if value is not None
+        ),
         *options.overrides,
     ]
     run(load_recipe(options.recipe, chosen), options.data, options.out or options.model / "eval")

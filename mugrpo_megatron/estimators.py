@@ -6,15 +6,18 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+Measure = Literal["accuracy", "reward"]
+"""What the mean of a held-out set's rewards is called: the share of right responses, or a mean reward of any size."""
 Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate in [0, 1] with its 95 % confidence interval."""
+    """An estimate with its 95 % confidence interval; infinite ends where one value says nothing about its spread."""
 
     value: float
     low: float
@@ -72,15 +75,45 @@ def clustered_interval(per_problem: Sequence[float], samples: int = 1) -> Interv
     return _wilson(p, size)
 
 
+def mean_interval(per_problem: Sequence[float]) -> Interval:
+    """Mean of one value of any size per problem, with Student's 95 % interval; the unit of sampling is the problem.
+
+    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. A single problem
+    leaves the interval infinite. Raises ValueError without problems.
+    """
+    if not len(per_problem):
+        raise ValueError("an interval needs at least one problem")
+    values = np.asarray(per_problem, dtype=np.float64)
+    mean = float(values.mean())
+    if len(values) == 1:
+        return Interval(mean, -math.inf, math.inf)
+    half = _student(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Interval(mean, mean - half, mean + half)
+
+
 def macro_average(intervals: Sequence[Interval]) -> Interval:
     """Unweighted mean over independent data sets; its interval combines theirs (MOVER, Zou & Donner 2008, eq. 3)."""
     if not intervals:
         raise ValueError("an average needs at least one data set")
     sets = len(intervals)
     value = sum(i.value for i in intervals) / sets
-    below = math.sqrt(sum((i.value - i.low) ** 2 for i in intervals)) / sets
-    above = math.sqrt(sum((i.high - i.value) ** 2 for i in intervals)) / sets
-    return Interval(value, max(0.0, value - below), min(1.0, value + above))
+    below = math.hypot(*(i.value - i.low for i in intervals)) / sets
+    above = math.hypot(*(i.high - i.value for i in intervals)) / sets
+    # Never beyond the mean of the ends, which is where rounding could carry a single set's.
+    low, high = (sum(ends) / sets for ends in zip(*((i.low, i.high) for i in intervals), strict=True))
+    return Interval(value, max(low, value - below), min(high, value + above))
+
+
+def _student(freedom: int) -> float:
+    """97.5 % quantile of Student's t: Abramowitz & Stegun 26.7.5, its first four terms."""
+    z = Z95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 def _wilson(p: float, size: float) -> Interval:

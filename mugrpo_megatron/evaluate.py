@@ -1,14 +1,22 @@
-"""Held-out accuracy: sample, verify, and say what is known with which certainty."""
+"""Held-out accuracy, or mean reward: sample, verify, and say what is known with which certainty."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.data.prompts import fitting
-from mugrpo_megatron.estimators import Interval, clustered_interval, majority_at_k, pass_at_k
+from mugrpo_megatron.data.prompts import fitting_of_each
+from mugrpo_megatron.estimators import (
+    Interval,
+    Measure,
+    clustered_interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+)
+from mugrpo_megatron.recipe.sections import RewardSection
 from mugrpo_megatron.rewards.pool import Pending, Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
@@ -37,6 +45,8 @@ class Summary:
     """One data set's figures."""
 
     name: str
+    measure: Measure
+    """What `mean` and `majority` are means of."""
     problems: int
     samples: int
     """K: responses per problem."""
@@ -53,8 +63,8 @@ class Summary:
 def prompts_of(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
 ) -> list[Prompt]:
-    """Problems as prompts; those that do not fit are left out."""
-    fits = fitting(problems, tokenizer, style, max_prompt_tokens)
+    """Problems as prompts, set by set; those that do not fit are left out."""
+    fits = fitting_of_each(problems, tokenizer, style, max_prompt_tokens)
     pairs = zip(fits.problems, fits.prompts, strict=True)
     return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 
@@ -65,7 +75,7 @@ def grade(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     samples: int,
-) -> Iterator[Graded]:
+) -> Generator[Graded]:
     """Sample every prompt and score it while the engine goes on; yields in order of completion."""
     waiting: list[tuple[Prompt, list[Response], list[str], Pending]] = []
     for prompt, responses in generate(prompts, samples):
@@ -78,10 +88,25 @@ def grade(
     yield from (_graded(*entry) for entry in waiting)
 
 
-def summarize(name: str, graded: Sequence[Graded]) -> Summary:
+def measure_of(section: RewardSection) -> Measure:
+    """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
+
+    The function decides, not the rewards that it happened to give, so a run's figures keep one name. Format rewards and
+    overlong penalties are part of training alone: a held-out response is scored without them.
+    """
+    return "accuracy" if section.function == "math" else "reward"
+
+
+def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
+    """mean@K of one data set, from each problem's K rewards; the interval's unit of sampling is the problem."""
+    means = [sum(own) / len(own) for own in rewards]
+    return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
+
+
+def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
     """Figures of one data set from its graded problems, each with the same number of samples.
 
-    A user's reward counts between 0 and 1, and as a pass from 1.
+    A response passes with a reward of 1 or more.
     """
     samples = len(graded[0].rewards)
     passes = {}
@@ -92,20 +117,15 @@ def summarize(name: str, graded: Sequence[Graded]) -> Summary:
         k *= 2
     return Summary(
         name=name,
+        measure=measure,
         problems=len(graded),
         samples=samples,
-        mean=clustered_interval([sum(map(_credit, g.rewards)) / samples for g in graded], samples),
+        mean=mean_at_k([g.rewards for g in graded], measure),
         passes=passes,
-        majority=clustered_interval(
-            [majority_at_k(g.answers, [_credit(reward) for reward in g.rewards]) for g in graded]
-        ),
+        majority=mean_at_k([[majority_at_k(g.answers, g.rewards)] for g in graded], measure),
         tokens=sum(sum(g.tokens) for g in graded),
         truncated=sum(g.truncated for g in graded),
     )
-
-
-def _credit(reward: float) -> float:
-    return min(1.0, max(0.0, reward))
 
 
 def _graded(prompt: Prompt, responses: list[Response], texts: list[str], pending: Pending) -> Graded:

@@ -113,7 +113,7 @@ def generate(run: Run, stage: StageStore, cursor: Cursor) -> None:
         stage.flush()
         run.world.meet()
         (stopping,) = run.any_rank(run.stop.asked)
-        _raise_or_tell_failures(run)
+        tell_failures(run)
         written = run.world.gather(stage.written)
         _check_shared(run, stage, not run.leads or stage.wait_for(set().union(*written), sealed=False))
         if run.leads and not stopping and stage.named().issuperset(groups):
@@ -177,8 +177,11 @@ def show_totals(bar: Bar, queue: PromptQueue, leads: bool) -> None:
         bar.advance(groups - bar.done, tokens - bar.tokens)
 
 
-def _raise_or_tell_failures(run: Run) -> None:
-    """What the engines' leaders report: EngineFailure on every rank when it is one too many, else a line in the log."""
+def tell_failures(run: Run) -> None:
+    """Say which engines failed since the last call; each is started anew at the next sync. Collective.
+
+    Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
+    """
     generator = run.generator
     mine = None
     if generator and generator.failure:
@@ -190,7 +193,7 @@ def _raise_or_tell_failures(run: Run) -> None:
         if report[1] >= run.recipe.engine.max_failures:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
-        run.display.say(f"{text}\nThe engine is started anew for what the stage still lacks.")
+        run.display.say(f"{text}\nThe engine is started anew for what is missing.")
 
 
 def stage_prompt(recipe: Recipe, problems: Ready, cursor: Cursor, group: int) -> Prompt:

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.selection import informative_updates
 from mugrpo_megatron.behaviour import read_logprobs, write_logprobs
-from mugrpo_megatron.checkpoints import checkpoint_name, complete
+from mugrpo_megatron.checkpoints import checkpoint_name, complete, newest_cursor
 from mugrpo_megatron.durable import durable_file, fsync
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.learner.update import token_logprobs
@@ -160,8 +160,9 @@ def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
 
 @contextmanager
 def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
-    """Around a stage's updates: the phase's wall-clock and tokens, and a bar to advance."""
-    updates = cursor.stage_updates(run.recipe.schedule) - cursor.age
+    """Around updates without a break, to the stage's end or the next evaluation: the phase's wall-clock, and a bar."""
+    every, updates = run.evaluates_every, cursor.stage_updates(run.recipe.schedule) - cursor.age
+    updates = min(updates, every - cursor.age % every) if every else updates
     with (
         run.log.phase("optimize", cursor.stage) as facts,
         run.display.bar(f"{run.title(cursor)}: optimize", updates, "updates") as bar,
@@ -208,3 +209,13 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     if stopping:
         run.saver.wait()
         raise Stopped
+
+
+def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
+    """Leave, as the run was asked to, with the learner's state on disk: the run resumes from `cursor`. Collective."""
+    run.saver.wait()
+    if not any(run.any_rank(run.leads and newest_cursor(run.directory.checkpoints) == cursor)):
+        with run.log.phase("save", cursor.stage):
+            run.saver.save(cursor)
+        run.saver.wait()
+    raise Stopped

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
-from mugrpo_megatron.generation import rest_engine, sync_weights
-from mugrpo_megatron.held_out import evaluate
+from mugrpo_megatron.held_out import evaluate_weights
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.report import FILE_NAME, write_report
@@ -20,9 +19,7 @@ from mugrpo_megatron.weights.save import save_hf
 
 def finish(run: Run, cursor: Cursor) -> None:
     """Evaluate the trained policy and write everything that outlives the run."""
-    sync_weights(run, cursor)
-    evaluate(run, cursor)
-    rest_engine(run)
+    evaluate_weights(run, cursor)
     export(run, cursor)
     if run.leads:
         write_json(run.directory.summary, summarize(run.directory.path))

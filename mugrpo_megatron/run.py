@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.data.ready import ready
+from mugrpo_megatron.data.sets import check_sets, held_out_sets
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.generator import Generator, first_start_problem, start
@@ -56,6 +57,11 @@ class Run:
         """True on the one rank that writes metrics and checkpoints and talks."""
         return self.learner.ranks.rank == 0
 
+    @property
+    def evaluates_every(self) -> int:
+        """Updates between two evaluations inside a stage; 0 for none, as in a run without engines."""
+        return self.recipe.eval.every_updates if self.engines else 0
+
     def stage_store(self, stage: int) -> StageStore:
         """The stage on disk; what this rank's engine generates goes to shards of its own."""
         return StageStore(self.directory.stage(stage), self.generator.seat.number if self.generator else 0)
@@ -98,6 +104,7 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
     check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
     cuda = runs_on_cuda(recipe)
     check_layers(recipe, cuda)
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     seat = seat_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
     problems = ready(recipe.data, recipe.reward, tokenizer) if leads and generates else None

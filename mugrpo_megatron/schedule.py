@@ -42,6 +42,10 @@ class Cursor:
             return Cursor(self.stage + 1, 0, self.updates + 1)
         return Cursor(self.stage, self.age + 1, self.updates + 1)
 
+    def due(self, every: int) -> bool:
+        """Whether the stage's `every`-th update was just taken, or a multiple of it; never for 0, nor at its ends."""
+        return every > 0 and self.age > 0 and self.age % every == 0
+
     @property
     def _before_stage(self) -> int:
         return self.updates - self.age

@@ -6,8 +6,9 @@ import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.generation import generate, sync_weights
-from mugrpo_megatron.held_out import evaluate_if_due
+from mugrpo_megatron.held_out import evaluate_before_stage, evaluate_inside_stage
 from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.optimization import (
     measure_mismatch,
     optimizing,
@@ -19,6 +20,7 @@ from mugrpo_megatron.optimization import (
 )
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.results import finish, show_finished
+from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.run import Run, open_run
 from mugrpo_megatron.schedule import Cursor, worn_out
 
@@ -46,7 +48,7 @@ def generate_stage(run: Run, cursor: Cursor) -> None:
     stage = run.stage_store(cursor.stage)
     while not stage.sealed:  # once, unless an engine fails and is started anew
         sync_weights(run, cursor)  # learner -> bridge -> engine
-        evaluate_if_due(run, cursor)
+        evaluate_before_stage(run, cursor)
         generate(run, stage, cursor)  # engine -> verifier -> stage store
 
 
@@ -56,18 +58,28 @@ def optimize_stage(run: Run, start: Cursor) -> Cursor:
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
     """
-    schedule, stage, cursor = run.recipe.schedule, run.stage_store(start.stage), start
+    stage, cursor = run.stage_store(start.stage), start
     measure_mismatch(run, stage, cursor)
     recompute_behaviour(run, stage, cursor)
-    with optimizing(run, cursor) as bar:
-        while cursor.stage == start.stage:
-            refresh_reference(run, stage, cursor)
-            samples = read_update(run, stage, cursor)
-            rewards = np.array([sample.reward for sample in samples])
-            groups = np.array([sample.group for sample in samples])
-            advantages = group_advantages(rewards, groups, run.recipe.objective)
-            metrics = update(run.learner, samples, advantages)
-            record_update(run, cursor, samples, metrics, bar)
-            cursor = cursor.advanced(schedule, ends_stage=worn_out(metrics, schedule))
-            save_if_due(run, cursor)
+    while cursor.stage == start.stage:
+        evaluate_inside_stage(run, cursor)  # where `eval.every_updates` asks for it
+        with optimizing(run, cursor) as bar:
+            cursor = take_updates(run, stage, cursor, bar)
     return cursor
+
+
+def take_updates(run: Run, stage: StageStore, start: Cursor, bar: Bar) -> Cursor:
+    """The updates from `start` to the stage's end, or to the next evaluation inside it."""
+    schedule, cursor = run.recipe.schedule, start
+    while True:
+        refresh_reference(run, stage, cursor)
+        samples = read_update(run, stage, cursor)
+        rewards = np.array([sample.reward for sample in samples])
+        groups = np.array([sample.group for sample in samples])
+        advantages = group_advantages(rewards, groups, run.recipe.objective)
+        metrics = update(run.learner, samples, advantages)
+        record_update(run, cursor, samples, metrics, bar)
+        cursor = cursor.advanced(schedule, ends_stage=worn_out(metrics, schedule))
+        save_if_due(run, cursor)
+        if cursor.stage > start.stage or cursor.due(run.evaluates_every):
+            return cursor

@@ -16,7 +16,10 @@ from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenize
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluate import Graded, summarize
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rollout.wire import Sampling
 from mugrpo_megatron.samples import Problem, Prompt, Response
+
+SUMS = {"arithmetic": "arithmetic"}
 
 
 def graded(number: int, reward: float) -> Graded:
@@ -24,7 +27,7 @@ def graded(number: int, reward: float) -> Graded:
 
 
 def test_a_record_gives_back_what_was_appended(tmp_path: Path) -> None:
-    settings = settings_of(Recipe(), ["arithmetic"])
+    settings = settings_of(Recipe(), SUMS)
     record = Record(tmp_path, settings)
     assert record.read() == []
     rows = [graded(1, 0.0), graded(2, 1.0)]
@@ -45,25 +48,35 @@ def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
 
 
 def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:
-    Record(tmp_path, settings_of(Recipe(), ["arithmetic"]))
+    Record(tmp_path, settings_of(Recipe(), SUMS))
     other = Recipe.model_validate({"eval": {"samples": 4}})
-    with pytest.raises(UserError, match="another samples: choose another directory"):
-        Record(tmp_path, settings_of(other, ["arithmetic"]))
+    with pytest.raises(UserError, match="another sampling: choose another directory"):
+        Record(tmp_path, settings_of(other, SUMS))
 
 
 def test_the_table_can_be_pasted() -> None:
-    sets = [summarize(name, [graded(n, float(n % 2)) for n in range(8)]) for name in ("one", "two")]
+    """Each set with its own number of responses; the mean is that of the sets."""
+    four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
+    two = [graded(n, float(n % 2)) for n in range(8)]
+    sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
     lines = table(Benchmark(sets, {"one": 1.0, "two": 0.0})).splitlines()
-    assert lines[0].startswith("| set | problems | mean@2 | pass@2 | majority@2 |")
-    assert lines[2].startswith("| one | 8 | 75.0 [")
-    assert lines[-1].startswith("| average | | 75.0 [")
+    assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
+    assert lines[2].startswith("| one | 8 | 2 | 75.0 [")
+    assert lines[3].startswith("| two | 8 | 4 | 100.0 [")
+    assert lines[-1].startswith("| average | | | 87.5 [")
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_mean_rewards_are_no_percentages() -> None:
+    sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
+    assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Benchmark(sets, {"one": 1.0}))
 
 
 class Parrot:
     """An engine that answers every sum with 4, and can be told to die after a number of problems."""
 
     asked: ClassVar[list[str]] = []
+    sampled: ClassVar[dict[str, tuple[int, float, float, int]]] = {}
     dies_after = 10**9
 
     @classmethod
@@ -74,11 +87,14 @@ class Parrot:
 
     def stop(self) -> None: ...
 
-    def generate(self, prompts: Iterable[Prompt], n: int, sampling: object) -> Iterator[tuple[Prompt, list[Response]]]:
+    def generate(
+        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Prompt, list[Response]]]:
         for count, prompt in enumerate(prompts):
             if count == self.dies_after:
                 raise EngineFailure("died")
             self.asked.append(prompt.problem.question)
+            self.sampled[prompt.problem.source] = n, sampling.temperature, sampling.top_p, sampling.max_tokens
             four = np.array(build_arithmetic_tokenizer().encode("4"), dtype=np.int32)
             yield prompt, [Response(four, np.zeros(1, dtype=np.float32), "length", 0)] * n
 
@@ -102,6 +118,33 @@ def test_a_run_that_died_is_continued(checkpoint: Path, tmp_path: Path, monkeypa
     Parrot.asked.clear()
     assert run(recipe, [str(sums)], tmp_path / "out").sets == result.sets
     assert Parrot.asked == []
+
+
+def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of one name, one of them asked 3 times, the other as the section says."""
+    monkeypatch.setattr(benchmark, "Engine", Parrot)
+    Parrot.sampled.clear()
+    files = [tmp_path / folder / "sums.jsonl" for folder in ("easy", "hard")]
+    for problems, file in zip((4, 8), files, strict=True):
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(problems)))
+    own = {"samples": 3, "temperature": 0.6, "max_tokens": 5}
+    recipe = Recipe.model_validate(
+        {"model": {"path": checkpoint}, "eval": {"samples": 2, "top_p": 0.9, "sets": {"easy-sums": own}}}
+    )
+    result = run(recipe, [",".join(map(str, files))], tmp_path / "out")
+    assert [(one.name, one.problems, one.samples, one.mean.value) for one in result.sets] == [
+        ("easy-sums", 4, 3, 0.25),
+        ("hard-sums", 8, 2, 0.125),
+    ]
+    assert result.average.value == (0.25 + 0.125) / 2
+    assert Parrot.sampled == {"easy-sums": (3, 0.6, 0.9, 5), "hard-sums": (2, 0.0, 0.9, 1024)}
+    with pytest.raises(UserError, match=r"\[eval.sets.easy-sums\] names no held-out set: .* arithmetic, sums$"):
+        run(recipe, [str(files[1])], tmp_path / "other")
+    with pytest.raises(UserError, match=r"--data names .*sums.jsonl 2 times"):
+        run(recipe, [str(files[1])] * 2, tmp_path / "other")
 
 
 @pytest.fixture(scope="module")

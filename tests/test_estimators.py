@@ -13,6 +13,7 @@ from mugrpo_megatron.estimators import (
     clustered_interval,
     macro_average,
     majority_at_k,
+    mean_interval,
     pass_at_k,
 )
 
@@ -110,7 +111,33 @@ def test_the_average_of_equal_independent_sets_narrows_with_their_root() -> None
     assert (average.low, average.high) == pytest.approx((0.45, 0.55))
 
 
-@pytest.mark.parametrize("function", [clustered_interval, macro_average])
+@given(st.lists(st.floats(-100, 100), min_size=2, max_size=40), st.floats(-10, 10), st.floats(0.01, 100))
+def test_a_mean_rewards_interval_moves_and_scales_with_the_rewards(values: list[float], by: float, to: float) -> None:
+    before, after = mean_interval(values), mean_interval([to * value + by for value in values])
+    for end in ("low", "value", "high"):
+        assert getattr(after, end) == pytest.approx(to * getattr(before, end) + by, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("problems", [4, 30])
+def test_mean_rewards_intervals_cover_the_truth_as_often_as_they_say(problems: int) -> None:
+    """Student's interval is exact for normal values: 95 % whatever their number is."""
+    generator = np.random.default_rng(1)
+    intervals = [mean_interval(generator.normal(-2.0, 3.0, problems)) for _ in range(4000)]
+    assert sum(i.low <= -2.0 <= i.high for i in intervals) / 4000 == pytest.approx(0.95, abs=0.012)
+
+
+def test_one_problem_does_not_say_how_far_rewards_spread() -> None:
+    assert mean_interval([3.0]) == Interval(3.0, -math.inf, math.inf)
+    assert macro_average([mean_interval([3.0]), Interval(1.0, 0.5, 1.5)]) == Interval(2.0, -math.inf, math.inf)
+
+
+@given(st.floats(-5, 5), st.floats(0, 3), st.floats(0, 3))
+def test_the_average_of_one_set_is_that_set(value: float, below: float, above: float) -> None:
+    average = macro_average([Interval(value, value - below, value + above)])
+    assert (average.low, average.value, average.high) == pytest.approx((value - below, value, value + above), abs=1e-12)
+
+
+@pytest.mark.parametrize("function", [clustered_interval, macro_average, mean_interval])
 def test_nothing_has_no_estimate(function: object) -> None:
     with pytest.raises(ValueError, match="at least one"):
         function([])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.evaluate import Graded, grade, prompts_of, summarize
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.evaluate import Graded, grade, measure_of, prompts_of, summarize
 from mugrpo_megatron.recipe.sections import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
@@ -31,13 +32,13 @@ def backwards(prompts: Iterable[Prompt], n: int) -> Iterator[tuple[Prompt, list[
 def test_every_problem_is_graded_once_with_its_own_answers() -> None:
     prompts = prompts_of(PROBLEMS, TOKENIZER, "plain", 10)
     with Verifier(RewardSection()) as verifier:
-        graded = {g.problem.id: g for g in grade(backwards, verifier, TOKENIZER, prompts, 3)}
-    assert sorted(graded) == [p.id for p in PROBLEMS]
-    assert [sum(graded[p.id].rewards) for p in PROBLEMS] == [0, 1, 2, 3, 3, 3]
-    assert graded["sums:2"].texts == ["3", "3", "-1"] == graded["sums:2"].answers
-    assert graded["sums:2"].tokens == [2, 2, 3]
-    assert [graded[p.id].truncated for p in PROBLEMS] == [0, 0, 0, 0, 0, 3]
-    summary = summarize("sums", list(graded.values()))
+        found = {g.problem.id: g for g in grade(backwards, verifier, TOKENIZER, prompts, 3)}
+    assert sorted(found) == [p.id for p in PROBLEMS]
+    assert [sum(found[p.id].rewards) for p in PROBLEMS] == [0, 1, 2, 3, 3, 3]
+    assert found["sums:2"].texts == ["3", "3", "-1"] == found["sums:2"].answers
+    assert found["sums:2"].tokens == [2, 2, 3]
+    assert [found[p.id].truncated for p in PROBLEMS] == [0, 0, 0, 0, 0, 3]
+    summary = summarize("sums", list(found.values()), "accuracy")
     assert summary.mean.value == pytest.approx((0 + 1 + 2 + 3 + 3 + 3) / 18)
     assert summary.passes[1] == summary.mean
     assert summary.passes[2].value == pytest.approx((0 + 2 / 3 + 1 + 1 + 1 + 1) / 6)
@@ -46,14 +47,30 @@ def test_every_problem_is_graded_once_with_its_own_answers() -> None:
 
 
 def test_prompts_that_do_not_fit_are_left_out() -> None:
-    problems = [*PROBLEMS, Problem("long:1", "1" * 50, "1")]
+    problems = [*PROBLEMS, Problem("sums:9", "1" * 50, "1", "sums")]
     assert len(prompts_of(problems, TOKENIZER, "plain", 10)) == len(PROBLEMS)
 
 
-def test_rewards_that_are_no_verdicts_have_a_mean_only() -> None:
-    """A user's function may give half a point; a sample passes where it has the full one."""
-    graded = Graded(PROBLEMS[0], [0.5, 0.5, 1.0, 0.0], ["a", "a", "b", ""], [""] * 4, [1] * 4, 0, [""] * 4)
-    summary = summarize("partial", [graded])
+def test_prompts_of_a_set_of_which_none_fits_are_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="all 1 prompts of long are longer"):
+        prompts_of([*PROBLEMS, Problem("long:1", "1" * 50, "1", "long")], TOKENIZER, "plain", 10)
+
+
+def graded(place: int, rewards: list[float]) -> Graded:
+    k = len(rewards)
+    return Graded(PROBLEMS[place], rewards, ["a", "a", *"bcdefg"][:k], [""] * k, [1] * k, 0, [""] * k)
+
+
+def test_rewards_of_a_users_function_have_their_mean_unclipped() -> None:
+    """It may give half a point, or three, or take some away; a sample passes where it has a whole one."""
+    summary = summarize("partial", [graded(0, [0.5, 0.5, 3.0, -2.0]), graded(1, [1.5, 0.5, -0.5, 0.5])], "reward")
     assert summary.mean.value == pytest.approx(0.5)
     assert summary.passes[4].value == 1.0
     assert summary.passes[1].value == pytest.approx(0.25)
+    assert summary.majority.value == pytest.approx((0.5 + 1.0) / 2)
+    assert summary.mean.low <= summary.mean.value <= summary.mean.high
+
+
+def test_the_reward_function_decides_what_the_figures_are_called() -> None:
+    assert measure_of(RewardSection(format_weight=0.5, overlong_buffer_tokens=8)) == "accuracy"
+    assert measure_of(RewardSection(function="tests.rewards.functions:parity")) == "reward"

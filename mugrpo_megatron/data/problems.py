@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.hub import download
 from mugrpo_megatron.data.presets import PRESETS, Preset
 from mugrpo_megatron.data.rows import SUFFIXES, field_at, rows
+from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.extract import boxed_answer
@@ -52,17 +53,19 @@ def load_problems(source: str, section: DataSection, split: arithmetic.Split = "
 def load(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> Read:
     """All problems of a source, or of several with commas between; `split` and `seed` choose inside a named one.
 
+    A problem's `source` is the short name of its set (`sets.named_sources`).
+
     A source is a bundled task, a `.jsonl` or `.parquet` file, a preset's name, `NAME@FILE` (a file read as that preset
     is), or a hub name `owner/name[/config][:split]`. Raises UserError for a source that cannot be read or holds
     nothing, and with `data.strict` when rows are malformed.
     """
     found = Read()
-    for one in filter(None, (part.strip() for part in source.split(","))):
+    for name, one in named_sources(source).items():
         if one in arithmetic.TASKS:
             count = section.generated_problems if split == "train" else section.eval_problems
             found.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
-        read = read_source(resolve(one, section, split))
+        read = read_source(replace(resolve(one, section, split), name=name))
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
         found.problems.extend(read.problems)

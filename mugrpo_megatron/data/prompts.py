@@ -60,8 +60,24 @@ def fitting(
     kept = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
     if problems and not kept:
         shortest = min(len(ids) for _, ids in rendered)
+        sources = ", ".join(dict.fromkeys(problem.source for problem in problems))
         raise UserError(
-            f"all {len(problems)} prompts are longer than data.max_prompt_tokens={max_prompt_tokens} "
+            f"all {len(problems)} prompts of {sources} are longer than data.max_prompt_tokens={max_prompt_tokens} "
             f"(the shortest has {shortest} tokens): raise it"
         )
     return Fitting([p for p, _ in kept], [ids for _, ids in kept], len(rendered) - len(kept))
+
+
+def fitting_of_each(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
+) -> Fitting:
+    """`fitting` of several data sets, one behind the other; each must have a prompt that fits."""
+    sets: dict[str, list[Problem]] = {}
+    for problem in problems:
+        sets.setdefault(problem.source, []).append(problem)
+    fits = [fitting(own, tokenizer, style, max_prompt_tokens) for own in sets.values()]
+    return Fitting(
+        [problem for fit in fits for problem in fit.problems],
+        [prompt for fit in fits for prompt in fit.prompts],
+        sum(fit.too_long for fit in fits),
+    )

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.overlap import contamination, without_duplicates
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import Fitting, fitting
+from mugrpo_megatron.data.prompts import Fitting, fitting, fitting_of_each
+from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection, RewardSection
 from mugrpo_megatron.rewards.golds import unusable_golds
@@ -27,6 +28,7 @@ class Ready:
 
     train: Fitting
     held_out: Fitting
+    """Of all sets, one behind the other; a problem's `source` is its set's name."""
     notes: list[str]
     """One sentence for everything that was left out or looks wrong."""
 
@@ -37,7 +39,7 @@ def ready(data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokeniz
     Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
     """
     notes: list[str] = []
-    held_out = usable_problems(data.eval, "eval", data, reward, notes)
+    held_out = held_out_problems(data.eval, data, reward, notes)
     train = usable_problems(data.train, "train", data, reward, notes)
     # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
     made, read = ([p for p in train if (p.source in TASKS) is bundled] for bundled in (True, False))
@@ -50,12 +52,23 @@ def ready(data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokeniz
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
     train = made + read
-    limited = first_of_each(held_out, data.eval_problems)
-    fits = [fitting(some, tokenizer, data.prompt_style, data.max_prompt_tokens) for some in (train, limited)]
+    limited, rendering = first_of_each(held_out, data.eval_problems), (data.prompt_style, data.max_prompt_tokens)
+    fits = fitting(train, tokenizer, *rendering), fitting_of_each(limited, tokenizer, *rendering)
     for name, fit in zip(("training", "held-out"), fits, strict=True):
         if fit.too_long:
             notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
-    return Ready(fits[0], fits[1], notes)
+    return Ready(*fits, notes)
+
+
+def held_out_problems(
+    sources: str, data: DataSection, reward: RewardSection, notes: list[str], key: str = "data.eval"
+) -> list[Problem]:
+    """The usable problems of every held-out set; UserError for a set that has none, or that is named twice."""
+    names = held_out_sets(sources, key)
+    found = usable_problems(sources, "eval", data, reward, notes)
+    for name in names.keys() - {problem.source for problem in found}:
+        raise UserError(f"{key}: no problem of {names[name]} can be used; its rows say why with data.strict=true")
+    return found
 
 
 def first_of_each(problems: list[Problem], limit: int) -> list[Problem]:

@@ -10,8 +10,9 @@ from operator import itemgetter
 from typing import Any
 
 from mugrpo_megatron.observe.curves import Chart, Series, column, has_values, over_updates, spread, within_unit
+from mugrpo_megatron.observe.evaluations import measure_in, sets_in
 from mugrpo_megatron.observe.log import Row
-from mugrpo_megatron.observe.paper_charts import paper_charts
+from mugrpo_megatron.observe.paper_charts import held_out, paper_charts
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.observe.trigger_charts import trigger_charts
 
@@ -38,23 +39,16 @@ def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]
 
 
 def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
-    accuracy = Series(
-        "held-out accuracy",
-        "blue",
-        "eval",
-        column(run.evals, "accuracy"),
-        low=column(run.evals, "low"),
-        high=column(run.evals, "high"),
-        draw="dots",
-    )
     reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, anew=True)
+    measure = measure_in(run.evals)
+    of = ", set by set and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
     by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
     yield Chart(
         "accuracy",
-        "Accuracy and training reward",
-        _what_is_compared(run.recipe, "Held-out accuracy"),
-        [accuracy, reward] if has_values(reward.y) else [accuracy, by_stage],
-        format="percent" if within_unit(reward.y) and within_unit(by_stage.y) else "number",
+        f"{measure.capitalize()} and training reward",
+        _what_is_compared(run.recipe, f"Held-out {measure}{of}"),
+        [*held_out(run.evals), reward if has_values(reward.y) else by_stage],
+        format="percent" if measure == "accuracy" and within_unit(reward.y) and within_unit(by_stage.y) else "number",
         wide=True,
     )
 

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from mugrpo_megatron.observe.drawing import Drawing, draw
+from mugrpo_megatron.observe.evaluations import interval_in, measure_in, sets_in, value_in
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.rundata import RunData, read_run
 
@@ -68,10 +69,7 @@ def write_figure(run_dir: Path, path: Path, *, dark: bool = False) -> Path:
 
 
 def _curves(axes: Axes, run: RunData, theme: Theme) -> None:
-    times = [run.clock(row["time"]) for row in run.evals]
-    accuracy, low, high = ([row[name] for row in run.evals] for name in ("accuracy", "low", "high"))
-    axes.fill_between(times, low, high, color=theme.accuracy, alpha=0.16, linewidth=0)
-    axes.plot(times, accuracy, color=theme.accuracy, linewidth=2, marker="o", markersize=6, label="held-out accuracy")
+    _held_out(axes, run, theme)
     rewards = [
         (run.clock(row["time"]), row["reward_mean"]) for row in run.updates if row.get("reward_mean") is not None
     ]
@@ -85,10 +83,27 @@ def _curves(axes: Axes, run: RunData, theme: Theme) -> None:
         alpha=0.7,
         label="training reward of an update",
     )
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    if measure_in(run.evals) == "accuracy":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.legend(loc="lower right", facecolor=theme.paper, edgecolor="none", labelcolor=theme.ink, fontsize=10)
     _plain(axes, theme)
+
+
+def _held_out(axes: Axes, run: RunData, theme: Theme) -> None:
+    """The mean of the held-out sets with its interval, over thin lines of the sets where there are several."""
+    times = [run.clock(row["time"]) for row in run.evals]
+    measure, names = measure_in(run.evals), sets_in(run.evals)
+    for name in names if len(names) > 1 else ():
+        values = [value_in(row, name) for row in run.evals]
+        axes.plot(times, values, color=theme.accuracy, linewidth=0.9, alpha=0.55)  # type: ignore[arg-type]
+        axes.annotate(name, (times[-1], values[-1]), color=theme.soft, fontsize=8)  # type: ignore[arg-type]
+    banded = [(time, interval) for time, row in zip(times, run.evals, strict=True) if (interval := interval_in(row))]
+    low, high = ([interval[end] for _, interval in banded] for end in (0, 1))
+    axes.fill_between([time for time, _ in banded], low, high, color=theme.accuracy, alpha=0.16, linewidth=0)
+    label = f"held-out {measure}" if len(names) <= 1 else f"held-out {measure}, mean of {len(names)} sets"
+    means = [value_in(row) for row in run.evals]
+    axes.plot(times, means, color=theme.accuracy, linewidth=2, marker="o", markersize=6, label=label)  # type: ignore[arg-type]
 
 
 def _lanes(axes: Axes, drawing: Drawing, theme: Theme) -> None:

@@ -7,15 +7,15 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import environment
-from mugrpo_megatron.observe.metrics import PHASES, Kind, check, names
+from mugrpo_megatron.observe.metrics import PHASES, Kind, check, defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
 Row = dict[str, Any]
@@ -31,6 +31,8 @@ class MetricLog:
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
     """Unix time of the rows."""
+    evaluated: set[int] = field(default_factory=set)
+    """After how many updates there is an evaluation, of this process or of one before it."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
         """Log one optimizer update: number `update` of the run, number `age` of its stage, all from 0."""
@@ -40,9 +42,10 @@ class MetricLog:
         """Log what is known of a stage's responses."""
         self._write("stage", {"time": self.clock(), "stage": stage}, metrics)
 
-    def evaluation(self, stage: int, update: int, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation taken after `update` optimizer updates."""
-        self._write("eval", {"time": self.clock(), "stage": stage, "update": update}, metrics)
+    def evaluation(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
+        """Log an evaluation taken after `update` optimizer updates of the run, `age` of them in the stage."""
+        self._write("eval", {"time": self.clock(), "stage": stage, "update": update, "age": age}, metrics)
+        self.evaluated.add(update)
 
     def event(self, event: str, text: str) -> None:
         """Log something that happened: a short name and a sentence."""
@@ -74,25 +77,28 @@ def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, wri
     `updates_done` is where the run stands: a resumed run's TensorBoard curves go on from there.
     Raises UserError when Weights & Biases is asked for and not installed.
     """
+    rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
+    evaluations = [row for row in rows if row["kind"] == "eval"]
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if write:
             sinks.append(stack.enter_context(_json_lines(run_dir / FILE_NAME)))
         if write and section.tensorboard:
-            sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done)))
+            # The run does not evaluate again what it has evaluated, also behind the checkpoint that it goes on from.
+            later = [row for row in evaluations if row["update"] >= updates_done]
+            sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
             sinks.append(stack.enter_context(_wandb(run_dir, section.wandb_project)))
-        clock = steady_clock(run_dir / FILE_NAME)
+        clock = steady_clock(rows)
         for sink in sinks:
             sink({"kind": "process", "time": clock(), "environment": environment()})
-        yield MetricLog(tuple(sinks), clock)
+        yield MetricLog(tuple(sinks), clock, {row["update"] for row in evaluations})
 
 
-def steady_clock(path: Path) -> Callable[[], float]:
+def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
     """Unix time that never goes back inside a run, whatever the machine's clock does: it starts no earlier than the
-    last row in `path` and then follows the monotonic clock.
+    last of the run's `rows` and then follows the monotonic clock.
     """
-    rows = read_rows(path) if path.exists() else []
     last = max((float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows), default=0.0)
     start = max(time.time(), last) - time.monotonic()
     return lambda: start + time.monotonic()
@@ -130,7 +136,8 @@ def _json_lines(path: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def _tensorboard(directory: Path, updates_done: int) -> Iterator[Sink]:
+def _tensorboard(directory: Path, updates_done: int, again: Sequence[Row]) -> Iterator[Sink]:
+    """Curves that go on from `updates_done`: what was there from then on is dropped, but the rows `again` are kept."""
     from torch.utils.tensorboard import SummaryWriter  # half a second of imports that only rank 0 needs
 
     with SummaryWriter(str(directory), purge_step=updates_done) as writer:
@@ -139,6 +146,8 @@ def _tensorboard(directory: Path, updates_done: int) -> Iterator[Sink]:
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
+        for row in again:
+            sink(row)
         yield sink
 
 
@@ -174,7 +183,7 @@ def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
     elif kind in ("update", "stage", "eval"):
         step = row["update"] if "update" in row else row["stage"]
-        for name in names(kind) & row.keys():
+        for name in (name for name in row if defined(kind, name)):
             yield f"{kind}/{name}", row[name], step
 
 

@@ -6,12 +6,14 @@ name that is not in it cannot be logged.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from mugrpo_megatron.algorithm import diagnostics
-from mugrpo_megatron.observe.paper import NAMES
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.observe.paper import NAMES as PAPER_NAMES
 
 Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
 
@@ -19,7 +21,10 @@ KINDS: dict[Kind, str] = {
     "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: how "
     "many updates stale its responses are.",
     "stage": "One stage's responses, written when the stage is sealed on disk.",
-    "eval": "One evaluation on held-out problems, after `update` optimizer updates (0: before training).",
+    "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
+    "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
+    "stem. Sets are never pooled. Figures are called `accuracy` where `reward.function` is `math`, which says right or "
+    "wrong, and `reward` where it is a function of the user's, whatever it gives.",
     "phase": "One stretch of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
     "event": "Something worth a line of its own: a resume, an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
@@ -29,7 +34,7 @@ KINDS: dict[Kind, str] = {
 PLACE: dict[Kind, tuple[str, ...]] = {
     "update": ("time", "stage", "update", "age"),
     "stage": ("time", "stage"),
-    "eval": ("time", "stage", "update"),
+    "eval": ("time", "stage", "update", "age"),
     "phase": ("phase", "stage", "start", "end"),
     "event": ("time", "event", "text"),
     "process": ("time", "environment"),
@@ -57,8 +62,13 @@ class Metric:
 
     kind: Kind
     name: str
+    """A metric of each held-out set has SET where the set's name stands."""
     unit: str
     meaning: str
+
+
+SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""What a row has in place of SET (data/sets.py)."""
 
 
 def _sentence(text: str) -> str:
@@ -88,26 +98,37 @@ METRICS: tuple[Metric, ...] = (
     Metric("stage", "mismatch_mean", "nats", "Mean |log π_engine − log π_learner| over response tokens, same weights."),
     Metric("stage", "mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
     Metric("stage", "mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),
-    Metric("eval", "accuracy", "fraction", "Share of held-out responses that are correct, averaged over problems."),
-    Metric("eval", "low", "fraction", "Lower end of the accuracy's 95 % interval, clustered by problem."),
-    Metric("eval", "high", "fraction", "Upper end of the accuracy's 95 % interval, clustered by problem."),
-    Metric("eval", "problems", "problems", "Held-out problems asked."),
-    Metric("eval", "samples", "responses", "Responses to each problem."),
-    Metric("eval", "tokens", "tokens", "Response tokens sampled."),
+    Metric("eval", "accuracy/SET", "fraction", "Share of the set's responses that are correct (mean@k)."),
+    Metric("eval", "accuracy/mean", "fraction", "Unweighted mean of the sets' accuracies."),
+    Metric("eval", "reward/SET", "reward", "Mean reward of the set's responses, of any size; not clipped."),
+    Metric("eval", "reward/mean", "reward", "Unweighted mean of the sets' mean rewards."),
+    Metric("eval", "low/SET", "as above", "Lower end of the set's 95 % interval, clustered by problem."),
+    Metric("eval", "low/mean", "as above", "Lower end of the mean's 95 % interval."),
+    Metric("eval", "high/SET", "as above", "Upper end of the set's 95 % interval, clustered by problem."),
+    Metric("eval", "high/mean", "as above", "Upper end of the mean's 95 % interval."),
+    Metric("eval", "problems/SET", "problems", "Problems of the set that were asked."),
+    Metric("eval", "samples/SET", "responses", "Responses to each of them: the k of mean@k."),
+    Metric("eval", "tokens", "tokens", "Response tokens sampled, of all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, where it did either."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, where it moved any."),
 )
 """The table. One line a metric; a name may mean the same thing for rows of several kinds."""
 
+NAMES: dict[Kind, frozenset[str]] = {kind: frozenset(m.name for m in METRICS if m.kind == kind) for kind in KINDS}
+"""The metric names that the table has for rows of each kind."""
 
-def names(kind: Kind) -> frozenset[str]:
-    """The metric names that a row of `kind` may carry."""
-    return frozenset(metric.name for metric in METRICS if metric.kind == kind)
+
+def defined(kind: Kind, name: str) -> bool:
+    """Whether a row of `kind` may carry the name: it is in the table, or there for every held-out set."""
+    base, slash, of_set = name.partition("/")
+    if not slash or of_set == MEAN:
+        return name in NAMES[kind]
+    return f"{base}/SET" in NAMES[kind] and SET_NAME.fullmatch(of_set) is not None
 
 
 def check(kind: Kind, given: Iterable[str]) -> None:
     """Raise ValueError for a name that the table does not define for rows of `kind`: define it there first."""
-    if unknown := sorted(set(given) - names(kind)):
+    if unknown := sorted(name for name in given if not defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
 
 
@@ -128,7 +149,7 @@ def markdown() -> str:
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
     sections.append(
         "## The paper's names\n\nWhat arXiv 2605.17570 and its project page call it, and where a run has it.\n\n"
-        + _table(("Paper", "Here", "What to know"), NAMES)
+        + _table(("Paper", "Here", "What to know"), PAPER_NAMES)
     )
     return "\n\n".join(sections) + "\n"
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mugrpo_megatron.observe.curves import Chart, Series, column, over_updates
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.observe.curves import Chart, Series, column, over_updates, rounded
+from mugrpo_megatron.observe.evaluations import interval_in, measure_in, sets_in
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.paper import mask_name
 from mugrpo_megatron.observe.rundata import RunData
 
-SET_COLORS = ("orange", "teal", "violet", "yellow", "magenta", "red", "grey")
+SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "ramp-5")
+"""Of held-out sets, next to the blue of their mean and the orange of the training reward."""
 
 
 def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
@@ -42,30 +45,31 @@ def paper_remark(run: RunData) -> str:
     return f"this run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
 
 
-def _accuracy(run: RunData) -> Chart:
-    names = list(dict.fromkeys(name for row in run.evals for name in row if name.startswith(("accuracy/", "reward/"))))
-    measure = names[0].partition("/")[0] if names else "accuracy"
-    sets = [name for name in names if name != f"{measure}/mean"]
+def held_out(evals: Sequence[Row]) -> list[Series]:
+    """The held-out curves: of the only set, or of every set and their mean, which alone has its interval drawn."""
+    measure, names = measure_in(evals), sets_in(evals)
+    several = len(names) > 1
+    label, name = (f"mean {measure}", MEAN) if several else (f"held-out {measure}", *names, MEAN)[:2]
+    ends = [interval_in(row, name) for row in evals]
+    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
     mean = Series(
-        "mean of the sets" if len(sets) > 1 else measure,
-        "blue",
-        "eval",
-        column(run.evals, f"{measure}/mean"),
-        draw="dots",
-        low=column(run.evals, "low/mean"),
-        high=column(run.evals, "high/mean"),
-        bold=True,
+        label, "blue", "eval", column(evals, f"{measure}/{name}"), draw="dots", low=low, high=high, bold=several
     )
-    each = [
-        Series(name.partition("/")[2], SET_COLORS[place % len(SET_COLORS)], "eval", column(run.evals, name))
-        for place, name in enumerate(sets)
+    sets = [
+        Series(name, SET_COLORS[place % len(SET_COLORS)], "eval", column(evals, f"{measure}/{name}"), draw="dots")
+        for place, name in enumerate(names)
     ]
+    return [*(sets if several else []), mean]
+
+
+def _accuracy(run: RunData) -> Chart:
+    measure = measure_in(run.evals)
     return Chart(
         "paper_accuracy",
         f"Figures 2 and 3: average {measure}",
         "Unweighted mean of the held-out sets with its 95 % interval. Along wall-clock it is the paper's Figure 1. "
         "Evaluations inside a stage come with eval.every_updates.",
-        [*(each if len(sets) > 1 else ()), mean],
+        held_out(run.evals),
         format="percent" if measure == "accuracy" else "number",
         wide=True,
     )

@@ -11,10 +11,11 @@ from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.observe.drawing import Drawing, draw
+from mugrpo_megatron.observe.evaluations import between, difference, shown
 from mugrpo_megatron.observe.paper_charts import paper_remark
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.observe.rundata import RunData, read_run
-from mugrpo_megatron.observe.summary import summary_of
+from mugrpo_megatron.observe.summary import mean_of, summary_of
 from mugrpo_megatron.observe.tables import recipe_sections, stage_table, summary_rows
 from mugrpo_megatron.observe.trigger_charts import trigger_remark, trigger_table
 from mugrpo_megatron.rundir import write_atomically
@@ -149,18 +150,20 @@ def _tile(name: str, value: str, more: str, **rest: Any) -> dict[str, Any]:
 
 
 def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
-    before, after = summary["accuracy_before"], summary["accuracy_after"]
+    measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
+    title, before, after = f"Held-out {measure}", mean["before"], mean["after"]
     if before is None or after is None:
-        return _tile("Held-out accuracy", "–", "not evaluated yet", broad=True)
-    points = 100 * (after - before)
-    low, high = summary["accuracy_interval"]
+        return _tile(title, "–", "not evaluated yet", broad=True)
+    of = f"{len(sets)} sets, unweighted, " if len(sets) > 1 else ""
+    interval = f"95 % interval {between(mean['interval'], measure)}, " if mean["interval"] else ""
+    gain = after - before
     return _tile(
-        "Held-out accuracy",
-        f"{100 * after:.1f} %",
-        f"95 % interval {100 * low:.1f} to {100 * high:.1f} %, {summary['problems']:,.0f} problems",
-        start=f"{100 * before:.1f}",
-        gain=f"{points:+.1f} points".replace("-", "−"),
-        trend="up" if points > 0.05 else "down" if points < -0.05 else "",
+        title if len(sets) <= 1 else f"{title}, mean",
+        shown(after, measure),
+        f"{interval}{of}{summary['problems']:,.0f} problems",
+        start=shown(before, measure).removesuffix(" %"),
+        gain=difference(gain, measure).replace("-", "−"),
+        trend="up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
         broad=True,
     )
 

@@ -55,6 +55,12 @@ def check_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> None
         raise UserError("; ".join(problems))
 
 
+def longest_response(recipe: Recipe) -> int:
+    """Tokens of the longest response that anything samples: training, or the evaluation of a held-out set."""
+    held_out = [recipe.eval.max_tokens, *(one.max_tokens for one in recipe.eval.sets.values())]
+    return max(recipe.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
+
+
 def check_layers(recipe: Recipe, cuda: bool) -> None:
     """UserError where a learner on this machine cannot have the layers, or the precision in them, that are asked for.
 
@@ -175,9 +181,11 @@ def _other_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
             'set rollout.behaviour = "learner" with it'
         )
     limit = model.get("max_position_embeddings")
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    response = longest_response(recipe)
+    longest = recipe.data.max_prompt_tokens + response
     if limit and longest > limit:
+        key = "rollout.max_response_tokens" if response == recipe.rollout.max_response_tokens else "eval's max_tokens"
         yield (
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} exceeds the model's "
+            f"data.max_prompt_tokens + {key} = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
         )

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -104,8 +104,12 @@ def _sentence(error: ErrorDetails) -> str:
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Recipe
-    for part in loc:
+    parts = iter(loc)
+    for part in parts:
         annotation = model.model_fields[str(part)].annotation
+        if get_origin(annotation) is dict:  # tables by a name of the user's
+            next(parts)
+            annotation = get_args(annotation)[1]
         assert isinstance(annotation, type)
         model = annotation
     return list(model.model_fields)

@@ -78,7 +78,7 @@ class ObjectiveSection(Section):
     reference_every: PositiveInt = 1
     """Updates between refreshes of the clip's reference policy, from a stage's start; at 1 the clip binds no token."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Ratio above which a negative token of the `ppo` surrogate stops being pushed down; off when left out (verl: 3)."""
+    """Ratio above which a negative token of the `ppo` surrogate is not pushed down; off when left out (verl: 3)."""
     veto: VetoScope = "suffix_non_trigger"
     """What a negative response with triggers T, the first at κ, loses: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -26,18 +26,34 @@ def markdown() -> str:
     parts = [HEAD]
     for name, field in Recipe.model_fields.items():
         section: Any = field.annotation
-        rows = [
-            f"| `{key}` | {_type(inner.annotation)} | {_default(inner)} | {inner.description} |"
-            for key, inner in section.model_fields.items()
-        ]
-        table = "\n".join(["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows])
-        parts.append(f"## `[{name}]`\n\n{section.__doc__}\n\n{table}\n")
+        parts.append(_part(name, section))
+        for key, inner in section.model_fields.items():
+            if (table := _named_table(inner.annotation)) is not None:
+                parts.append(_part(f"{name}.{key}.NAME", table))
     return "\n".join(parts)
+
+
+def _part(name: str, section: Any) -> str:
+    rows = [
+        f"| `{key}` | {_type(inner.annotation)} | {_default(inner)} | {inner.description} |"
+        for key, inner in section.model_fields.items()
+    ]
+    table = "\n".join(["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows])
+    return f"## `[{name}]`\n\n{section.__doc__}\n\n{table}\n"
+
+
+def _named_table(annotation: Any) -> Any:
+    """The section that each of a dictionary's values is; None where the annotation is no dictionary."""
+    return get_args(annotation)[1] if get_origin(annotation) is dict else None
 
 
 def _type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
         return " \\| ".join(f"`{value}`" for value in get_args(annotation))
+    if get_origin(annotation) is Annotated:
+        return _type(get_args(annotation)[0])
+    if _named_table(annotation) is not None:
+        return "tables by name"
     names = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
     if annotation in names:
         return names[annotation]
@@ -47,7 +63,7 @@ def _type(annotation: Any) -> str:
 
 def _default(field: FieldInfo) -> str:
     value = field.get_default(call_default_factory=True)
-    return "unset" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return "unset" if value is None or value == {} else f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":

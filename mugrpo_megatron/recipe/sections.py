@@ -204,15 +204,41 @@ class RewardSection(Section):
     """What a response of `rollout.max_response_tokens` loses when there is an overlong buffer."""
 
 
+class SetSection(Section):
+    """How one held-out set is sampled; what is unset here is as `[eval]` says."""
+
+    samples: PositiveInt | None = None
+    """Responses per problem (mean@k)."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    max_tokens: PositiveInt | None = None
+    """A longer response is cut."""
+
+
 class EvalSection(Section):
-    """Held-out accuracy before, during and after training."""
+    """Held-out accuracy before, during and after training, set by set."""
 
     every_stages: NonNegativeInt = 1
     """Evaluate after every n-th stage; 0 evaluates only before the first and after the last."""
+    every_updates: NonNegativeInt = 0
+    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates at the ends of stages only."""
     samples: PositiveInt = 1
     """Responses per problem (mean@k)."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    max_tokens: PositiveInt | None = None
+    """A longer response is cut; unset takes `rollout.max_response_tokens`."""
+    sets: dict[str, SetSection] = Field(default_factory=dict)
+    """Sets that are sampled otherwise, by name: `[eval.sets.aime24]`, with any of the four keys before this one."""
+
+    def of(self, name: str) -> EvalSection:
+        """The section as it is for the held-out set `name`: its own settings instead of the general ones."""
+        own = self.sets.get(name, SetSection())
+        return self.model_copy(update={**own.model_dump(exclude_none=True), "sets": {}})
 
 
 class CheckpointSection(Section):

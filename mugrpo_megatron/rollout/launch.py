@@ -11,7 +11,7 @@ import torch
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import read_model_config
+from mugrpo_megatron.recipe.checks import longest_response, read_model_config
 from mugrpo_megatron.rollout.placement import ALONE, Seat
 
 CPU_KV_BYTES = 1 << 29
@@ -36,12 +36,13 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, seat: Seat = A
     Raises UserError when `model_dir` is no checkpoint or when prompt plus response do not fit the model's positions.
     """
     config = read_model_config(model_dir)
-    limits = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    response = longest_response(recipe)
+    limits = recipe.data.max_prompt_tokens + response
     positions = config.get("max_position_embeddings", limits + LENGTH_MARGIN)
     if limits > positions:
         raise UserError(
-            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.max_response_tokens "
-            f"{recipe.rollout.max_response_tokens} exceed the {positions} positions of {model_dir}: lower one of them"
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} and responses of {response} tokens "
+            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}: lower one"
         )
     engine = recipe.engine
     arguments: dict[str, Any] = {

@@ -14,9 +14,11 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     return Sampling(rollout.temperature, rollout.top_p, rollout.max_response_tokens, _stop_ids(tokenizer))
 
 
-def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How evaluation samples: at `eval.temperature`, where 0 is greedy."""
-    return Sampling(recipe.eval.temperature, 1.0, recipe.rollout.max_response_tokens, _stop_ids(tokenizer))
+def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Sampling:
+    """How evaluation samples the held-out set `name`; temperature 0 is greedy."""
+    own = recipe.eval.of(name)
+    limit = own.max_tokens or recipe.rollout.max_response_tokens
+    return Sampling(own.temperature, own.top_p, limit, _stop_ids(tokenizer))
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.observe.evaluations import problems_in
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
@@ -121,11 +122,11 @@ def row_of(run: RunData, clock: CpuClock | None) -> Row:
         "rate": cell.rate,
         "seed": cell.seed,
         "updates": len(run.updates),
-        "problems": last["problems"],
-        "accuracy_before": _short(first["accuracy"]),
-        "accuracy": _short(last["accuracy"]),
-        "low": _short(last["low"]),
-        "high": _short(last["high"]),
+        "problems": problems_in(last),
+        "accuracy_before": _short(first["accuracy/mean"]),
+        "accuracy": _short(last["accuracy/mean"]),
+        "low": _short(last["low/mean"]),
+        "high": _short(last["high/mean"]),
         **{f"{name}_s": round(seconds, 2) for name, seconds in phases.items()},
         **{f"{name}_cpu_s": None if clock is None else _cpu_of(run, clock, name) for name in PHASES},
         "wall_s": round(training_seconds(run, last["time"]), 2),
@@ -153,7 +154,7 @@ def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str
             row["update"],
             round(training_seconds(run, _begin_of(run, row)), 2),
             None if clock is None else round(training_cpu(run, clock, _begin_of(run, row)), 2),
-            _short(row["accuracy"]),
+            _short(row["accuracy/mean"]),
         ]
         for row in run.evals
     ]

@@ -65,7 +65,7 @@ def points(study: Study, cell: Cell, every: int) -> Points:
         if not run_alone(study, cell, directory, besides, keep=True):
             raise UserError(f"{cell.name} failed: see {directory / 'console.log'}")
     run = read_run(directory)
-    ends = [[row["update"], row["accuracy"]] for row in run.evals]
+    ends = [[row["update"], row["accuracy/mean"]] for row in run.evals]
     return sorted([*ends, *_between(directory, study.model, run.recipe["data"]["eval"])])
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.estimators import Interval
+from mugrpo_megatron.observe.evaluations import SetFigures, figures_of
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.rundir import write_json
@@ -46,31 +48,14 @@ def rows_of(
     def skill(update: int) -> float:
         return 0.47 + 0.38 * (1 - math.exp(-3.0 * update / total))
 
-    def away(place: int) -> float:
-        """How far a set's accuracy lies from the mean of all."""
-        return 0.1 * (place - (len(sets) - 1) / 2)
-
     def evaluation(stage: int, update: int, age: int = 0) -> None:
-        noise = draw.gauss(0, 0.008)
-        accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
-        rows.append(
-            {
-                "kind": "eval",
-                "time": now,
-                "stage": stage,
-                "update": update,
-                "age": age,
-                "accuracy": accuracy,
-                "low": accuracy - 0.04,
-            }
-            | {"high": accuracy + 0.035, "problems": 500, "samples": 1, "tokens": 4000}
-            | {"accuracy/mean": accuracy, "low/mean": accuracy - 0.04, "high/mean": accuracy + 0.035}
-            | {f"accuracy/{name}": accuracy + away(place) for place, name in enumerate(sets)}
-            | {f"low/{name}": accuracy + away(place) - 0.06 for place, name in enumerate(sets)}
-            | {f"high/{name}": accuracy + away(place) + 0.05 for place, name in enumerate(sets)}
-            | {f"problems/{name}": 250 for name in sets}
-            | {f"samples/{name}": 1 for name in sets}
-        )
+        figures = {}
+        for name in sets:
+            noise = draw.gauss(0, 0.008)
+            accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
+            figures[name] = SetFigures(Interval(accuracy, accuracy - 0.04, accuracy + 0.035), 500, 1)
+        place = {"kind": "eval", "time": now, "stage": stage, "update": update, "age": age}
+        rows.append({**place, **figures_of("accuracy", figures), "tokens": 4000})
 
     phase("start", 0, 14.0)
     for stage in range(stages):

@@ -57,8 +57,8 @@ def test_log_reopened_after_a_torn_write_keeps_every_whole_row(
 
 def test_rows_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     with open_log(tmp_path, PLAIN) as log:
-        log.evaluation(0, 0, {"accuracy": 0.5})
-        assert read_rows(tmp_path / FILE_NAME)[-1]["accuracy"] == 0.5
+        log.evaluation(0, 0, 0, {"accuracy/mean": 0.5})
+        assert read_rows(tmp_path / FILE_NAME)[-1]["accuracy/mean"] == 0.5
 
 
 def test_phase_is_logged_with_its_metrics_even_when_it_fails(tmp_path: Path) -> None:
@@ -96,6 +96,23 @@ def test_tensorboard_of_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("update/loss")] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
     assert events.Scalars("phase/save")[0].step == 0
+
+
+def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_path: Path) -> None:
+    """It goes on from an older checkpoint than its last evaluations have; they are neither taken again nor lost."""
+    section = TrackSection()
+    with open_log(tmp_path, section) as log:
+        for update in (0, 3, 4):
+            log.evaluation(0, update, update, {"accuracy/math500": update / 10, "accuracy/mean": update / 10})
+        assert log.evaluated == {0, 3, 4}
+    with open_log(tmp_path, section, updates_done=3) as log:
+        assert log.evaluated == {0, 3, 4}
+        log.evaluation(0, 6, 6, {"accuracy/math500": 0.6, "accuracy/mean": 0.6})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for tag in ("eval/accuracy/math500", "eval/accuracy/mean"):
+        found = [(e.step, pytest.approx(e.value)) for e in events.Scalars(tag)]
+        assert found == [(0, 0.0), (3, 0.3), (4, 0.4), (6, 0.6)]
+    assert [row["update"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "eval"] == [0, 3, 4, 6]
 
 
 def test_wandb_that_is_not_installed_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.metrics import KINDS, METRICS, PLACE, check, markdown, names
+from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, PLACE, check, markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -19,10 +19,20 @@ def test_page_is_generated_from_the_table() -> None:
 def test_a_name_is_defined_once_for_a_kind_and_is_no_place_key() -> None:
     assert max(Counter((metric.kind, metric.name) for metric in METRICS).values()) == 1
     for kind in KINDS:
-        assert names(kind).isdisjoint({"kind", "not_finite", *PLACE[kind]})
+        assert NAMES[kind].isdisjoint({"kind", "not_finite", *PLACE[kind]})
 
 
 def test_undefined_name_is_an_error_that_names_it() -> None:
     check("update", ["loss", "ess"])
     with pytest.raises(ValueError, match="los_s"):
         check("update", ["loss", "los_s"])
+
+
+def test_a_held_out_metric_takes_the_name_of_any_set_and_nothing_else() -> None:
+    check("eval", ["accuracy/math500", "accuracy/a-test_2", "accuracy/mean", "low/mean", "problems/math500", "tokens"])
+    undefined = ("accuracy", "accuracy/", "accuracy/a/b", "accuracy/a b", "tokens/math500", "pass/math500")
+    for name in (*undefined, "problems/mean"):
+        with pytest.raises(ValueError, match=name):
+            check("eval", [name])
+    with pytest.raises(ValueError, match="accuracy/math500"):
+        check("update", ["accuracy/math500"])

@@ -101,9 +101,9 @@ def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
     rows = rows_of(2, 8)
     summary = summarize(write_run(tmp_path, rows, recipe_of(2, 8)))
     evals = [row for row in rows if row["kind"] == "eval"]
-    assert summary["accuracy_before"] == evals[0]["accuracy"]
-    assert summary["accuracy_after"] == evals[-1]["accuracy"]
-    assert summary["accuracy_interval"] == [evals[-1]["low"], evals[-1]["high"]]
+    assert summary["accuracy_before"] == evals[0]["accuracy/mean"] == evals[0]["accuracy/arithmetic"]
+    assert summary["accuracy_after"] == evals[-1]["accuracy/mean"]
+    assert summary["accuracy_interval"] == [evals[-1]["low/mean"], evals[-1]["high/mean"]]
     assert (summary["stages"], summary["updates"], summary["seed"]) == (2, 16, 3)
     assert summary["tokens"] == {"generated": 2 * 8 * 256 * 8, "trained": 16 * 2048}
     assert summary["seconds"]["optimize"] == pytest.approx(2 * 8 * 0.2, abs=1e-4)

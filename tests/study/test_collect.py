@@ -61,7 +61,7 @@ def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) ->
     assert row["cpu_s"] == pytest.approx(2 * row["wall_s"], rel=0.02)
     assert row["others_share"] == pytest.approx(0.4 / 2.4, abs=1e-3)
     assert (row["variant"], row["rate"], row["seed"], row["updates"]) == ("mu_grpo", 1e-3, 3, 16)
-    assert row["accuracy"] == pytest.approx(run.evals[-1]["accuracy"], abs=1e-4)
+    assert row["accuracy"] == pytest.approx(run.evals[-1]["accuracy/mean"], abs=1e-4)
     assert set(row) | {"kind", "part", "mu"} == set(collect.COLUMNS)
 
 

@@ -41,7 +41,7 @@ def test_points_are_the_ends_and_the_checkpoints_inside_the_stage(study: run.Stu
         (directory / "evaluations" / name).mkdir(parents=True)
         summary = {"average": {"value": accuracy, "low": 0.0, "high": 1.0}}
         (directory / "evaluations" / name / "summary.json").write_text(json.dumps(summary))
-    first, last = (row["accuracy"] for row in read_run(directory).evals)
+    first, last = (row["accuracy/mean"] for row in read_run(directory).evals)
     assert inside.points(study, cell, 2) == [[0, first], [2, 0.6], [6, 0.7], [8, last]]
 
 
