@@ -68,7 +68,7 @@ STATED: dict[str, Mapping[str, Any]] = {
     "mugrpo rollouts RUN_DIR": {"run_dir": Path("runs/quickstart")},
     "mugrpo report RUN_DIR": {"run_dir": Path("runs/quickstart")},
     "mugrpo sft RECIPE": {},
-    "mugrpo eval MODEL --data SETS": {"data": ["math500"], "samples": 1, "temperature": 0.0},
+    "mugrpo eval MODEL --data SETS": {"data": ["math500"], "eval.samples": 1, "eval.temperature": 0.0},
     "mugrpo score IN --out OUT": {"input": Path("responses.jsonl"), "out": Path("scored.jsonl")},
     "mugrpo plan RECIPE --nodes N": {"nodes": 2, "gpus_per_node": 8, "gpu": "h200"},
     "mugrpo doctor": {},
@@ -172,7 +172,7 @@ def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command
         subprocess.run(["bash", "-n", program], check=True)
     ran = mugrpo_commands(command)
     options = [_parser().parse_args(arguments) for arguments in ran]
-    recipes = [load_recipe(one.recipe, one.overrides) for one in options if getattr(one, "recipe", None)]
+    recipes = [load_recipe(getattr(one, "recipe", None), one.overrides) for one in options if hasattr(one, "overrides")]
     for name, value in STATED[command].items():
         assert resolved(name, options[-1], recipes) == value, name
 

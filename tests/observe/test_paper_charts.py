@@ -47,7 +47,9 @@ def test_accuracy_has_a_point_for_every_evaluation_inside_a_stage(run: RunData) 
 
 def test_a_single_set_is_drawn_once(run: RunData) -> None:
     one = [{key: value for key, value in row.items() if not key.endswith("/hard")} for row in run.evals]
-    assert [curve.label for curve in charts_of(replace(run, evals=one))["paper_accuracy"].series] == ["accuracy"]
+    assert [curve.label for curve in charts_of(replace(run, evals=one))["paper_accuracy"].series] == [
+        "held-out accuracy"
+    ]
 
 
 def test_a_measure_that_is_not_0_or_1_is_called_reward(run: RunData) -> None:
