@@ -75,6 +75,7 @@ def test_what_the_papers_recipes_resolve_to(model: str, method: str) -> None:
     clip = (objective.clip_low, objective.clip_high)
     found = (objective.name, clip, objective.veto, schedule.stages, schedule.updates_per_stage)
     assert found == METHODS[method]
+    assert objective.trigger_ratio == 1e-4
     assert recipe.model.path.name == MODELS[model]
     assert (objective.advantage, objective.reduction) == ("group_std", "token_mean")
     assert objective.dual_clip == (3.0 if method == "mu_grpo_dual_clip" else None)
@@ -92,14 +93,47 @@ def test_the_papers_runs_of_a_model_differ_in_method_alone(model: str) -> None:
     assert len({run["run"]["dir"] for run in runs.values()}) == len(METHODS)
 
 
-@pytest.mark.parametrize(
-    "path", [PAPER / "common.toml", *(PAPER / "models").glob("*.toml")], ids=lambda path: path.name
-)
-def test_every_value_of_the_papers_recipes_says_whose_it_is(path: Path) -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_the_papers_runs_are_evaluated_as_table_1_is_and_at_the_same_updates(model: str) -> None:
+    for method in METHODS:
+        recipe = load_recipe(PAPER / f"{model}.{method}.toml")
+        samples = {name: recipe.eval.of(name).samples for name in recipe.data.eval.split(",")}
+        assert samples == {"amc23": 32, "amc24": 32, "aime24": 32, "aime25": 32, "math500": 4}
+        stages, updates = recipe.schedule.stages, recipe.schedule.updates_per_stage
+        before = {stage * updates for stage in range(1, stages) if stage % recipe.eval.every_stages == 0}
+        ages = [age for age in range(1, updates) if age % recipe.eval.every_updates == 0]
+        assert before | {stage * updates + age for stage in range(stages) for age in ages} == set(range(256, 4096, 256))
+
+
+LABELLED = [
+    PAPER / "common.toml",
+    PAPER / "evaluation.toml",
+    *(PAPER / "models").glob("*.toml"),
+    RECIPES / "off_policy_grpo" / "common.toml",
+]
+
+
+@pytest.mark.parametrize("path", LABELLED, ids=lambda path: path.name)
+def test_every_value_says_whose_it_is(path: Path) -> None:
     keys = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(r"\w+ = ", line)]
     assert keys
     for line in keys:
-        assert line.startswith(("path = ", "base = ")) or "# our choice" in line or "# the paper's" in line, line
+        assert line.startswith(("path = ", "base = ")) or re.search("# (our choice|the paper's|inferred)", line), line
+
+
+def test_off_policy_grpo_is_v_iterations_a_stage_under_a_clip_that_binds() -> None:
+    on, off, unclipped = (
+        load_recipe(RECIPES / "off_policy_grpo" / f"{name}.toml")
+        for name in ("on_policy", "off_policy", "off_policy_unclipped")
+    )
+    iterations = [one.schedule.updates_per_stage // one.objective.reference_every for one in (on, off, unclipped)]
+    assert iterations == [1, 8, 8]
+    assert len({one.schedule.stages * one.schedule.updates_per_stage for one in (on, off, unclipped)}) == 1
+    assert on.objective == off.objective
+    assert (off.objective.clip_centre, off.objective.zero_variance) == ("reference", "mask")
+    assert (off.objective.clip_low, off.objective.clip_high) == STRICT
+    assert (unclipped.objective.clip_low, unclipped.objective.clip_high) == NEVER
+    assert on.objective.reference_every > 1
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -125,7 +159,11 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
 
 @pytest.mark.parametrize(
     "path",
-    [*PAPER.glob("*.mu_grpo.toml"), *(RECIPES / "multi_node").glob("*.toml")],
+    [
+        *PAPER.glob("*.mu_grpo.toml"),
+        *(RECIPES / "multi_node").glob("*.toml"),
+        *(RECIPES / "off_policy_grpo").glob("*.toml"),
+    ],
     ids=lambda path: path.name,
 )
 def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:

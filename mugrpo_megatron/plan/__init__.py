@@ -4,7 +4,8 @@ models    shapes of models that are not on disk         cluster   devices, and w
 layout    who holds which parameters                    case      what a plan is about
 state     weights, gradients, optimizer states          activations  what a micro-batch keeps for backward
 memory    the phases of one rank, added up              lengths   how long responses are, and decoding them
-updating  seconds of the learner's passes               timing    seconds of each phase of a stage
-schedule  the same run cut into other stages            search    layouts compared, the nearest that fits
-make      the whole plan                                report    the plan as tables
+updating  seconds of the learner's passes               generating  seconds of the engines: stages, evaluations
+timing    seconds of each phase of a stage              schedule  the same run cut into other stages
+search    layouts compared, the nearest that fits       make      the whole plan
+report    the plan as tables
 """

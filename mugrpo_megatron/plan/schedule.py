@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.generating import decoding_seconds
 from mugrpo_megatron.plan.memory import Memory
-from mugrpo_megatron.plan.timing import decoding_seconds, phases, stage_bytes
+from mugrpo_megatron.plan.timing import phases, stage_bytes
 
 GRPO_UPDATES = 4
 """µ of ordinary GRPO in the paper's comparison."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from mugrpo_megatron.plan.case import Case
-from mugrpo_megatron.plan.cluster import engines_of
+from mugrpo_megatron.plan.generating import decoding_seconds, evaluation_seconds, evaluations, scoring_seconds
 from mugrpo_megatron.plan.layout import held, parameters
-from mugrpo_megatron.plan.lengths import resident_mean, response_lengths, seconds_to_decode
-from mugrpo_megatron.plan.memory import Memory, Serving
-from mugrpo_megatron.plan.updating import flops_of, logprob_seconds, update_seconds, work_of
-from mugrpo_megatron.rollout.launch import kv_bytes_per_token
+from mugrpo_megatron.plan.memory import Memory
+from mugrpo_megatron.plan.updating import logprob_seconds, update_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Phases:
     score: float
     """Beyond what the verifier does while the engine generates."""
     evaluate: float
-    """Held-out problems, shared out over the stages that evaluate."""
+    """All evaluations of the run, shared out over its stages, with the switches of those inside a stage."""
     logprobs: float
     optimize: float
     save: float = 0.0
@@ -36,48 +34,23 @@ class Phases:
 
 def phases(case: Case, need: Memory) -> Phases:
     """One stage of the recipe's schedule."""
-    recipe, schedule, state = case.recipe, case.recipe.schedule, need.learning.state
+    schedule, state = case.recipe.schedule, need.learning.state
     responses = schedule.updates_per_stage * case.responses
     generate = decoding_seconds(responses, case, need.serving)
-    evaluations = 2 + (schedule.stages - 1) // recipe.eval.every_stages if recipe.eval.every_stages else 2
-    held_out = recipe.data.eval_problems * (1 + recipe.data.eval.count(",")) * recipe.eval.samples
     parked = 2 * (state.weights + state.optimizer) / case.guess.host_link + case.guess.wake
+    switch, sync = parked if case.cuda else 0.0, sync_bytes(case) / case.guess.bridge
+    before, woken = evaluations(case.recipe)
+    evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
     found = Phases(
-        switch=parked if case.cuda else 0.0,
-        sync=sync_bytes(case) / case.guess.bridge,
+        switch=switch,
+        sync=sync,
         generate=generate,
         score=max(0.0, scoring_seconds(responses, case) - generate),
-        evaluate=decoding_seconds(held_out, case, need.serving) * evaluations / schedule.stages,
+        evaluate=evaluate / schedule.stages,
         logprobs=logprob_seconds(case),
         optimize=schedule.updates_per_stage * update_seconds(case),
     )
     return replace(found, save=saving_seconds(found.total, case))
-
-
-def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
-    """Until all engines, which share one queue, have decoded `responses`; prompts are read in passing."""
-    guess, device, share = case.guess, case.cluster.device, case.recipe.engine.tensor
-    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, guess.spread)
-    resident = case.mean_prompt + resident_mean(lengths)
-    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / share * resident
-    work = work_of(case.architecture, case.mean_sequence)
-    of_token = (work.layers + work.head + 2 * work.attention) / share
-
-    def step(running: int) -> float:
-        moved = (engine.weights + running * cached) / (device.bandwidth * guess.decode)
-        return max(guess.step_floor, moved, running * of_token / flops_of(case))
-
-    mine = -(-responses // engines_of(case.recipe, case.cluster))
-    reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
-    return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
-
-
-def scoring_seconds(responses: int, case: Case) -> float:
-    """Of the verifier's processes on every rank that leads an engine: as many as asked for, or one per two cores."""
-    engines = engines_of(case.recipe, case.cluster)
-    cores = case.guess.cores * case.cluster.world / engines
-    workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
-    return responses / (case.guess.verifier * workers * engines)
 
 
 def saving_seconds(others: float, case: Case) -> float:

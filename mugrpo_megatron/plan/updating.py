@@ -46,10 +46,10 @@ def flops_of(case: Case) -> float:
 
 
 def logprob_seconds(case: Case) -> float:
-    """Forward passes before a stage's first update: the engine's mismatch, and the learner's behaviour if asked for."""
-    responses = min(MISMATCH_RESPONSES, case.responses)
-    if case.recipe.rollout.behaviour == "learner":
-        responses += case.recipe.schedule.updates_per_stage * case.responses
+    """Forward passes of a stage: the engine's mismatch; all of it for the learner's behaviour, and for a reference."""
+    recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
+    whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1)
+    responses += whole * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 
 

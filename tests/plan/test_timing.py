@@ -9,12 +9,13 @@ import pytest
 from mugrpo_megatron.plan.activations import micro_batches_in_flight
 from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
+from mugrpo_megatron.plan.generating import evaluation_seconds, evaluations
 from mugrpo_megatron.plan.layout import Layout
 from mugrpo_megatron.plan.memory import memory, serving
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.plan.schedule import Schedule, schedules
 from mugrpo_megatron.plan.timing import stage_bytes
-from mugrpo_megatron.plan.updating import bubble, update_seconds, work_of
+from mugrpo_megatron.plan.updating import bubble, logprob_seconds, update_seconds, work_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 
@@ -103,6 +104,53 @@ def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:
     assert seconds(objective={"name": "gspo"}) > plain
     assert seconds(objective={"name": "m2po"}) > 1.2 * plain  # a forward pass more
     assert seconds(learner={"recompute": "full"}) == pytest.approx(4 / 3 * plain, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "updates", "section", "before", "woken"),
+    [
+        (4, 1024, {"every_stages": 1}, [0, 1024, 2048, 3072], [4096]),
+        (4, 1024, {"every_stages": 0}, [0], [4096]),
+        (2, 8, {"every_stages": 1, "every_updates": 3}, [0, 8], [3, 6, 11, 14, 16]),
+        (2, 8, {"every_stages": 1, "every_updates": 4}, [0, 8], [4, 12, 16]),
+        (8, 4, {"every_stages": 3, "every_updates": 4}, [0, 12, 24], [32]),
+    ],
+)
+def test_evaluations_are_those_that_training_makes(
+    stages: int, updates: int, section: dict[str, int], before: list[int], woken: list[int]
+) -> None:
+    """`before` and `woken`: updates taken at each evaluation."""
+    chosen = recipe(schedule={"stages": stages, "updates_per_stage": updates}, eval=section)
+    assert evaluations(chosen) == (len(before), len(woken))
+
+
+def test_each_held_out_set_costs_what_its_own_samples_do() -> None:
+    def seconds(sources: str, **section: Any) -> float:
+        case = on_four_h200(recipe(data={"eval": sources}, eval=section))
+        return evaluation_seconds(case, serving(case))
+
+    once = seconds("math500")
+    assert seconds("math500", sets={"math500": {"samples": 32}}) > 5 * once
+    assert seconds("math500", samples=32) == seconds("math500", sets={"math500": {"samples": 32}})
+    assert seconds("math500", max_tokens=512) < once / 3
+    both = seconds("math500,aime24", sets={"aime24": {"samples": 32}})
+    assert both == pytest.approx(once + seconds("aime24", samples=32))
+
+
+def test_evaluations_inside_a_stage_cost_their_switches_too() -> None:
+    seldom, often = (costs(eval={"every_updates": every})[0].seconds for every in (0, 256))
+    assert often["evaluate"] > 2 * seldom["evaluate"]
+    assert {name: often[name] for name in ("generate", "optimize", "switch")} == {
+        name: seldom[name] for name in ("generate", "optimize", "switch")
+    }
+
+
+def test_a_reference_policy_costs_a_forward_pass_over_the_stage() -> None:
+    plain = recipe(objective={"name": "off_policy_grpo"})
+    reference = recipe(objective={"name": "off_policy_grpo", "reference_every": 4})
+    behaviour = recipe(objective={"name": "off_policy_grpo"}, rollout={"behaviour": "learner"})
+    seconds = [logprob_seconds(on_four_h200(one)) for one in (plain, reference, behaviour)]
+    assert seconds[1] == seconds[2] > 100 * seconds[0]
 
 
 def test_a_stage_is_as_large_as_its_columns() -> None:
