@@ -76,7 +76,7 @@ class ObjectiveSection(Section):
     clip_centre: Literal["one", "current"] = "one"
     """Clip range around 1, or moved to lie around the ratio of the policy that the update starts from."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Ratio above which a negative token of the `ppo` surrogate is no longer pushed down; off when left out."""
+    """Ratio above which a negative token of the `ppo` surrogate is not pushed down; off when left out (verl has 3)."""
     veto: VetoScope = "suffix_non_trigger"
     """What a negative response with triggers T, the first at κ, loses: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)

@@ -61,12 +61,12 @@ class DataSection(Section):
 
 
 class ScheduleSection(Section):
-    """S stages of µ updates each: the whole difference between GRPO and mu-GRPO."""
+    """S stages of µ updates each. GRPO and mu-GRPO differ in this and in `[objective]`."""
 
     stages: PositiveInt = 4
-    """S: how often the engines generate, unless stages end early; 1024 with 4 updates each is ordinary GRPO."""
+    """S: how often the engines generate, unless stages end early."""
     updates_per_stage: PositiveInt = 64
-    """µ: optimizer updates taken on one stage's responses."""
+    """µ: optimizer updates taken on one stage's responses; the paper has 4 for GRPO and 1024 for mu-GRPO."""
     min_ess: float = Field(0.0, ge=0.0, lt=1.0)
     """End a stage early after an update whose effective sample size is below this; the run still takes S µ updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
