@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
     )
     rollouts.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses")
+    _takes_overrides(rollouts)
     rollouts.set_defaults(command=_rollouts)
 
     report = commands.add_parser("report", help="write report.html of a run directory")
@@ -234,7 +235,7 @@ def _rollouts(options: argparse.Namespace) -> int:
         vetoed=options.vetoed,
         limit=options.limit,
     )
-    browse(options.run_dir, options.stage, wanted, options.policy)
+    browse(options.run_dir, options.stage, wanted, options.policy, options.overrides)
     return 0
 
 

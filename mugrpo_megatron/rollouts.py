@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -56,14 +56,17 @@ class Rollout:
     """None without a policy to look at it with."""
 
 
-def browse(run_dir: Path, stage: int | None, wanted: Wanted, policy: Path | None) -> None:
+def browse(
+    run_dir: Path, stage: int | None, wanted: Wanted, policy: Path | None, overrides: Sequence[str] = ()
+) -> None:
     """Print the responses that are wanted: a table, or one group in full with its triggers marked.
 
     `policy` is a Hugging Face checkpoint under which the veto is applied; the trained one, in the run's `hf/`, where
-    only vetoed responses are wanted. Raises UserError when the run or the stage is not there.
+    only vetoed responses are wanted. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`.
+    Raises UserError when the run or the stage is not there.
     """
     directory = RunDirectory(run_dir)
-    recipe = load_recipe(directory.recipe) if directory.recipe.exists() else None
+    recipe = load_recipe(directory.recipe, overrides) if directory.recipe.exists() else None
     if recipe is None:
         raise UserError(f"{run_dir}: no run directory (it has no {directory.recipe.name})")
     policy = policy or (directory.hf if wanted.vetoed else None)
@@ -152,8 +155,9 @@ def _table(
 
 
 def _legend(objective: ObjectiveSection) -> str:
-    below = f"{objective.trigger} ratio below {objective.trigger_ratio:g}"
-    return f'dropped: tokens that veto = "{objective.veto}" takes out of the loss; a trigger is a {below} where A < 0'
+    """What was taken for a trigger, and what for dropped."""
+    measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
+    return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
 
 
 def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -99,6 +99,17 @@ def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: 
     assert "below 0.0001" in shown
 
 
+def test_another_veto_than_the_recipe_s_can_be_looked_at(
+    model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browse(run_dir, 0, Wanted(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
+    shown = capsys.readouterr().out
+    assert WRONG not in shown
+    assert "below 1e-05" in shown
+    browse(run_dir, 0, Wanted(group=3, advantage="negative"), model, ["objective.veto=response"])
+    assert "⟦5«5»+1⟧" in capsys.readouterr().out
+
+
 def test_a_group_is_printed_with_its_triggers_marked(
     model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,7 +135,8 @@ class ObjectiveSection(Section):
         """What, besides numbers known before the update, decides a token's gradient: how the loss path can be fused.
 
         `token`, its own log-probability, and `prefix`, its response's tokens so far, need one pass in token order;
-        `response` needs the log-probabilities of whole responses first.
+        `response` needs the log-probabilities of whole responses first. A trigger (scope T) depends
+        on the token itself, by prefix mean on its prefix; a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
         """
         if self.ratio != "token" or self.sequence_mask is not None or self.veto == "response":
             return "response"

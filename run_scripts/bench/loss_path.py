@@ -36,7 +36,8 @@ from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 
-MU_GRPO = ObjectiveSection()
+MU_GRPO = ObjectiveSection(trigger_ratio=0.5)
+"""A threshold at which the veto acts on inputs whose log-ratios spread by half a nat."""
 PLAIN = ObjectiveSection(veto="none")
 """What Liger and TRL can do as well: the clip [0, 5], token mean, no veto."""
 
