@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def grade(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     samples: int,
-) -> Generator[Graded]:
+) -> Iterator[Graded]:
     """Sample every prompt and score it while the engine goes on; yields in order of completion."""
     waiting: list[tuple[Prompt, list[Response], list[str], Pending]] = []
     for prompt, responses in generate(prompts, samples):

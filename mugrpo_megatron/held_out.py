@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.evaluate import grade, mean_at_k, measure_of
@@ -81,7 +80,8 @@ def _evaluate(run: Run, cursor: Cursor) -> bool:
     scored: Scored = {}
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
-            _score(run, alike[0], [place for place, name in enumerate(names) if name in alike], scored, bar)
+            if not _score(run, alike[0], [place for place, name in enumerate(names) if name in alike], scored, bar):
+                break
         done = len(scored) == len(names)
         if done:
             _log(run, cursor, names, scored, bar)
@@ -105,8 +105,11 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], scored: Scored, bar: Ba
         run.generator.failures_in_a_row = 0
 
 
-def _score(run: Run, name: str, wanted: Sequence[int], scored: Scored, bar: Bar) -> None:
-    """Add the rewards of the problems at the places `wanted`, sampled as the set `name` is, to `scored`. Collective."""
+def _score(run: Run, name: str, wanted: Sequence[int], scored: Scored, bar: Bar) -> bool:
+    """Add the rewards of the problems at the places `wanted`, sampled as the set `name` is, to `scored`.
+
+    Collective; False when the run is to go no further, for want of an engine or because it was asked to stop.
+    """
     while missing := [place for place in wanted if place not in scored]:
         queue = shared_queue(run, missing)
         own = _grade(run, run.generator, name, queue, bar) if run.generator else {}
@@ -115,7 +118,8 @@ def _score(run: Run, name: str, wanted: Sequence[int], scored: Scored, bar: Bar)
         scored |= found
         bar.advance(len(scored) - bar.done, sum(tokens for _, tokens in scored.values()) - bar.tokens)
         if not found or any(run.any_rank(run.stop.asked)):
-            return
+            return False
+    return True
 
 
 def _grade(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> Scored:
@@ -129,18 +133,18 @@ def _grade(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: B
         return [Prompt(i, held_out.problems[i], held_out.prompts[i]) for i in queue.take(held, slots)]
 
     def generate(prompts: Iterable[Prompt], samples: int) -> Iterator[tuple[Prompt, list[Response]]]:
-        yield from generator.engine.generate_from(take, samples, how)
+        for group in generator.engine.generate_from(take, samples, how):
+            yield group
+            if run.stop.asked:  # what is in flight is aborted, what is here is scored
+                queue.close()
+                break
 
     samples = run.recipe.eval.of(name).samples
     try:
         if generator.engine.running:
-            with closing(grade(generate, generator.verifier, generator.tokenizer, (), samples)) as graded:
-                for one in graded:
-                    scored[places[id(one.problem)]] = one.rewards, sum(one.tokens)
-                    bar.advance(tokens=sum(one.tokens))
-                    if run.stop.asked:
-                        queue.close()
-                        break
+            for one in grade(generate, generator.verifier, generator.tokenizer, (), samples):
+                scored[places[id(one.problem)]] = one.rewards, sum(one.tokens)
+                bar.advance(tokens=sum(one.tokens))
     except EngineFailure as failure:
         generator.failed(failure)
     return scored

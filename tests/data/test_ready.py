@@ -60,3 +60,19 @@ def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> Non
 def test_the_bundled_task_needs_no_note() -> None:
     made = ready(DataSection(generated_problems=500, eval_problems=50), REWARD, TOKENIZER)
     assert (len(made.train.problems), len(made.held_out.problems), made.notes) == (500, 50, [])
+
+
+def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    sources = [write(tmp_path / folder / "test.jsonl", [("one", "1"), ("two", "2"), ("three", "3")]) for folder in "ab"]
+    data = DataSection(eval=",".join([*sources, "arithmetic"]), generated_problems=5, eval_problems=2)
+    made = ready(data, REWARD, TOKENIZER)
+    assert [p.source for p in made.held_out.problems] == ["a-test"] * 2 + ["b-test"] * 2 + ["arithmetic"] * 2
+    assert len(made.held_out.prompts) == 6
+
+
+def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
+    bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
+    with pytest.raises(UserError, match=r"data\.eval: no problem of .*bad\.jsonl can be used"):
+        ready(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)

@@ -55,7 +55,7 @@ def rows_of(
             accuracy = skill(update) + (noise if update else 0.0)  # before the first update all seeds are one model
             figures[name] = SetFigures(Interval(accuracy, accuracy - 0.04, accuracy + 0.035), 500, 1)
         place = {"kind": "eval", "time": now, "stage": stage, "update": update, "age": age}
-        rows.append({**place, **figures_of("accuracy", figures), "tokens": 4000})
+        rows.append({**place, **(figures_of("accuracy", figures) if figures else {}), "tokens": 4000})
 
     phase("start", 0, 14.0)
     for stage in range(stages):

@@ -21,6 +21,12 @@ def test_picture_is_drawn_on_its_background(stages: int, updates: int, rows: int
     assert dark.getpixel((0, 0)) == (13, 17, 23)
 
 
+def test_sets_are_drawn_under_their_mean(tmp_path: Path) -> None:
+    run = write_run(tmp_path, rows_of(2, 4, sets=("math500", "aime24")), recipe_of(2, 4))
+    picture = write_figure(run, tmp_path / "a.svg").read_text()
+    assert all(f"<!-- {name} -->" in picture for name in ("math500", "aime24", "held-out accuracy, mean of 2 sets"))
+
+
 def test_vector_picture_is_the_same_every_time(tmp_path: Path) -> None:
     run = write_run(tmp_path, rows_of(2, 4), recipe_of(2, 4))
     first = write_figure(run, tmp_path / "a.svg").read_bytes()

@@ -29,9 +29,11 @@ FLAGS = (
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-@pytest.mark.parametrize(("stages", "updates"), [(1, 1), (4, 16), (400, 4)])
-def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, tmp_path: Path) -> None:
-    page = write_report(write_run(tmp_path / "run", rows_of(stages, updates), recipe_of(stages, updates)))
+@pytest.mark.parametrize(
+    ("stages", "updates", "sets"), [(1, 1, ["one"]), (4, 16, ["math500", "amc23", "aime24"]), (400, 4, ["one"])]
+)
+def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, sets: list[str], tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path / "run", rows_of(stages, updates, sets=sets), recipe_of(stages, updates)))
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     cards = re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL)

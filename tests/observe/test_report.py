@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,13 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.estimators import mean_interval
 from mugrpo_megatron.observe.curves import Chart
 from mugrpo_megatron.observe.drawing import MAX_POINTS, SLICES, Drawing, draw
+from mugrpo_megatron.observe.evaluations import SetFigures, figures_of
+from mugrpo_megatron.observe.figure import write_figure
 from mugrpo_megatron.observe.report import write_report
 from mugrpo_megatron.observe.rundata import read_run
-from mugrpo_megatron.observe.summary import summarize
+from mugrpo_megatron.observe.summary import summarize, summary_table
+from mugrpo_megatron.observe.tables import stage_table
 from tests.observe.synthetic import Row, recipe_of, rows_of, write_run
 
 
@@ -112,6 +118,87 @@ def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
     assert summary["paper_seconds"] == pytest.approx({"T_rollout": rollout, "T_total": total}, abs=1e-4)
     ends = [row["end"] for row in rows if row["kind"] == "phase"]
     assert summary["seconds"]["total"] == pytest.approx(max(ends) - rows[0]["time"], abs=1e-4)
+
+
+SETS = ("math500", "aime24", "own-test")
+
+
+def test_several_sets_stand_side_by_side_and_are_never_pooled(tmp_path: Path) -> None:
+    rows = rows_of(2, 8, sets=SETS)
+    directory = write_run(tmp_path, rows, recipe_of(2, 8))
+    first, *_, last = (row for row in rows if row["kind"] == "eval")
+    summary = summarize(directory)
+    assert summary["accuracy_after"] == pytest.approx(sum(last[f"accuracy/{name}"] for name in SETS) / 3)
+    assert list(summary["sets"]) == list(SETS)
+    for name in SETS:
+        assert summary["sets"][name] == {
+            "before": first[f"accuracy/{name}"],
+            "before_interval": [first[f"low/{name}"], first[f"high/{name}"]],
+            "after": last[f"accuracy/{name}"],
+            "interval": [last[f"low/{name}"], last[f"high/{name}"]],
+            "problems": 500,
+            "samples": 1,
+        }
+    assert summary["problems"] == 1500
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert [series.label for series in accuracy.series] == [*SETS, "mean accuracy", "training reward"]
+    assert len({series.color for series in accuracy.series}) == 5
+    assert [series.low is not None for series in accuracy.series] == [False, False, False, True, False]
+    for series, name in zip(accuracy.series, (*SETS, "mean"), strict=False):
+        assert series.y[-1] == pytest.approx(last[f"accuracy/{name}"], rel=1e-5)
+    table = stage_table(read_run(directory))
+    assert table
+    assert table["head"][-4:] == tuple(f"{name}, after" for name in (*SETS, "mean"))
+    assert table["rows"][-1][-4:] == tuple(f"{100 * last[f'accuracy/{name}']:.1f} %" for name in (*SETS, "mean"))
+    html = write_report(directory).read_text()
+    assert "Held-out accuracy, mean" in html
+    assert "3 sets, unweighted, 1,500 problems" in html
+
+
+def test_the_only_set_stands_for_itself(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, rows_of(2, 8), recipe_of(2, 8))
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert [series.label for series in accuracy.series] == ["held-out accuracy", "training reward"]
+    assert accuracy.series[0].low is not None
+    table = stage_table(read_run(directory))
+    assert table
+    assert table["head"][-1] == "arithmetic, after"
+
+
+def test_mean_rewards_are_called_so_and_are_no_percentages(tmp_path: Path) -> None:
+    rows = rows_of(2, 8)
+    renamed = [
+        {
+            key.replace("accuracy/", "reward/"): 3 * v if key[:3] in ("acc", "low", "hig") else v
+            for key, v in row.items()
+        }
+        for row in rows
+    ]
+    directory = write_run(tmp_path, renamed, recipe_of(2, 8))
+    summary = summarize(directory)
+    assert summary["measure"] == "reward"
+    assert "accuracy_after" not in summary
+    assert summary["reward_after"] == summary["sets"]["arithmetic"]["after"] > 1.0
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert (accuracy.title, accuracy.format) == ("Reward and training reward", "number")
+    html = write_report(directory).read_text()
+    assert "Held-out reward" in html
+    assert "Held-out accuracy" not in html
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(summary_table(summary))
+    said = console.export_text()
+    assert f"{summary['reward_after']:.4g}" in said
+    assert "accuracy" not in said
+
+
+def test_a_set_of_one_problem_has_no_interval_to_draw(tmp_path: Path) -> None:
+    figures = figures_of("reward", {"one": SetFigures(mean_interval([3.0]), 1, 1)})
+    assert figures == {"reward/one": 3.0, "reward/mean": 3.0, "problems/one": 1, "samples/one": 1}
+    rows = [{**row, **figures} if row["kind"] == "eval" else row for row in rows_of(1, 2, sets=())]
+    directory = write_run(tmp_path, rows, recipe_of(1, 2))
+    assert summarize(directory)["reward_interval"] is None
+    assert "Held-out reward" in write_report(directory).read_text()
+    write_figure(directory, tmp_path / "figure.svg")
 
 
 @given(killed_at=st.integers(min_value=12, max_value=60), pause=st.floats(min_value=0, max_value=1e7))

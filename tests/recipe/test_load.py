@@ -41,7 +41,9 @@ def test_a_preset_fills_what_the_recipe_leaves_out(tmp_path: Path) -> None:
 
 
 def test_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path / "r.toml", "[schedule]\nstages = 2\n"), ["objective.name=grpo"])
+    text = "[schedule]\nstages = 2\n[eval.sets.aime24]\nsamples = 32\n"
+    recipe = load_recipe(write(tmp_path / "r.toml", text), ["objective.name=grpo", "eval.sets.amc23.temperature=0.6"])
+    assert (recipe.eval.of("aime24").samples, recipe.eval.of("amc23").temperature) == (32, 0.6)
     assert load_recipe(write(tmp_path / "again.toml", dump_recipe(recipe))) == recipe
 
 
@@ -68,6 +70,8 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("", ["objective.kappa=0.5"], r"`kappa` is now `trigger_ratio`"),
         ('base = "r.toml"\n', [], r"leads back to itself"),
         ('base = "nowhere.toml"\n', [], r"nowhere.toml: no such recipe"),
+        ("", ["eval.sets.aime24.sampels=3"], r"`eval.sets.aime24.sampels` is not a recipe key; did you mean `samples`"),
+        ("[eval.sets.aime24]\ntop_p = 2\n", [], r"`eval.sets.aime24.top_p` = 2"),
         ("base = 3\n", [], r"`base` is the path of another recipe, or a list of them"),
         ('base = ["r.toml"]\n', [], r"leads back to itself"),
     ],
