@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from mugrpo_megatron.checkpoint_files import INDEX, read_index
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import INDEX, read_index
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 OBJECT = "object"

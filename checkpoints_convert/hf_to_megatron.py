@@ -16,10 +16,10 @@ from checkpoints_convert.distributed_checkpoint import Item, PartWriter, from_jo
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.checkpoint_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf_files import carry_files, check_tokenizer
-from mugrpo_megatron.weights.mapping import DIMENSION, Entry, entries, merge, stored, whole_shape
+from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
+from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge, stored, whole_shape
 
 PART_BYTES = 256 * 1024**2
 LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")

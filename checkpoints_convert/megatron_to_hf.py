@@ -17,9 +17,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf_files import carry_files, check_tokenizer
-from mugrpo_megatron.weights.mapping import Entry, entries, split, stored, whole_shape
-from mugrpo_megatron.weights.safetensors_file import Shard, TensorSpec, divide, write_index, write_shard
+from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
+from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide, write_index, write_shard
+from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
 
 SHARD_BYTES = 4 * 1024**3
 ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version"}

@@ -16,11 +16,10 @@ from checkpoints_convert.megatron_to_hf import check_model, compare_configs
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.checkpoint_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf_files import check_tokenizer
-from mugrpo_megatron.weights.mapping import entries, merge, stored, whole_shape
-from mugrpo_megatron.weights.safetensors_file import raw_bytes
+from mugrpo_megatron.weights.hf import check_tokenizer
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint, raw_bytes
+from mugrpo_megatron.weights.table import entries, merge, stored, whole_shape
 
 TOLERANCE = 1e-4
 """Largest difference of log-probabilities, both sides computed in float32."""
@@ -106,7 +105,7 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     from mugrpo_megatron.learner.groups import initialize, shutdown
     from mugrpo_megatron.learner.model import build_model, policy
     from mugrpo_megatron.recipe import Recipe
-    from mugrpo_megatron.weights.load import load_megatron
+    from mugrpo_megatron.weights.hf import load_megatron
 
     recipe = Recipe.model_validate({"model": {"path": hf, "dtype": "float32"}})
     ranks = initialize(recipe)

@@ -11,7 +11,7 @@ from pathlib import Path
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.stopping import Stopped
+from mugrpo_megatron.run.stopping import Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,7 +163,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _generate(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.apart import generate_alone
+        from mugrpo_megatron.commands.separate import generate_alone
 
         generate_alone(recipe, options.stage)
 
@@ -172,7 +172,7 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _optimize(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.apart import optimize_alone
+        from mugrpo_megatron.commands.separate import optimize_alone
 
         optimize_alone(recipe, options.stage, options.source)
 
@@ -181,7 +181,7 @@ def _optimize(options: argparse.Namespace) -> int:
 
 def _sft(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.sft import train
+        from mugrpo_megatron.commands.sft import train
 
         train(recipe)
 
@@ -189,7 +189,7 @@ def _sft(options: argparse.Namespace) -> int:
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.benchmark import run
+    from mugrpo_megatron.commands.eval import run
 
     chosen = [
         f"model.path={options.model}",
@@ -205,7 +205,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.score import run
+    from mugrpo_megatron.commands.score import run
 
     section = load_recipe(None, options.overrides).reward
     print(run(options.input, options.out, section, strict=not options.skip_malformed))
@@ -213,7 +213,7 @@ def _score(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.plan.make import make_plan
+    from mugrpo_megatron.plan.plan import make_plan
     from mugrpo_megatron.plan.report import print_json, print_plan
 
     recipe = load_recipe(options.recipe, options.overrides)
@@ -224,9 +224,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _rollouts(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.rollouts import Wanted, browse
+    from mugrpo_megatron.commands.rollouts import Selection, browse
 
-    wanted = Wanted(
+    selection = Selection(
         update=options.update,
         group=options.group,
         min_reward=options.min_reward,
@@ -235,19 +235,19 @@ def _rollouts(options: argparse.Namespace) -> int:
         vetoed=options.vetoed,
         limit=options.limit,
     )
-    browse(options.run_dir, options.stage, wanted, options.policy, options.overrides)
+    browse(options.run_dir, options.stage, selection, options.policy, options.overrides)
     return 0
 
 
 def _report(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.observe.report import write_report
+    from mugrpo_megatron.report.report import write_report
 
     print(write_report(options.run_dir))
     return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from mugrpo_megatron.observe.doctor import doctor
+    from mugrpo_megatron.commands.doctor import doctor
 
     return doctor()
 

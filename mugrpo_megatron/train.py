@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.generation import generate, sync_weights
-from mugrpo_megatron.held_out import evaluate_before_stage, evaluate_inside_stage
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.optimization import (
+from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
+from mugrpo_megatron.phases.finish import finish, show_finished
+from mugrpo_megatron.phases.generate import generate
+from mugrpo_megatron.phases.optimize import (
     measure_mismatch,
     optimizing,
     read_update,
@@ -18,11 +19,11 @@ from mugrpo_megatron.optimization import (
     refresh_reference,
     save_if_due,
 )
+from mugrpo_megatron.phases.sync import sync_weights
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.results import finish, show_finished
-from mugrpo_megatron.rollout.store import StageStore
-from mugrpo_megatron.run import Run, open_run
-from mugrpo_megatron.schedule import Cursor, worn_out
+from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
+from mugrpo_megatron.run.run import Run, open_run
+from mugrpo_megatron.stages.store import StageStore
 
 
 def train(recipe: Recipe) -> None:
@@ -79,7 +80,7 @@ def take_updates(run: Run, stage: StageStore, start: Cursor, bar: Bar) -> Cursor
         advantages = group_advantages(rewards, groups, run.recipe.objective)
         metrics = update(run.learner, samples, advantages)
         record_update(run, cursor, samples, metrics, bar)
-        cursor = cursor.advanced(schedule, ends_stage=worn_out(metrics, schedule))
+        cursor = cursor.advanced(schedule, ends_stage=stage_exhausted(metrics, schedule))
         save_if_due(run, cursor)
         if cursor.stage > start.stage or cursor.due(run.evaluates_every):
             return cursor

@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "mugrpo_megatron.learner.update", "mugrpo_megatron.learner.build"]
+PRELOAD = ["torch", "mugrpo_megatron.learner.update", "mugrpo_megatron.learner.learner"]
 """Imported once by the fork server: a rank then starts in milliseconds instead of seconds."""
 
 

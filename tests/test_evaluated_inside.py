@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron.checkpoints import complete
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.observe.report import write_report
+from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.run.checkpoints import complete
 from tests.scaling.nodes import TORCHRUN
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
@@ -173,7 +173,7 @@ def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_pa
         (engine,) = [
             child
             for child in psutil.Process(process.pid).children()
-            if "mugrpo_megatron.rollout.host" in child.cmdline()
+            if "mugrpo_megatron.engine.host" in child.cmdline()
         ]
         engine.kill()
         assert process.stdout is not None

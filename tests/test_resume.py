@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron.checkpoints import newest_cursor
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.rollout.store import StageStore
+from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import COIN, save_model, write_recipe
 
 MUGRPO = [sys.executable, "-m", "mugrpo_megatron"]
@@ -121,7 +121,7 @@ def test_an_engine_killed_while_generating_costs_no_group(model: Path, tmp_path:
     with start(path) as process:
         wait_for(process, tmp_path / "run", "eval", 1)
         children = psutil.Process(process.pid).children()
-        engines = [child for child in children if "mugrpo_megatron.rollout.host" in child.cmdline()]
+        engines = [child for child in children if "mugrpo_megatron.engine.host" in child.cmdline()]
         assert len(engines) == 1
         engines[0].kill()
         assert process.stdout is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import Veto, VetoState, initial_state, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -36,3 +38,22 @@ def keep_mask(
 def _off_policy(log_ratio: Tensor, advantage: Tensor, segments: Segments, delta: float) -> Tensor:
     """Off-policy sequence mask: A < 0 and mean_t(log behaviour - log pi) > delta (DeepSeek-V3.2, arXiv 2512.02556)."""
     return (advantage < 0) & (-response_mean(log_ratio, segments)[segments.ids] > delta)
+
+
+def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
+    """Factor of each token's loss, known before the update; None where `config.mismatch` is `none`.
+
+    With w = exp(learner - engine), both for the weights that sampled:
+    `truncate`: min(max(w, low), high) (TIS); `drop`: w inside [low, high], else 0 (IcePop).
+
+    Args:
+        learner: [T] log-probabilities that the learner gave the sampled tokens at the stage's start.
+        engine: [T] the engine's own.
+    """
+    if config.mismatch == "none":
+        return None
+    weight = (learner.float() - engine.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    if config.mismatch == "truncate":
+        return weight.clamp(config.mismatch_low, config.mismatch_high)
+    inside = (weight >= config.mismatch_low) & (weight <= config.mismatch_high)
+    return torch.where(inside, weight, 0.0)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from mugrpo_megatron.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +58,24 @@ PRESETS: dict[str, Preset] = {
     "olympiadbench": Preset("math-ai/olympiadbench", question="question", answer="final_answer", train="test"),
 }
 """Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
+
+
+PARQUET_BRANCH = "refs/convert/parquet"
+
+
+def download(repository: str, config: str, split: str) -> list[Path]:
+    """Parquet files of one split, from the local cache where they are there; UserError when they cannot be had."""
+    name = f"{repository} ({config}, {split})"
+    pattern = f"{config}/{split}/*.parquet"
+    try:
+        folder = snapshot_download(repository, repo_type="dataset", revision=PARQUET_BRANCH, allow_patterns=[pattern])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{name} cannot be had from the Hugging Face hub ({reason}): check the name and the network, "
+            "or give a local file, as NAME@FILE for a named data set"
+        ) from error
+    files = sorted(Path(folder).glob(pattern))
+    if not files:
+        raise UserError(f"{name} holds no Parquet file on the Hugging Face hub: check configuration and split")
+    return files

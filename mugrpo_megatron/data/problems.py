@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.hub import download
-from mugrpo_megatron.data.presets import PRESETS, Preset
-from mugrpo_megatron.data.rows import SUFFIXES, field_at, rows
+from mugrpo_megatron.data.files import SUFFIXES, field_at, rows
+from mugrpo_megatron.data.presets import PRESETS, Preset, download
 from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection

@@ -30,7 +30,7 @@ STYLES: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Fitting:
+class FittingPrompts:
     """The problems whose prompts fit, with their token ids, and how many did not."""
 
     problems: list[Problem]
@@ -52,9 +52,9 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> 
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
-def fitting(
+def fitting_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
-) -> Fitting:
+) -> FittingPrompts:
     """Render every problem and leave out those whose prompt is longer than `max_prompt_tokens`."""
     rendered = [(problem, render(problem, tokenizer, style)) for problem in problems]
     kept = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
@@ -65,18 +65,18 @@ def fitting(
             f"all {len(problems)} prompts of {sources} are longer than data.max_prompt_tokens={max_prompt_tokens} "
             f"(the shortest has {shortest} tokens): raise it"
         )
-    return Fitting([p for p, _ in kept], [ids for _, ids in kept], len(rendered) - len(kept))
+    return FittingPrompts([p for p, _ in kept], [ids for _, ids in kept], len(rendered) - len(kept))
 
 
-def fitting_of_each(
+def fitting_prompts_of_each(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
-) -> Fitting:
-    """`fitting` of several data sets, one behind the other; each must have a prompt that fits."""
+) -> FittingPrompts:
+    """`fitting_prompts` of several data sets, one behind the other; each must have a prompt that fits."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)
-    fits = [fitting(own, tokenizer, style, max_prompt_tokens) for own in sets.values()]
-    return Fitting(
+    fits = [fitting_prompts(own, tokenizer, style, max_prompt_tokens) for own in sets.values()]
+    return FittingPrompts(
         [problem for fit in fits for problem in fit.problems],
         [prompt for fit in fits for prompt in fit.prompts],
         sum(fit.too_long for fit in fits),

@@ -8,8 +8,8 @@ from collections.abc import Set
 from pathlib import Path
 
 from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.files import SUFFIXES
 from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.rows import SUFFIXES
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import EvalSection
 

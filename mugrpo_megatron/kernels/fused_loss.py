@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.objective import token_losses
+from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.veto import VetoState, initial_state
-from mugrpo_megatron.kernels.head import Head, HeadLayout, make_head, project, pull_back, scan
+from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, project, scan
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -126,8 +126,10 @@ def fused_policy_loss(
             found = _two_passes(head, hidden, targets, objective, gradients, context)
     if gradients is None:
         return found
-    formed, promised = (gradients.weight, None) if main_grad is None else (None, grad_scale)
-    return replace(found, loss=_HandOut.apply(found.loss, hidden, weight, gradients.hidden, formed, promised))
+    formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
+    return replace(
+        found, loss=_PrecomputedGradients.apply(found.loss, hidden, weight, gradients.hidden, formed, expected_grad)
+    )
 
 
 def _one_pass(
@@ -139,10 +141,10 @@ def _one_pass(
     state = initial_state(objective.segments)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part])
-        value, slope, state = _price(objective.part(part), logprobs[part], state)
+        value, slope, state = _loss_and_slope(objective.part(part), logprobs[part], state)
         loss += value.sum()
         if gradients is not None:
-            _form(head, hidden, targets, lse, slope, part, gradients)
+            _chunk_gradients(head, hidden, targets, lse, slope, part, gradients)
     return FusedLoss(loss, logprobs, entropy)
 
 
@@ -159,17 +161,17 @@ def _two_passes(
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part])
     together = logprobs if context is None else _gather(logprobs, context, len(objective.behaviour))
-    value, slope, _ = _price(objective, together, initial_state(objective.segments))
+    value, slope, _ = _loss_and_slope(objective, together, initial_state(objective.segments))
     if context is not None:
         value, slope = value[context.index], slope[context.index]
     if gradients is not None:
         for part in head.chunks(len(targets)):
             project(head, hidden[part])
-            _form(head, hidden, targets, lse[part], slope[part], part, gradients)
+            _chunk_gradients(head, hidden, targets, lse[part], slope[part], part, gradients)
     return FusedLoss(value.sum(), logprobs, entropy)
 
 
-def _price(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
+def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
     """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the new state."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
@@ -187,11 +189,11 @@ def _price(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[T
     return losses.loss.detach(), slope, losses.state
 
 
-def _form(
+def _chunk_gradients(
     head: Head, hidden: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, part: slice, gradients: _Gradients
 ) -> None:
     slope = slope * gradients.scale
-    gradients.hidden[part] = pull_back(head, hidden[part], targets[part], lse, slope, gradients.weight)
+    gradients.hidden[part] = head_backward(head, hidden[part], targets[part], lse, slope, gradients.weight)
 
 
 def _gather(values: Tensor, context: ContextShare, tokens: int) -> Tensor:
@@ -213,7 +215,7 @@ def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scal
     return _Gradients(torch.empty_like(hidden), d_weight, 1.0 if main_grad is None else grad_scale)
 
 
-class _HandOut(torch.autograd.Function):
+class _PrecomputedGradients(torch.autograd.Function):
     """The loss, with gradients that exist already."""
 
     @staticmethod
@@ -224,11 +226,11 @@ class _HandOut(torch.autograd.Function):
         weight: Tensor,
         d_hidden: Tensor,
         d_weight: Tensor | None,
-        promised: float | None,
+        expected_grad: float | None,
     ) -> Tensor:
-        """`promised`: gradient of the loss that is in the gradients already; None: they are for a gradient of 1."""
+        """`expected_grad`: gradient of the loss that the gradients contain already; None: they assume 1."""
         ctx.save_for_backward(weight, d_hidden, d_weight)
-        ctx.promised = promised
+        ctx.expected_grad = expected_grad
         return loss.clone()
 
     @staticmethod
@@ -236,9 +238,9 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, d_hidden, d_weight = ctx.saved_tensors
         needs_weight = ctx.needs_input_grad[2]
-        if ctx.promised is None:
+        if ctx.expected_grad is None:
             weight_grad = torch.mul(d_weight, grad, out=torch.empty_like(weight)) if needs_weight else None
             return None, d_hidden * grad, weight_grad, None, None, None
-        torch._assert_async(grad == ctx.promised)  # checked without waiting for the device
+        torch._assert_async(grad == ctx.expected_grad)  # checked without waiting for the device
         zeros = weight.new_zeros(()).expand_as(weight) if needs_weight else None
         return None, d_hidden, zeros, None, None, None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mugrpo_megatron.kernels import rows
+from mugrpo_megatron.kernels import torch_ops
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -76,10 +76,10 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
 def row_ops(device: torch.device, backend: Backend) -> RowOps:
     """The back end that `HeadLayout.backend` names."""
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        from mugrpo_megatron.kernels import triton_rows  # where there is no CUDA there may be no Triton
+        from mugrpo_megatron.kernels import triton_ops  # where there is no CUDA there may be no Triton
 
-        return RowOps(triton_rows.statistics, triton_rows.gradient)
-    return RowOps(rows.statistics, rows.gradient)
+        return RowOps(triton_ops.statistics, triton_ops.gradient)
+    return RowOps(torch_ops.statistics, torch_ops.gradient)
 
 
 def scan(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,7 +102,7 @@ def scan(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     return target.sum(0) - lse, lse - (means * factors).sum(0) / total, lse
 
 
-def pull_back(
+def head_backward(
     head: Head, hidden: Tensor, targets: Tensor, lse: Tensor, coefficient: Tensor, d_weight: Tensor | None
 ) -> Tensor:
     """Gradient of sum(coefficient * logprob) in `hidden`, [n, H]; that in the weight is added to `d_weight`; 2 GEMMs.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.kernels.head import HeadLayout, make_head, project, pull_back, scan
+from mugrpo_megatron.kernels.head import HeadLayout, head_backward, make_head, project, scan
 
 
 def token_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout) -> tuple[Tensor, Tensor]:
@@ -52,5 +52,5 @@ class _TokenLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part in head.chunks(len(targets)):
             project(head, hidden[part])
-            d_hidden[part] = pull_back(head, hidden[part], targets[part], lse[part], grads[0][part], d_weight)
+            d_hidden[part] = head_backward(head, hidden[part], targets[part], lse[part], grads[0][part], d_weight)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None, None

@@ -26,13 +26,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-from mugrpo_megatron.checkpoint_files import checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.learner.groups import Ranks, named_phase
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import set_steps, shards
 from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states
-from mugrpo_megatron.learner.state import Learner
 
 
 class WriteInProcess(AsyncSaveShardedStrategy):

@@ -15,7 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed.rendezvous import rendezvous
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
-from mugrpo_megatron.learner.presence import Presence, named
+from mugrpo_megatron.learner.heartbeat import Heartbeat, named
 from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)
@@ -39,7 +39,7 @@ class Ranks:
     dp_size: int
     cp: int
     cp_size: int
-    presence: Presence | None = None
+    heartbeat: Heartbeat | None = None
     """None in a world of one."""
 
     @property
@@ -47,7 +47,7 @@ class Ranks:
         return self.pp == self.pp_size - 1
 
     @property
-    def speaks(self) -> bool:
+    def owns_tokens(self) -> bool:
         """True on the ranks that contribute their tokens to a gather: together they have each token once."""
         return self.last_stage and self.tp == 0
 
@@ -87,8 +87,8 @@ def initialize(recipe: Recipe) -> Ranks:
 
 def shutdown(ranks: Ranks | None = None) -> None:
     """Leave every group."""
-    if ranks and ranks.presence:
-        ranks.presence.leave()
+    if ranks and ranks.heartbeat:
+        ranks.heartbeat.leave()
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -100,8 +100,8 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     It names rank, phase and likely cause, and what was last heard of every other rank, which hears of this phase too.
     Without a `phase` this rank is still in the one that it was in.
     """
-    if ranks.presence and phase:
-        ranks.presence.note(phase)
+    if ranks.heartbeat and phase:
+        ranks.heartbeat.note(phase)
     try:
         yield
     except CollectiveFailure:
@@ -109,16 +109,16 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error).lower()
         if "timed out" in text or "timeout" in text:
-            silence = ranks.presence.blame() if ranks.presence else ""
+            silence = ranks.heartbeat.likely_cause() if ranks.heartbeat else ""
             cause = silence or "another rank is stuck, slower than run.collective_timeout_s, or took a different path"
         elif "connection" in text or "peer" in text:
             cause = "another rank died or its node was cut off; its own log says why"
         else:
             raise
         heard = ""
-        if ranks.presence:
-            phase = phase or ranks.presence.doing
-            heard = f"; last heard: {ranks.presence.account()}"
+        if ranks.heartbeat:
+            phase = phase or ranks.heartbeat.doing
+            heard = f"; last heard: {ranks.heartbeat.last_heard()}"
         raise CollectiveFailure(
             f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
         ) from error
@@ -178,5 +178,5 @@ def _ranks(device: torch.device, patience_s: float) -> Ranks:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
-        presence=Presence(store, rank, world, node, patience_s) if world > 1 else None,
+        heartbeat=Heartbeat(store, rank, world, node, patience_s) if world > 1 else None,
     )

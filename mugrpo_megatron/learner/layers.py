@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
-from mugrpo_megatron.weights.fused_names import NORMS
+from mugrpo_megatron.weights.table import NORMS
 
 Layers = Literal["auto", "local", "transformer_engine"]
 

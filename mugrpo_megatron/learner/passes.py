@@ -13,10 +13,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
-from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
 
@@ -93,7 +93,7 @@ def gather_tokens(
     lengths = torch.tensor([s.trained for s in sequences], device=device)
     starts = (lengths.cumsum(0) - lengths).tolist()
     table = torch.zeros(k, int(lengths.sum()), device=device)
-    if learner.ranks.speaks:
+    if learner.ranks.owns_tokens:
         for batch, found in zip(batches, values, strict=True):
             for index, part in zip(batch.indices, found.split(batch.lengths.tolist(), dim=1), strict=True):
                 table[:, starts[index] : starts[index] + part.shape[1]] = part

@@ -8,18 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from mugrpo_megatron.algorithm.objective import policy_loss
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.learner.groups import named_phase
-from mugrpo_megatron.learner.loss import TokenLoss, of_tokens
-from mugrpo_megatron.learner.memory import release
-from mugrpo_megatron.learner.objective import Objective, make_objective
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.loss import Objective, TokenLoss, make_objective, of_tokens
+from mugrpo_megatron.learner.offload import trim_host_memory
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
-from mugrpo_megatron.learner.state import Learner
+from mugrpo_megatron.run.cursor import total_updates
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.schedule import total_updates
 
 
 def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> dict[str, float]:
@@ -48,7 +47,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
             objective.section,
             reference=objective.reference,
         )
-    release(learner)
+    trim_host_memory(learner)
     return {
         **metrics,
         "loss": float(loss),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mugrpo_megatron.plan.cluster import Assumptions, Cluster
+from mugrpo_megatron.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.rows import Row
+from mugrpo_megatron.weights.blocks import Row
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.plan.cluster import GIB
-from mugrpo_megatron.plan.make import Plan, plan_as_dict
+from mugrpo_megatron.plan.hardware import GIB
 from mugrpo_megatron.plan.memory import RECOMPUTE
+from mugrpo_megatron.plan.plan import Plan, plan_as_dict
 
 LISTED = 8
 """Layouts of each kind that a report lists."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.layout import Layout, with_layout
 from mugrpo_megatron.plan.memory import RECOMPUTE, Serving, memory
-from mugrpo_megatron.plan.updating import update_seconds
+from mugrpo_megatron.plan.training import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
 from mugrpo_megatron.recipe.layouts import candidates, distance

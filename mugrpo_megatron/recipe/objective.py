@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from mugrpo_megatron.recipe.base import Section
+
+class Section(BaseModel):
+    """A frozen table of the recipe: an unknown key is an error, a field's docstring is its documentation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
 
 ObjectiveName = Literal[
     "mu_grpo",

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from mugrpo_megatron.recipe.base import Section
-from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 
 
 class RunSection(Section):

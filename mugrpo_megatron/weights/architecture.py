@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mugrpo_megatron.weights.rows import Row
+from mugrpo_megatron.weights.blocks import Row
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.fused_names import table_name
-from mugrpo_megatron.weights.mapping import Entry, entries
+from mugrpo_megatron.weights.table import Entry, entries, table_name
 
 WRAPPER = "module."
 

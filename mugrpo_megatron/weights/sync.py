@@ -22,8 +22,7 @@ import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.export import fill, held_shards
-from mugrpo_megatron.weights.plan import Bucket, Plan, build_plan
+from mugrpo_megatron.weights.buckets import Bucket, Plan, build_plan, fill, held_shards
 
 
 class Engine(Protocol):

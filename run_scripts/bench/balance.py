@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.learner.packing import plan
-from mugrpo_megatron.rollout.queue import PromptQueue
 
 Take = Callable[[int, int], list[int]]
 

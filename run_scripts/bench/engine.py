@@ -22,10 +22,10 @@ import psutil
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rollout.engine import Engine
-from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
-from mugrpo_megatron.rollout.wire import Sampling
 from mugrpo_megatron.samples import Problem, Prompt
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         prompts = [Prompt(i, Problem(str(i), "", ""), _prompt_ids(i)) for i in range(options.prompts)]
         requests = options.prompts * options.n
         me = psutil.Process()
-        host = next(child for child in me.children() if "mugrpo_megatron.rollout.host" in child.cmdline())
+        host = next(child for child in me.children() if "mugrpo_megatron.engine.host" in child.cmdline())
         theirs = [me, *(child for child in me.children(recursive=True) if child.ppid() == me.pid and child != host)]
         sides: dict[str, tuple[Callable[[], None], list[psutil.Process]]] = {
             "bare": (lambda: _bare_round(bare, prompts, options.n, options.tokens), theirs),

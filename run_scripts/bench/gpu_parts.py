@@ -159,13 +159,13 @@ def learner(small: bool) -> Result:
 
 
 def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str) -> Result:
-    from mugrpo_megatron.learner.build import build_learner
     from mugrpo_megatron.learner.groups import shutdown
+    from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.plan.case import make_case
-    from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
+    from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
     from mugrpo_megatron.plan.memory import Batch, learning
-    from mugrpo_megatron.plan.updating import work_of
+    from mugrpo_megatron.plan.training import work_of
 
     cuda = device().type == "cuda"
     if cuda:
@@ -193,7 +193,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
 
 def engine_bare(small: bool) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
-    from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
+    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
@@ -215,8 +215,8 @@ def engine_bare(small: bool) -> Result:
 
 def engine_ours(small: bool) -> Result:
     """Tokens/s of the project's engine process on the same prompts, which the part above has to be compared with."""
-    from mugrpo_megatron.rollout.engine import Engine
-    from mugrpo_megatron.rollout.wire import Sampling
+    from mugrpo_megatron.engine.client import Engine
+    from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
 
     with tempfile.TemporaryDirectory() as folder:
@@ -237,11 +237,10 @@ def prompt_ids(small: bool) -> list[list[int]]:
 
 
 def switch(small: bool) -> Result:
-    """Learner to engine and back, as generation.py does it between stages."""
-    from mugrpo_megatron.learner import memory
-    from mugrpo_megatron.learner.build import build_learner
+    """Learner to engine and back, as phases/generate.py does it between stages."""
+    from mugrpo_megatron.engine.client import Engine
+    from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.model import policy
-    from mugrpo_megatron.rollout.engine import Engine
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +253,7 @@ def switch(small: bool) -> Result:
             mine = build_learner(recipe)
             chunks = [policy(chunk) for chunk in mine.chunks]
             bridge = build_bridge(chunks, mine.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
-            rounds = [one_switch(mine, bridge, engine, memory, sync) for _ in range(4)][1:]
+            rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
         finally:
             engine.stop()
     found = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
@@ -262,16 +261,18 @@ def switch(small: bool) -> Result:
     return {**found, "bridge_bytes_per_s": bridge.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
 
 
-def one_switch(mine: Any, bridge: Any, engine: Any, memory: Any, sync: Any) -> dict[str, float]:
+def one_switch(mine: Any, bridge: Any, engine: Any, sync: Any) -> dict[str, float]:
     """Seconds of each step."""
+    from mugrpo_megatron.learner.offload import offload, reload
+
     steps: dict[str, Callable[[], object]] = {
-        "optimizer_sleeps": lambda: memory.sleep(mine, "optimizer"),
+        "optimizer_sleeps": lambda: offload(mine, "optimizer"),
         "engine_weights_wake": lambda: engine.wake("weights"),
         "sync": lambda: sync(bridge, engine, version=1),
-        "learner_weights_sleep": lambda: memory.sleep(mine, "weights"),
+        "learner_weights_sleep": lambda: offload(mine, "weights"),
         "engine_cache_wakes": lambda: engine.wake("kv_cache"),
         "engine_sleeps": engine.sleep,
-        "learner_wakes": lambda: memory.wake(mine),
+        "learner_wakes": lambda: reload(mine),
     }
     found = {}
     for name, step in steps.items():

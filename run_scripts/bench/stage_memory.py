@@ -22,10 +22,10 @@ import torch
 from store import GROUP, PROMPTS_PER_UPDATE, synthetic_group
 from transformers import Qwen2ForCausalLM
 
+from mugrpo_megatron.commands.sft import model_config
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rollout.store import StageStore
-from mugrpo_megatron.sft import model_config
+from mugrpo_megatron.stages.store import StageStore
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet  # part of the baseline
 
-from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.store import StageStore
 
 GROUP, PROMPTS_PER_UPDATE = 8, 32
 WINDOW = 256

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mugrpo_megatron.data.order import problem_at
-from mugrpo_megatron.data.ready import ready
+from mugrpo_megatron.data.prepare import prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 from run_scripts.study.collect import curve_of
@@ -267,7 +267,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def _problems(recipe: Recipe, tokenizer: Any, updates: int) -> tuple[list[Problem], list[Problem]]:
     """The run's training problems in its order, and its held-out problems."""
-    found = ready(recipe.data, recipe.reward, tokenizer)
+    found = prepare(recipe.data, recipe.reward, tokenizer)
     pool, places = found.train.problems, range(updates * recipe.rollout.prompts_per_update)
     return [pool[problem_at(recipe.run.seed, len(pool), place)] for place in places], found.held_out.problems
 

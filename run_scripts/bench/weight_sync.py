@@ -82,10 +82,10 @@ def plain_copy(size: int) -> Callable[[], object]:
 
 
 def bench_sync(options: argparse.Namespace, directory: Path) -> None:
-    from mugrpo_megatron.learner.build import build_learner
+    from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.groups import shutdown
+    from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.model import policy
-    from mugrpo_megatron.rollout.engine import Engine
     from mugrpo_megatron.weights.check import check
     from mugrpo_megatron.weights.sync import build_bridge, sync
 

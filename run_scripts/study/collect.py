@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.observe.evaluations import problems_in
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
-from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
+from mugrpo_megatron.report.evaluations import problems_in
+from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
 from run_scripts.study.cost import generation_points, switches
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.processes import CpuClock, read_cpu_clock

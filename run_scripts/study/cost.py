@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.report.rundata import RunData, read_run
 from run_scripts.study.results import CLOCK, COMPARED, RESTART, Results, column
 from run_scripts.study.stats import mean_of
 from run_scripts.study.tables import markdown

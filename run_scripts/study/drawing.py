@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
 
-from mugrpo_megatron.observe.figure import DARK, LIGHT, Theme
+from mugrpo_megatron.report.figure import DARK, LIGHT, Theme
 from run_scripts.study.stats import Mean, mean_of
 
 WIDTH = 9.6

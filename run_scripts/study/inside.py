@@ -19,10 +19,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mugrpo_megatron.checkpoint_files import STATE
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.rundata import read_run
-from mugrpo_megatron.rundir import write_atomically
+from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.run.directory import write_atomically
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import EVALUATIONS, Cell, load_grid
 from run_scripts.study.results import INSIDE, read_results

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.engine.host import load_engine
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rollout.host import load_engine
-from mugrpo_megatron.rollout.launch import engine_arguments, engine_environment, runs_on_cuda
-from mugrpo_megatron.rundir import write_atomically
+from mugrpo_megatron.run.directory import write_atomically
 from run_scripts.study.collect import DOCS
 from run_scripts.study.heavy_tail import PROMPTS, long_lengths, places_table, straggler_table
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.objective import policy_loss
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import LONGEST, Batch, random_batch
 

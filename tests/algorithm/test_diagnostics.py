@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from mugrpo_megatron.algorithm.diagnostics import METRICS
-from mugrpo_megatron.algorithm.objective import policy_loss
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import Batch, batches, random_batch

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.selection import informative_updates
+from mugrpo_megatron.algorithm.advantages import informative_updates
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.data())

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES, fitting, render
+from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES, fitting_prompts, render
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Problem
@@ -54,9 +54,9 @@ def test_styles_that_cannot_be_are_the_users_mistake() -> None:
 
 def test_long_prompts_are_left_out_and_counted() -> None:
     problems = [Problem(f"set:{n}", "x" * n, "1") for n in (3, 9, 5)]
-    fit = fitting(problems, TOKENIZER, "plain", 5)
+    fit = fitting_prompts(problems, TOKENIZER, "plain", 5)
     assert [p.id for p in fit.problems] == ["set:3", "set:5"]
     assert [len(ids) for ids in fit.prompts] == [3, 5]
     assert fit.too_long == 1
     with pytest.raises(UserError, match=r"the shortest has 3 tokens"):
-        fitting(problems, TOKENIZER, "plain", 2)
+        fitting_prompts(problems, TOKENIZER, "plain", 2)

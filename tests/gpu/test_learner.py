@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from mugrpo_megatron.learner import memory
-from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import shutdown
+from mugrpo_megatron.learner.learner import build_learner
+from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.plan.case import make_case
-from mugrpo_megatron.plan.cluster import Assumptions, make_cluster
+from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.plan.memory import Batch, learning
 from mugrpo_megatron.samples import Sample
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
@@ -87,10 +87,10 @@ def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     data = samples()
     update(learner, data, advantages(len(data)))
     before, held = token_logprobs(learner, data), torch.cuda.memory_allocated()
-    memory.sleep(learner, "optimizer")
-    memory.sleep(learner, "weights")
+    offload(learner, "optimizer")
+    offload(learner, "weights")
     assert torch.cuda.memory_allocated() < 0.2 * held
-    memory.wake(learner)
+    reload(learner)
     for found, known in zip(token_logprobs(learner, data), before, strict=True):
         np.testing.assert_array_equal(found, known)
     shutdown()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.objective import policy_loss
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics

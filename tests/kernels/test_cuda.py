@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mugrpo_megatron.kernels import rows
+from mugrpo_megatron.kernels import torch_ops
 from tests.kernels.problems import OBJECTIVES, Problem, distance, make_problem, materialised
 from tests.kernels.test_fused_loss import fused
 
@@ -39,16 +39,16 @@ def test_equals_the_materialised_loss(name: str, dtype: torch.dtype, tolerance: 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_overwrites_logits_without_a_race(dtype: torch.dtype) -> None:
     """A vocabulary of many blocks, many rows at once, several times over."""
-    from mugrpo_megatron.kernels import triton_rows
+    from mugrpo_megatron.kernels import triton_ops
 
     for seed in range(5):
         torch.manual_seed(seed)
         logits = 5 * torch.randn(1024, 50_000, device="cuda")
         targets = torch.randint(50_000, (1024,), device="cuda")
         coefficient = torch.randn(1024, device="cuda")
-        found = triton_rows.statistics(logits, 0.7, 49_990, targets)
-        expected = rows.statistics(logits, 0.7, 49_990, targets)
+        found = triton_ops.statistics(logits, 0.7, 49_990, targets)
+        expected = torch_ops.statistics(logits, 0.7, 49_990, targets)
         assert distance(found, expected) < 1e-5
         lse = found[0] + found[1].log()
-        expected = rows.gradient(logits.clone(), 0.7, 49_990, targets, lse, coefficient, dtype)
-        assert distance(triton_rows.gradient(logits, 0.7, 49_990, targets, lse, coefficient, dtype), expected) < 1e-2
+        expected = torch_ops.gradient(logits.clone(), 0.7, 49_990, targets, lse, coefficient, dtype)
+        assert distance(triton_ops.gradient(logits, 0.7, 49_990, targets, lse, coefficient, dtype), expected) < 1e-2

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.objective import policy_loss
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.kernels.fused_loss import FusedLoss, fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.recipe import ObjectiveSection

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checkpoint_files import STATE
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.learner import checkpoint
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks

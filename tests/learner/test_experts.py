@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
 from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.tiny import VOCAB, advantages, recipe, samples

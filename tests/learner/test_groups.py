@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
-from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import initialize, named_phase
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks

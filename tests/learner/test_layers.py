@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import layers
-from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import initialize
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.passes import row_multiple
 from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
-from mugrpo_megatron.weights.fused_names import fused_name, table_name
-from mugrpo_megatron.weights.mapping import entries
+from mugrpo_megatron.weights.table import entries, fused_name, table_name
 from tests.learner.fused import fused
 from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.test_experts import two_updates

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
 from tests.learner.tiny import advantages, left_behind, recipe, samples, save_model
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import learning_rate
 from mugrpo_megatron.learner.update import token_logprobs, update

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.profiler import ProfilerActivity, profile
 
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Sample

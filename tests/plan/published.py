@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import mean
 
 from mugrpo_megatron.plan.case import Case, make_case
-from mugrpo_megatron.plan.cluster import GIB, Assumptions, make_cluster
+from mugrpo_megatron.plan.hardware import GIB, Assumptions, make_cluster
 from mugrpo_megatron.plan.memory import memory, serving
 from mugrpo_megatron.plan.models import find_model
-from mugrpo_megatron.plan.timing import checkpoint_bytes, phases
+from mugrpo_megatron.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
 
 RECIPES = Path("run_scripts/recipes/paper")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mugrpo_megatron.plan.layout import Layout, held, layout_of, parameters, with_layout
+from mugrpo_megatron.plan.memory import learner_state
 from mugrpo_megatron.plan.models import bundled
-from mugrpo_megatron.plan.state import learner_state
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.plan.case import make_case
-from mugrpo_megatron.plan.cluster import GIB, Assumptions, Cluster, make_cluster
+from mugrpo_megatron.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.plan.memory import Batch, Memory, learning, memory, serving
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.rollout.manifest import manifest_name, read_manifest
-from mugrpo_megatron.rollout.store import StageStore
 from mugrpo_megatron.samples import Sample
-from tests.rollout.test_store import assert_same
+from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
+from mugrpo_megatron.stages.store import StageStore
 from tests.scaling.nodes import TORCHRUN, kill
+from tests.stages.test_store import assert_same
 from tests.tiny import COIN, save_model, write_recipe
 
 UPDATES, PROMPTS = 40, 64
@@ -45,7 +45,7 @@ def committed(stage: Path) -> list[set[int]]:
 
 def engine_of(torchrun: subprocess.Popen[bytes], rank: int) -> psutil.Process:
     for process in psutil.Process(torchrun.pid).children(recursive=True):
-        if "mugrpo_megatron.rollout.host" in process.cmdline():
+        if "mugrpo_megatron.engine.host" in process.cmdline():
             parent = process.parent()
             assert parent is not None
             if parent.environ()["RANK"] == str(rank):
@@ -67,7 +67,7 @@ def groups_on_disk(stage: Path, wanted: set[int]) -> dict[int, list[Sample]]:
     """Some groups of a stage that is not sealed, from its shards."""
     import pyarrow.parquet as pq
 
-    from mugrpo_megatron.rollout.schema import to_samples
+    from mugrpo_megatron.stages.schema import to_samples
 
     found: dict[int, list[Sample]] = {}
     for writer in (0, 1):

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mugrpo_megatron.checkpoints import newest_cursor
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.rollout.store import StageStore
+from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.stages.store import StageStore
 from tests.scaling.nodes import Cluster, kill, two_nodes
 from tests.tiny import COIN, save_model, write_recipe
 
@@ -68,7 +68,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
                 assert node.poll() is None, said(tmp_path / "cut")
             psutil.wait_procs([psutil.Process(node.pid) for node in nodes], timeout=0.2)
         family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
-        assert sum("mugrpo_megatron.rollout.host" in p.cmdline() for p in family) == 2, "an engine on each node"
+        assert sum("mugrpo_megatron.engine.host" in p.cmdline() for p in family) == 2, "an engine on each node"
         cluster.cut_off(1, nodes[1])
         codes = [node.wait(6 * TIMEOUT_S) for node in nodes]
     finally:

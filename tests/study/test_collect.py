@@ -11,14 +11,14 @@ from subprocess import PIPE
 import psutil
 import pytest
 
-from mugrpo_megatron.observe.rundata import read_run
-from mugrpo_megatron.observe.summary import summarize
+from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.report.summary import summarize
 from run_scripts.study import collect, cost, tables, write
 from run_scripts.study import run as study
 from run_scripts.study.grid import Cell, Grid, load_grid
 from run_scripts.study.processes import CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, WALL, read_results
-from tests.observe.synthetic import recipe_of, rows_of, write_run
+from tests.report.synthetic import recipe_of, rows_of, write_run
 
 GRID = """
 updates = 16

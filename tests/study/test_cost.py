@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.observe.rundata import read_run
+from mugrpo_megatron.report.rundata import read_run
 from run_scripts.study.cost import decode_steps, generation_fit, generation_points, switches
 from run_scripts.study.heavy_tail import long_lengths, straggler_table
-from tests.observe.synthetic import recipe_of, rows_of, write_run
+from tests.report.synthetic import recipe_of, rows_of, write_run
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.checkpoint_files import STATE
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.rundata import read_run
+from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.report.rundata import read_run
 from run_scripts.study import inside, run
 from run_scripts.study.grid import Cell, load_grid
 from tests.study.test_collect import make_cell

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from mugrpo_megatron.learner.build import build_learner
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.state import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rollout.engine import Engine
-from mugrpo_megatron.rollout.wire import Sampling
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.weights.check import WeightMismatch, check
-from mugrpo_megatron.weights.load import load_hf
+from mugrpo_megatron.weights.hf import load_hf
 from mugrpo_megatron.weights.sync import build_bridge, sync
 
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12, 13], [100, 3]]

@@ -14,15 +14,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factor
 
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.attention import make_packing
-from mugrpo_megatron.learner.build import build_learner
 from mugrpo_megatron.learner.groups import Ranks, initialize
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import PolicyModel, build_model, policy
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.export import hf_tensors
+from mugrpo_megatron.weights.buckets import hf_tensors
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.load import load_hf, load_megatron
-from mugrpo_megatron.weights.mapping import entries, stored, whole_shape
-from mugrpo_megatron.weights.save import save_hf
+from mugrpo_megatron.weights.hf import load_hf, load_megatron, save_hf
+from mugrpo_megatron.weights.table import entries, stored, whole_shape
 from tests.weights.tiny import recipe
 
 Layout = dict[str, Any]

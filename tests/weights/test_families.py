@@ -116,7 +116,7 @@ ROPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", REAL)
 def test_published_configs_have_the_published_size(name: str) -> None:
-    from mugrpo_megatron.weights.mapping import entries, whole_shape
+    from mugrpo_megatron.weights.table import entries, whole_shape
 
     model = architecture(REAL[name])
     counted = sum(torch.Size(whole_shape(entry, model)).numel() for entry in entries(model).values())

@@ -1,0 +1,210 @@
+"""`mugrpo eval`: a checkpoint on data sets, problem by problem into a file that a second run continues."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
+from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.launch import held_out_sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
+from mugrpo_megatron.evaluation.grading import Generate, Graded, Summary, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import read_model_config
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.samples import Problem, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A finished evaluation."""
+
+    sets: list[Summary]
+    seconds: dict[str, float]
+    """Wall-clock time that this run spent on each set; 0 where an earlier run had finished it."""
+
+    @property
+    def average(self) -> Interval:
+        """Unweighted mean of the sets' mean@K."""
+        return macro_average([one.mean for one in self.sets])
+
+
+def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Benchmark:
+    """Evaluate `model.path` on data sets, each sampled as `[eval]` and its own `[eval.sets]` say; write to `output`.
+
+    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. A directory that holds rows of
+    the same settings is continued; of other settings it is refused. Raises UserError for bad data, model or directory.
+    """
+    read_model_config(recipe.model.path)
+    names = held_out_sets(",".join(sources), "--data")
+    # The recipe of a run may say how sets are sampled that this evaluation leaves out.
+    check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
+    tokenizer = load_tokenizer(recipe.model.path)
+    notes: list[str] = []
+    found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
+    problems = first_of_each(found, recipe.data.eval_problems)
+    record = Record(output, settings_of(recipe, names))
+    with open_display(show=True) as display:
+        for note in notes:
+            display.say(note)
+        benchmark = _evaluate(recipe, tokenizer, problems, record, display, output)
+        display.say(table(benchmark))
+    (output / "table.md").write_text(table(benchmark) + "\n", encoding="utf-8")
+    summary = {
+        "average": asdict(benchmark.average),
+        "sets": [asdict(one) for one in benchmark.sets],
+        "seconds": benchmark.seconds,
+    }
+    (output / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n", encoding="utf-8")
+    return benchmark
+
+
+def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
+    """What makes two evaluations of the sets `names` (name -> source) the same."""
+    keys = {"samples", "temperature", "top_p", "max_tokens"}
+    return {
+        "model": str(recipe.model.path.resolve()),
+        "sources": dict(names),
+        "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
+        "max_response_tokens": recipe.rollout.max_response_tokens,
+        "data": recipe.data.model_dump(mode="json"),
+        "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
+    }
+
+
+class Record:
+    """The rows of an evaluation on disk: appended as problems finish, read again by the run that continues it."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        """Open or start the record; UserError when it belongs to other settings."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._rows = directory / "problems.jsonl"
+        settings_file = directory / "settings.json"
+        if settings_file.exists():
+            before = json.loads(settings_file.read_text(encoding="utf-8"))
+            differing = [key for key in settings if before.get(key) != settings[key]]
+            if differing:
+                raise UserError(
+                    f"{directory} holds an evaluation with another {', '.join(differing)}: choose another directory"
+                )
+        else:
+            settings_file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+
+    def read(self) -> list[Graded]:
+        """Finished problems; a last line that a kill left unfinished is cut off."""
+        if not self._rows.exists():
+            return []
+        raw = self._rows.read_bytes()
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) < len(raw):
+            with self._rows.open("r+b") as file:
+                file.truncate(len(whole))
+        found = [json.loads(line) for line in whole.splitlines()]
+        return [Graded(**{**row, "problem": Problem(**row["problem"])}) for row in found]
+
+    def append(self, graded: Graded) -> None:
+        with self._rows.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(graded)) + "\n")
+
+
+def table(benchmark: Benchmark) -> str:
+    """The figures as a Markdown table with 95 % intervals; K is a set's own number of responses to each problem.
+
+    Accuracies and pass@k are percentages, mean rewards are as they are.
+    """
+    passes = sorted({k for one in benchmark.sets for k in one.passes if k > 1})
+    columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
+    lines = [
+        f"| set | problems | {' | '.join(columns)} | tokens a response | cut | s |",
+        f"|---|---:|{'---:|' * (len(columns) + 3)}",
+    ]
+    for one in benchmark.sets:
+        shown = [_text(one.passes[k]) if k in one.passes else "" for k in passes]
+        shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure)]
+        responses = one.problems * one.samples
+        lines.append(
+            f"| {one.name} | {one.problems} | {one.samples} | {' | '.join(shown)} | {one.tokens / responses:.0f} | "
+            f"{one.truncated / responses:.1%} | {benchmark.seconds[one.name]:.0f} |"
+        )
+    average = _text(benchmark.average, benchmark.sets[0].measure)
+    lines.append(f"| average | | | {average} |{' |' * (len(columns) + 1)}")
+    return "\n".join(lines)
+
+
+def _evaluate(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    record: Record,
+    display: Display,
+    output: Path,
+) -> Benchmark:
+    """The engine starts only when something is left to do."""
+    known = {graded.problem.id: graded for graded in record.read()}
+    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
+    by_set: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_set.setdefault(prompt.problem.source, []).append(prompt)
+    seconds = dict.fromkeys(by_set, 0.0)
+    if any(prompt.problem.id not in known for prompt in prompts):
+        engine = Engine.start(recipe, recipe.model.path, output / "engine.log")
+        try:
+            with Verifier(recipe.reward) as verifier:
+                engine.wait_ready()
+                for name, own in by_set.items():
+                    missing = [prompt for prompt in own if prompt.problem.id not in known]
+                    generate = partial(engine.generate, sampling=held_out_sampling(recipe, tokenizer, name))
+                    samples = recipe.eval.of(name).samples
+                    start = time.perf_counter()
+                    for graded in _shown(generate, verifier, tokenizer, missing, samples, display, name):
+                        record.append(graded)
+                        known[graded.problem.id] = graded
+                    seconds[name] = time.perf_counter() - start
+        finally:
+            engine.stop()
+    measure = measure_of(recipe.reward)
+    summaries = [summarize(name, [known[prompt.problem.id] for prompt in own], measure) for name, own in by_set.items()]
+    return Benchmark(summaries, seconds)
+
+
+def _shown(
+    generate: Generate,
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+    display: Display,
+    name: str,
+) -> Iterator[Graded]:
+    with display.bar(name, len(prompts), "problems") as bar:
+        for graded in grade(generate, verifier, tokenizer, prompts, samples):
+            bar.advance(tokens=sum(graded.tokens))
+            yield graded
+
+
+def _text(interval: Interval, measure: Measure = "accuracy") -> str:
+    if measure == "accuracy":
+        return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+    return f"{interval.value:.4g} [{interval.low:.4g}, {interval.high:.4g}]"
+
+
+def _finite(value: Any) -> Any:
+    """The value with null for every infinite number in it, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,115 @@
+"""Score a file of responses: the same rows in the same order, with what the verifier says about each."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.data.files import rows
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.rewards.scores import Pending, Score
+
+BLOCK = 512
+"""Rows that are read and written together."""
+BLOCKS_AHEAD = 8
+"""Blocks that are being scored while an earlier one is waited for; bounds the memory, whatever the file's size."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """What a scored file holds."""
+
+    rows: int
+    malformed: int
+    """Rows that were left out."""
+    reward: float
+    """Mean over the rows; 0 for a file of malformed rows alone."""
+    without_answer: int
+    whys: dict[str, int]
+    """How often each reason was given, most frequent first."""
+    seconds: float
+
+    def __str__(self) -> str:
+        reasons = "\n".join(f"  {count:>8}  {why}" for why, count in self.whys.items())
+        return (
+            f"{self.rows} rows, mean reward {self.reward:.4f}, {self.without_answer} without an answer, "
+            f"{self.malformed} malformed and left out; {self.seconds:.1f} s, {self.rows / max(self.seconds, 1e-9):.0f} "
+            f"rows a second\n{reasons}"
+        )
+
+
+def run(input_path: Path, output_path: Path, section: RewardSection, strict: bool = True) -> ScoreSummary:
+    """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
+
+    Each row gains `reward`, `extracted`, `why` and `seconds`. The output appears under its name when it is complete.
+    Raises UserError for a file without rows, and with `strict` for the first malformed one.
+    """
+    start = time.perf_counter()
+    counts: Counter[str] = Counter()
+    malformed: list[str] = []
+    total, reward, without_answer = 0, 0.0, 0
+    unfinished = output_path.with_name(f"{output_path.name}.part")
+    source = _well_formed(input_path, strict, malformed)
+    output_path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with Verifier(section) as verifier, unfinished.open("w", encoding="utf-8") as output:
+            for row, score in _scored(source, verifier):
+                output.write(json.dumps(row | asdict(score)) + "\n")
+                total += 1
+                reward += score.reward
+                without_answer += not score.extracted and section.function == "math"
+                counts[score.why] += 1
+        if not total:
+            raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
+        unfinished.replace(output_path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    whys = dict(counts.most_common())
+    return ScoreSummary(total, len(malformed), reward / total, without_answer, whys, time.perf_counter() - start)
+
+
+def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
+    waiting: deque[tuple[list[Row], Pending]] = deque()
+    while block := list(islice(source, BLOCK)):
+        pending = verifier.submit([row["response"] for row in block], [str(row["answer"]) for row in block])
+        waiting.append((block, pending))
+        if len(waiting) > BLOCKS_AHEAD:
+            yield from _finished(waiting)
+    while waiting:
+        yield from _finished(waiting)
+
+
+def _finished(waiting: deque[tuple[list[Row], Pending]]) -> Iterator[tuple[Row, Score]]:
+    block, pending = waiting.popleft()
+    return zip(block, pending.result(), strict=True)
+
+
+def _well_formed(path: Path, strict: bool, malformed: list[str]) -> Iterator[Row]:
+    for line, row in rows(path):
+        reason = row if isinstance(row, str) else _flaw(row)
+        if not reason:
+            assert isinstance(row, dict)
+            yield row
+        elif strict:
+            raise UserError(f"{path}:{line}: {reason}: mend the row, or leave such rows out with --skip-malformed")
+        else:
+            malformed.append(f"{path}:{line}: {reason}")
+
+
+def _flaw(row: Row) -> str:
+    if not isinstance(row.get("response"), str):
+        return "field 'response' is missing or no text"
+    answer = row.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+        return "field 'answer' is missing, empty, or neither text nor a number"
+    return ""

@@ -1,0 +1,174 @@
+"""Warm start: a small model learns the bundled task by supervised learning, so that RL has something to improve.
+
+The same Megatron learner, packing and optimizer as in RL; only the token loss is another: the mean cross-entropy of the
+answer's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
+from mugrpo_megatron.data.order import problem_at
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.groups import shutdown
+from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.loss import TokenLoss, predicting
+from mugrpo_megatron.learner.model import PolicyModel, policy
+from mugrpo_megatron.learner.packing import MicroBatch, Tokens
+from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
+from mugrpo_megatron.learner.update import optimize
+from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
+from mugrpo_megatron.run.directory import write_atomically
+from mugrpo_megatron.samples import Problem
+from mugrpo_megatron.weights.hf import save_hf
+
+MIN_LR_SHARE = 0.1
+"""The learning rate decays to this share of its peak."""
+WARMUP_UPDATES = 30
+BETA2 = 0.98
+INIT_STD = 0.05
+ROPE_THETA = 100.0
+"""Questions are a dozen tokens long: with the usual base of 10,000 most rotary angles would hardly move over them, and
+learning to line up digits takes several times the updates."""
+
+
+def train(recipe: Recipe) -> None:
+    """Train a fresh Qwen2 of `sft`'s size until `sft.target_accuracy`, and save it as a Hugging Face checkpoint.
+
+    Every rank of the world runs this. A finished warm start is left as it is. Raises UserError when `data.train` is no
+    bundled task (only those come with answers to imitate) or `sft.output` holds a warm start of another recipe.
+    """
+    out = recipe.sft.output
+    if recipe.data.train not in TASKS:
+        raise UserError(
+            f'data.train = "{recipe.data.train}": a warm start imitates the answers of a bundled task; '
+            f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
+        )
+    if _is_finished(recipe, out):
+        print(f"{out}/hf is there already; remove {out} to make it anew")
+        return
+    disable_progress_bar()
+    with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
+        fresh = Path(scratch) / "fresh"
+        tokenizer = build_arithmetic_tokenizer()
+        tokenizer.save_pretrained(fresh)
+        torch.manual_seed(recipe.run.seed)
+        Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
+        learner = build_learner(_as_one_stage(recipe, fresh))
+        try:
+            with open_display(show=learner.ranks.rank == 0) as display:
+                _imitate(learner, tokenizer, display)
+            save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
+            if learner.ranks.rank == 0:
+                write_atomically(out / "recipe.toml", dump_recipe(recipe))
+        finally:
+            shutdown()
+
+
+def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
+    """The new model's Hugging Face configuration."""
+    section = recipe.sft
+    return Qwen2Config(
+        architectures=["Qwen2ForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=section.hidden,
+        intermediate_size=section.ffn,
+        num_hidden_layers=section.layers,
+        num_attention_heads=section.heads,
+        num_key_value_heads=section.kv_heads,
+        max_position_embeddings=1024,
+        initializer_range=INIT_STD,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=recipe.model.dtype,
+    )
+
+
+def answered(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+    """Question and answer as one sequence; the answer and the end-of-sequence token are learned."""
+    prompt = tokenizer.encode(problem.question, add_special_tokens=False)
+    answer = tokenizer.encode(demonstration(problem), add_special_tokens=False)
+    return Tokens(np.array([*prompt, *answer, tokenizer.eos_token_id]), len(prompt))
+
+
+def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
+    """Share of sequences whose trained tokens are what greedy decoding gives; collective, the same on every rank.
+
+    Decoding goes through an answer token by token only as long as it agrees with it, so one pass over the right
+    answers decides: every token's most likely successor has to be the next one.
+    """
+
+    def hits(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        logits = gather_from_tensor_model_parallel_region(predicting(model, hidden, batch) @ model.output_weight().T)
+        best = logits[:, : learner.architecture.vocab_size].argmax(-1)
+        return (best == batch.targets).float()[None]
+
+    batches = pack_share(learner, sequences, plan_update(learner, sequences))
+    found = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
+    return float(np.mean([part.min().item() for part in found.split([s.trained for s in sequences])]))
+
+
+def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
+    recipe, section = learner.recipe, learner.recipe.sft
+    train = problems(recipe.run.seed, "train", recipe.data.generated_problems, recipe.data.train)
+    held_out = problems(recipe.run.seed, "eval", recipe.data.eval_problems, recipe.data.train)
+    sequences = [answered(problem, tokenizer) for problem in train]
+    checked = [answered(problem, tokenizer) for problem in held_out]
+    with display.bar("warm start", section.max_updates, "updates") as bar:
+        for update, batch in enumerate(_batches(recipe, sequences), start=1):
+            tokens = sum(sequence.trained for sequence in batch)
+            optimize(learner, batch, _cross_entropy(tokens))
+            bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
+            if update % section.check_every == 0:
+                bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checked)
+                if accuracy >= section.target_accuracy:
+                    break
+
+
+def _cross_entropy(tokens: int) -> TokenLoss:
+    """Mean over the `tokens` of a whole update, so that micro-batches add up."""
+    return lambda logprobs, batch: -logprobs.sum() / tokens
+
+
+def _batches(recipe: Recipe, sequences: Sequence[Tokens]) -> Iterator[list[Tokens]]:
+    size, seed = recipe.sft.batch, recipe.run.seed
+    for update in range(recipe.sft.max_updates):
+        places = range(update * size, (update + 1) * size)
+        yield [sequences[problem_at(seed, len(sequences), place)] for place in places]
+
+
+def _as_one_stage(recipe: Recipe, model: Path) -> Recipe:
+    """The recipe with the warm start's learning rate, over as many updates as it may take."""
+    section = recipe.sft
+    optimizer = OptimizerSection(
+        lr=section.lr, min_lr=MIN_LR_SHARE * section.lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
+    )
+    schedule = ScheduleSection(stages=1, updates_per_stage=section.max_updates)
+    path = recipe.model.model_copy(update={"path": model})
+    return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule, "model": path})
+
+
+def _is_finished(recipe: Recipe, out: Path) -> bool:
+    made = out / "recipe.toml"
+    if not made.exists():
+        return False
+    before = load_recipe(made)
+    if (before.sft, before.data.train, before.model.dtype) != (recipe.sft, recipe.data.train, recipe.model.dtype):
+        raise UserError(f"{out} holds the warm start of another recipe; remove it, or choose another sft.output")
+    return True

@@ -1,0 +1,116 @@
+"""All between the recipe's `[data]` section and prompts: read, check, clean, render; and say what was left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.overlap import contamination, without_duplicates
+from mugrpo_megatron.data.problems import load
+from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each
+from mugrpo_megatron.data.sets import held_out_sets
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import DataSection, RewardSection
+from mugrpo_megatron.rewards.golds import unusable_golds
+from mugrpo_megatron.samples import Problem
+
+SHOWN = 20
+"""Golds and overlaps that are named one by one; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedData:
+    """Problems with their prompts, and what happened on the way."""
+
+    train: FittingPrompts
+    held_out: FittingPrompts
+    """Of all sets, one behind the other; a problem's `source` is its set's name."""
+    notes: list[str]
+    """One sentence for everything that was left out or looks wrong."""
+
+
+def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
+    """Load and prepare training and held-out problems.
+
+    Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
+    """
+    notes: list[str] = []
+    held_out = held_out_problems(data.eval, data, reward, notes)
+    train = usable_problems(data.train, "train", data, reward, notes)
+    # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
+    made, read = ([p for p in train if (p.source in TASKS) is bundled] for bundled in (True, False))
+    if data.deduplicate:
+        distinct, disagreements = without_duplicates(read)
+        notes += _few(disagreements)
+        if len(distinct) < len(read):
+            notes.append(f"{len(read) - len(distinct)} training problems ask what another one asks: left out")
+        read = distinct
+    if data.contamination != "off":
+        read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
+    train = made + read
+    limited, rendering = first_of_each(held_out, data.eval_problems), (data.prompt_style, data.max_prompt_tokens)
+    fits = fitting_prompts(train, tokenizer, *rendering), fitting_prompts_of_each(limited, tokenizer, *rendering)
+    for name, fit in zip(("training", "held-out"), fits, strict=True):
+        if fit.too_long:
+            notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
+    return PreparedData(*fits, notes)
+
+
+def held_out_problems(
+    sources: str, data: DataSection, reward: RewardSection, notes: list[str], key: str = "data.eval"
+) -> list[Problem]:
+    """The usable problems of every held-out set; UserError for a set that has none, or that is named twice."""
+    names = held_out_sets(sources, key)
+    found = usable_problems(sources, "eval", data, reward, notes)
+    for name in names.keys() - {problem.source for problem in found}:
+        raise UserError(f"{key}: no problem of {names[name]} can be used; its rows say why with data.strict=true")
+    return found
+
+
+def first_of_each(problems: list[Problem], limit: int) -> list[Problem]:
+    """At most `limit` problems of every data set, in their order."""
+    taken = Counter[str]()
+    kept = []
+    for problem in problems:
+        taken[problem.source] += 1
+        if taken[problem.source] <= limit:
+            kept.append(problem)
+    return kept
+
+
+def usable_problems(
+    source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
+) -> list[Problem]:
+    """Problems of well-formed rows whose golds verify against themselves; what is left out is added to `notes`."""
+    read = load(source, data, split)
+    notes += _few(read.malformed)
+    if reward.function != "math" or source in TASKS:
+        return read.problems
+    unusable = unusable_golds(read.problems, reward)
+    if unusable and data.strict:
+        raise UserError(f"{'; '.join(_few(list(unusable.values())))}: mend these golds or set data.strict=false")
+    notes += _few(list(unusable.values()))
+    return [problem for problem in read.problems if problem.id not in unusable]
+
+
+def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, notes: list[str]) -> list[Problem]:
+    found = contamination(train, held_out)
+    if found:
+        notes.append(
+            f"{len(found)} training problems share half of their wording with a held-out problem: "
+            + ("left out" if drop else "kept; data.contamination=drop leaves them out")
+        )
+        notes += _few([f"{c.train.id} is {c.overlap:.0%} of {c.held_out.id}" for c in found])
+    if not drop:
+        return train
+    contaminated = {entry.train.id for entry in found}
+    return [problem for problem in train if problem.id not in contaminated]
+
+
+def _few(sentences: list[str]) -> list[str]:
+    hidden = len(sentences) - SHOWN
+    return sentences if hidden <= 0 else [*sentences[:SHOWN], f"and {hidden} more like these"]

@@ -1,0 +1,212 @@
+"""The client side of the engine: start it, give it weights, generate, put it to sleep, bring it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.placement import ALONE, EngineSlot
+from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Prompt, Response
+
+Tag = Literal["weights", "kv_cache"]
+TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+STOP_SECONDS = 5.0
+PROMPTS_PER_MESSAGE = 64
+
+Take = Callable[[int, int], list[Prompt]]
+"""(prompts that the engine holds unfinished, prompts that it decodes together) -> prompts to go on with, maybe none."""
+
+
+class Engine:
+    """One SGLang engine in a host process of its own.
+
+    `start` returns at once, so the engine loads while the learner does; whatever needs it waits for it. A call raises
+    EngineFailure, with the cause and the end of the engine's log, when the engine dies, hangs or refuses; no process
+    is left then, and `wake` or `restart` brings the engine back, with the weights of its model directory.
+    """
+
+    def __init__(self, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot = ALONE) -> None:
+        """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served."""
+        self._section = recipe.engine
+        self._cuda = runs_on_cuda(recipe)
+        self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
+        self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
+        self.log = log
+        self._host: HostProcess | None = None
+        self._ready = False
+        self._asleep: set[Tag] = set()
+        self._starts = 0
+
+    @classmethod
+    def start(cls, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot = ALONE) -> Engine:
+        """Launch an engine and return at once."""
+        engine = cls(recipe, model_dir, log, slot)
+        engine.restart()
+        return engine
+
+    def restart(self) -> None:
+        """End the process if there is one, launch it again, and return at once."""
+        self._end()
+        # A restarted engine must not repeat the random stream that it began with.
+        seed = self._arguments["random_seed"] + 1_000_003 * self._starts
+        self._host = HostProcess({**self._arguments, "random_seed": seed}, self._environment, self.log)
+        self._starts += 1
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a process, as far as anybody has noticed: False once it was stopped or has failed."""
+        return self._host is not None
+
+    @property
+    def tensor_parallel(self) -> int:
+        """How many serialisations of a bucket `load_bucket` takes."""
+        return self._section.tensor
+
+    def stop(self) -> None:
+        """End the engine: politely where it is idle, by killing its process group where not."""
+        patience_s = 0.0
+        if self._host is not None and self._ready and self._host.alive:
+            with suppress(EngineFailure):  # it died just now: all the same
+                self._host.send(("stop", None))
+                patience_s = STOP_SECONDS
+        self._end(patience_s)
+
+    def wait_ready(self) -> None:
+        """Wait until the engine has loaded its model."""
+        if not self._ready:
+            self._receive("ready", self._section.start_timeout_s, "start")
+            self._ready = True
+
+    def sleep(self) -> None:
+        """Give the memory back until `wake`: release it, or end the process, as `engine.between_stages` says.
+
+        An engine that sleeps, was stopped or has failed is left as it is.
+        """
+        if self._section.between_stages == "restart":
+            self.stop()
+        elif self._cuda and self._host is not None and (awake := [tag for tag in TAGS if tag not in self._asleep]):
+            self._call("sleep", awake)
+            self._asleep.update(awake)
+
+    def wake(self, tag: Tag) -> None:
+        """Take memory back. Wake `weights`, sync them, then wake `kv_cache`: both and a bucket may not fit at once.
+
+        An engine that is not running, because it was stopped or failed, is started anew, awake as a whole.
+        """
+        if self._host is None:
+            self.restart()
+        elif tag in self._asleep:
+            self._call("wake", [tag])
+            self._asleep.remove(tag)
+
+    def load_bucket(self, serialized: list[bytes]) -> None:
+        """Load one bucket of weights (`weights.sync.serialize`): one serialisation per tensor parallel rank."""
+        self._call("load_bucket", serialized)
+
+    def set_version(self, version: int) -> None:
+        """End a weight sync: flush the prefix cache, and tag every later response with `version`."""
+        self._call("set_version", version)
+
+    def health(self) -> int:
+        """The weight version that the engine serves; EngineFailure when it does not answer."""
+        return self._call("health")
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> SHA-256 of its bytes.
+
+        The engine writes its weights to the temporary folder for this: a check, not something for every sync.
+        """
+        return self._call("checksums")
+
+    def generate(
+        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Prompt, list[Response]]]:
+        """Sample `n` responses to each prompt; yield groups in order of completion.
+
+        Prompts are pulled from the iterable as capacity frees, twice as many as are decoded together: the scheduler
+        then always has a next request. Closing the iterator early aborts what is in flight.
+        """
+        source = iter(prompts)
+
+        def take(held: int, slots: int) -> list[Prompt]:
+            return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - held))))
+
+        return self.generate_from(take, n, sampling)
+
+    def generate_from(self, take: Take, n: int, sampling: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
+        """`generate` for a source that several engines share: it is asked again whenever groups have finished.
+
+        Ends when nothing is held and the source gives nothing.
+        """
+        self.wait_ready()
+        self._send(("generate", sampling))
+        waiting: dict[int, Prompt] = {}
+        slots = max(1, int(self._arguments["max_running_requests"]) // n)
+        submitted = 0
+        try:
+            while True:
+                while taken := take(len(waiting), slots):
+                    work = [Work(submitted + i, prompt.ids, n) for i, prompt in enumerate(taken)]
+                    waiting.update((item.key, prompt) for item, prompt in zip(work, taken, strict=True))
+                    submitted += len(taken)
+                    self._send(("prompts", work))
+                if not waiting:
+                    return
+                groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
+                for key, responses in groups.unpack():
+                    yield waiting.pop(key), responses
+        finally:
+            if self._host is not None:
+                self._close_generation()
+
+    def _close_generation(self) -> None:
+        self._send(("close", None))
+        kind = "groups"
+        while kind == "groups":  # some may have finished after nobody waited for them any more
+            kind, _ = self._receive_any(self._section.request_timeout_s, "generate")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        self.wait_ready()
+        self._send(("call", (name, arguments)))
+        return self._receive("result", self._section.request_timeout_s, name)
+
+    def _send(self, message: Message) -> None:
+        host = self._running()
+        try:
+            host.send(message)
+        except EngineFailure:
+            self._host = None
+            raise
+
+    def _receive(self, kind: str, timeout_s: float, doing: str) -> Any:
+        received, value = self._receive_any(timeout_s, doing)
+        if received != kind:
+            raise RuntimeError(f"the engine's host sent {received!r} where {kind!r} was due")
+        return value
+
+    def _receive_any(self, timeout_s: float, doing: str) -> Message:
+        host = self._running()
+        try:
+            return host.receive(timeout_s, doing)
+        except EngineFailure:
+            self._host = None
+            raise
+
+    def _running(self) -> HostProcess:
+        if self._host is None:
+            raise EngineFailure("the engine is not running: it was stopped, or it failed before; restart it")
+        return self._host
+
+    def _end(self, patience_s: float = 0.0) -> None:
+        if self._host is not None:
+            self._host.end(patience_s)
+        self._host, self._ready = None, False
+        self._asleep.clear()

@@ -1,0 +1,222 @@
+"""The engine's own process: `python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID`.
+
+Its main thread waits for a command, carries it out with SGLang's public calls, answers, and waits again. While it
+generates, SGLang's event loop runs and reads the socket as one more event source, so prompts arrive and groups leave
+without a pause. It lives in a process group of its own, with a guard that ends the whole group once this process is
+gone, whatever ended it; and this process ends with its parent. So nothing outlives a killed learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack
+
+PR_SET_PDEATHSIG = 1
+FLUSH_SECONDS = 0.02
+"""Finished groups are sent together, at most this long after the first of them."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent ends. The call comes too late if it already has."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the process that started this engine is gone")
+
+
+def start_guard() -> subprocess.Popen[bytes]:
+    """A shell that waits for this process to end, then removes its scratch folder and kills its process group.
+
+    SGLang's children ask to die with this process too, but only seconds into their start; the guard has no such gap.
+    Being a member of the group itself, it can never hit a re-used process id.
+    """
+    script = 'trap "" INT TERM QUIT; read -r _; rm -rf -- "$1"; kill -KILL 0'
+    return subprocess.Popen(["/bin/sh", "-c", script, "sh", tempfile.gettempdir()], stdin=subprocess.PIPE)
+
+
+class Generation:
+    """One generate command in flight: every prompt is a task, finished groups are flushed together."""
+
+    def __init__(self, engine: Any, connection: Connection, sampling: Sampling, version: int) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._version = version
+        self._parameters = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_new_tokens": sampling.max_tokens,
+            "stop_token_ids": list(sampling.stop_ids),
+        }
+        self._finished: list[tuple[int, list[dict[str, Any]]]] = []
+        self._in_flight = 0
+        # Two threads for the blocking socket: a client that is busy scoring must hold up neither the event loop nor
+        # the reading of prompts. Daemons, so that a dying host does not wait for them.
+        self._inbox: asyncio.Queue[Message] = asyncio.Queue()
+        self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+
+    async def run(self) -> None:
+        """Answer prompts until the client closes the command; what is then in flight is aborted."""
+        reader = threading.Thread(target=self._read, args=[asyncio.get_running_loop()], daemon=True)
+        writer = threading.Thread(target=self._write, daemon=True)
+        reader.start()
+        writer.start()
+        async with asyncio.TaskGroup() as tasks:  # the first request that raises ends the command
+            while (message := await self._inbox.get())[0] == "prompts":
+                for work in message[1]:
+                    self._in_flight += 1
+                    tasks.create_task(self._answer(work))
+            if self._in_flight:
+                self._engine.tokenizer_manager.abort_request(abort_all=True)
+        self._outbox.put(None)
+        writer.join()
+
+    async def _answer(self, work: Work) -> None:
+        # n copies of the prompt, not n samples of one: SGLang would run the prompt once more to fill its prefix cache.
+        outputs = await self._engine.async_generate(
+            input_ids=[work.ids] * work.n, sampling_params=self._parameters, return_logprob=True
+        )
+        self._in_flight -= 1
+        # An aborted group ends with reason `abort`; nobody waits for it.
+        if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
+            self._finished.append((work.key, outputs))
+            if not self._in_flight:
+                self._flush()
+            elif len(self._finished) == 1:
+                asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+
+    def _flush(self) -> None:
+        if self._finished:
+            self._outbox.put(("groups", pack(self._finished, self._version)))
+            self._finished = []
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        kind = "prompts"
+        while kind == "prompts":
+            kind, value = self._connection.recv()
+            loop.call_soon_threadsafe(self._inbox.put_nowait, (kind, value))
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            self._connection.send(message)
+
+
+class Host:
+    """Carries out one command after another."""
+
+    def __init__(self, engine: Any, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._version = 0
+
+    def serve(self) -> None:
+        """Answer commands until `stop`."""
+        while (message := self._connection.recv())[0] != "stop":
+            kind, value = message
+            if kind == "generate":
+                generation = Generation(self._engine, self._connection, value, self._version)
+                self._engine.loop.run_until_complete(generation.run())
+                self._connection.send(("done", None))
+            else:
+                name, arguments = value
+                self._connection.send(("result", getattr(self, name)(*arguments)))
+
+    def load_bucket(self, serialized: list[bytes]) -> None:
+        # `Engine.update_weights_from_tensor` would pickle once more what a loader of ours is to read.
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        loaders = self._engine.server_args.custom_weight_loader
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=serialized,
+            load_format=loaders[0] if loaders else "flattened_bucket",
+            flush_cache=False,
+        )
+        manager = self._engine.tokenizer_manager
+        accepted, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
+        if not accepted:
+            raise RuntimeError(f"the engine refused a weight bucket: {message}")
+
+    def set_version(self, version: int) -> None:
+        # Keys and values in the prefix cache belong to the old weights.
+        self._engine.flush_cache()
+        self._version = version
+
+    def sleep(self, tags: list[str]) -> None:
+        self._engine.flush_cache()
+        self._engine.release_memory_occupation(tags)
+
+    def wake(self, tags: list[str]) -> None:
+        self._engine.resume_memory_occupation(tags)
+
+    def checksums(self) -> list[dict[str, str]]:
+        # SGLang's own checksums need CUDA, so it writes its weights to the scratch folder and they are summed here.
+        with tempfile.TemporaryDirectory() as folder:
+            self._engine.save_sharded_model(path=folder, pattern=None, max_size=None)
+            ranks = self._engine.server_args.tp_size
+            return [_tensor_checksums(Path(folder).glob(f"model-rank-{rank}-*")) for rank in range(ranks)]
+
+    def health(self) -> int:
+        return self._version
+
+
+def _tensor_checksums(files: Iterable[Path]) -> dict[str, str]:
+    """Tensor name -> SHA-256 of its bytes in row-major order."""
+    sums = {}
+    for path in files:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                data = tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
+                sums[name] = hashlib.sha256(memoryview(data)).hexdigest()
+    return sums
+
+
+def load_engine(arguments: dict[str, Any]) -> Any:
+    """SGLang's engine with these arguments, in this process; on CPU the one of `cpu_engine`."""
+    # Imported here, so that the guard stands before anything slow begins.
+    if arguments["device"] == "cpu":
+        from mugrpo_megatron.engine.cpu import CpuEngine
+
+        return CpuEngine(**arguments)
+    from sglang.srt.entrypoints.engine import Engine
+
+    return Engine(**arguments)
+
+
+def main() -> None:
+    socket, parent = map(int, sys.argv[1:])
+    guard = start_guard()  # first: it cleans up even if the next line finds that the parent is gone already
+    die_with_parent(parent)
+    connection = Connection(socket)
+    # Forked children of the engine must not hold open what tells client and guard that this process has ended.
+    os.register_at_fork(after_in_child=connection.close)
+    os.register_at_fork(after_in_child=guard.stdin.close)  # type: ignore[union-attr]
+    kind, arguments = connection.recv()
+    assert kind == "start"
+    try:
+        engine = load_engine(arguments)
+        engine.freeze_gc()
+        connection.send(("ready", None))
+        Host(engine, connection).serve()
+    except Exception as error:
+        # The cause goes to the client, which ends this process; the whole story goes to the log.
+        connection.send(("error", f"{type(error).__name__}: {error}"))
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""From the recipe to a running engine process: SGLang's arguments, the environment, the process group."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.engine.placement import ALONE, EngineSlot
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import longest_response, read_model_config
+
+CPU_KV_BYTES = 1 << 29
+"""KV cache of an engine on CPU, at most; it is written at start, so it costs memory whether used or not."""
+SHARED_PREFIX_TOKENS = 32
+"""SGLang makes requests that arrive together wait for a common prefix of at least this length."""
+SEED_STRIDE = 7_919
+"""Between the random seeds of two engines."""
+LENGTH_MARGIN = 8
+"""SGLang refuses the last few positions of its context; the window is this much longer than what is sampled."""
+TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+
+
+def runs_on_cuda(recipe: Recipe) -> bool:
+    """The device that `run.device` stands for on this machine."""
+    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
+
+
+def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
+    """Arguments of `sglang.Engine`; engines of one run draw from random streams of their own.
+
+    Raises UserError when `model_dir` is no checkpoint or when prompt plus response do not fit the model's positions.
+    """
+    config = read_model_config(model_dir)
+    response = longest_response(recipe)
+    limits = recipe.data.max_prompt_tokens + response
+    positions = config.get("max_position_embeddings", limits + LENGTH_MARGIN)
+    if limits > positions:
+        raise UserError(
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} and responses of {response} tokens "
+            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}: lower one"
+        )
+    engine = recipe.engine
+    arguments: dict[str, Any] = {
+        "model_path": str(model_dir),
+        "dtype": recipe.model.dtype,
+        "tp_size": engine.tensor,
+        "context_length": min(limits + LENGTH_MARGIN, positions),
+        "max_running_requests": engine.max_running_requests,
+        "skip_tokenizer_init": True,
+        "grammar_backend": "none",
+        "skip_server_warmup": True,
+        "sleep_on_idle": True,
+        "log_level": "warning",
+        "random_seed": recipe.run.seed + SEED_STRIDE * slot.number,
+        "trust_remote_code": False,
+    }
+    if engine.attention_backend != "auto":
+        arguments["attention_backend"] = engine.attention_backend
+    if cuda:
+        return arguments | _cuda_arguments(recipe, slot.gpu)
+    return arguments | _cpu_arguments(recipe, config, arguments)
+
+
+def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "device": "cuda",
+        "base_gpu_id": gpu,
+        "mem_fraction_static": recipe.engine.memory_fraction,
+        "enable_memory_saver": recipe.engine.between_stages == "sleep",
+    }
+    if recipe.engine.max_total_tokens:
+        arguments["max_total_tokens"] = recipe.engine.max_total_tokens
+    return arguments
+
+
+def _cpu_arguments(recipe: Recipe, config: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+    batch_tokens = common["max_running_requests"] * common["context_length"]
+    affordable = max(CPU_KV_BYTES // kv_bytes_per_token(config, recipe.model.dtype), common["context_length"])
+    return {
+        "device": "cpu",
+        "attention_backend": common.get("attention_backend", "torch_native"),
+        "sampling_backend": "pytorch",
+        "custom_weight_loader": ["mugrpo_megatron.engine.cpu.load_mapped"],
+        "disable_cuda_graph": True,
+        # Small models are bound by the host's work per step; overlapping it needs a second thread that CPU cores lack.
+        "disable_overlap_schedule": True,
+        # Shorter prompts cannot share their prefix with the other responses of their group, and pay for the cache.
+        "disable_radix_cache": recipe.data.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
+        "mem_fraction_static": 0.1,
+        "max_total_tokens": recipe.engine.max_total_tokens or min(batch_tokens, affordable),
+    }
+
+
+def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
+    """Bytes of keys and values that one token keeps in all layers, from a Hugging Face config."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+
+
+def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
+    """Environment of the host process: this one's without torchrun's variables, which SGLang would obey."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN_PREFIXES)}
+    environment |= {
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(read_model_config(model_dir))),
+    }
+    if cuda:
+        return environment
+    threads = str(recipe.engine.threads)
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+    if recipe.engine.tensor > 1:
+        every = sorted(os.sched_getaffinity(0))
+        cores = every[slot.local :: slot.local_engines] or every
+        shares = [cores[rank :: recipe.engine.tensor] or cores for rank in range(recipe.engine.tensor)]
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return environment
+
+
+def _other_models(config: dict[str, Any]) -> list[str]:
+    """SGLang's model modules that do not define the checkpoint's architecture; importing all 200 takes seconds.
+
+    Empty, so that SGLang looks everywhere, when no module defines it.
+    """
+    package = find_spec("sglang")
+    if package is None or package.origin is None:
+        raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
+    modules = {path.stem: path.read_text() for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")}
+    wanted = [f"class {architecture}(" for architecture in config.get("architectures", [])]
+    defining = {stem for stem, text in modules.items() if any(line in text for line in wanted)}
+    return sorted(modules.keys() - defining) if defining else []
+
+
+def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How training responses are sampled."""
+    rollout = recipe.rollout
+    return Sampling(rollout.temperature, rollout.top_p, rollout.max_response_tokens, _stop_ids(tokenizer))
+
+
+def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Sampling:
+    """How evaluation samples the held-out set `name`; temperature 0 is greedy."""
+    own = recipe.eval.of(name)
+    limit = own.max_tokens or recipe.rollout.max_response_tokens
+    return Sampling(own.temperature, own.top_p, limit, _stop_ids(tokenizer))
+
+
+def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token; the engine adds those of config.json and generation_config.json."""
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)

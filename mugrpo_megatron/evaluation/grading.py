@@ -1,0 +1,141 @@
+"""Held-out accuracy, or mean reward: sample, verify, and say what is known with which certainty."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.prompts import fitting_prompts_of_each
+from mugrpo_megatron.evaluation.estimators import (
+    Interval,
+    Measure,
+    clustered_interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+)
+from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.rewards.pool import Pending, Verifier
+from mugrpo_megatron.samples import Problem, Prompt, Response
+
+Generate = Callable[[Iterable[Prompt], int], Iterator[tuple[Prompt, list[Response]]]]
+"""(prompts, responses each) -> (prompt, responses) in order of completion: an engine's `generate`, sampling bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One problem's K samples."""
+
+    problem: Problem
+    rewards: list[float]
+    answers: list[str]
+    """Extracted answers, empty where none was found."""
+    whys: list[str]
+    tokens: list[int]
+    """Response tokens."""
+    truncated: int
+    """Responses cut at the length limit."""
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One data set's figures."""
+
+    name: str
+    measure: Measure
+    """What `mean` and `majority` are means of."""
+    problems: int
+    samples: int
+    """K: responses per problem."""
+    mean: Interval
+    """mean@K."""
+    passes: dict[int, Interval]
+    """pass@k for k = 1, 2, 4, ... K."""
+    majority: Interval
+    """majority@K."""
+    tokens: int
+    truncated: int
+
+
+def prompts_of(
+    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
+) -> list[Prompt]:
+    """Problems as prompts, set by set; those that do not fit are left out."""
+    fits = fitting_prompts_of_each(problems, tokenizer, style, max_prompt_tokens)
+    pairs = zip(fits.problems, fits.prompts, strict=True)
+    return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
+
+
+def grade(
+    generate: Generate,
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    samples: int,
+) -> Iterator[Graded]:
+    """Sample every prompt and score it while the engine goes on; yields in order of completion."""
+    waiting: list[tuple[Prompt, list[Response], list[str], Pending]] = []
+    for prompt, responses in generate(prompts, samples):
+        texts = tokenizer.batch_decode([response.ids.tolist() for response in responses], skip_special_tokens=True)
+        pending = verifier.submit(texts, [prompt.problem.answer] * len(texts))
+        waiting.append((prompt, responses, texts, pending))
+        ready = [entry for entry in waiting if entry[3].done()]
+        waiting = [entry for entry in waiting if not entry[3].done()] if ready else waiting
+        yield from (_graded(*entry) for entry in ready)
+    yield from (_graded(*entry) for entry in waiting)
+
+
+def measure_of(section: RewardSection) -> Measure:
+    """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
+
+    The function decides, not the rewards that it happened to give, so a run's figures keep one name. Format rewards and
+    overlong penalties are part of training alone: a held-out response is scored without them.
+    """
+    return "accuracy" if section.function == "math" else "reward"
+
+
+def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
+    """mean@K of one data set, from each problem's K rewards; the interval's unit of sampling is the problem."""
+    means = [sum(own) / len(own) for own in rewards]
+    return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
+
+
+def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
+    """Figures of one data set from its graded problems, each with the same number of samples.
+
+    A response passes with a reward of 1 or more.
+    """
+    samples = len(graded[0].rewards)
+    passes = {}
+    k = 1
+    while k <= samples:
+        per_problem = [pass_at_k(samples, sum(reward >= 1.0 for reward in g.rewards), k) for g in graded]
+        passes[k] = clustered_interval(per_problem, samples)
+        k *= 2
+    return Summary(
+        name=name,
+        measure=measure,
+        problems=len(graded),
+        samples=samples,
+        mean=mean_at_k([g.rewards for g in graded], measure),
+        passes=passes,
+        majority=mean_at_k([[majority_at_k(g.answers, g.rewards)] for g in graded], measure),
+        tokens=sum(sum(g.tokens) for g in graded),
+        truncated=sum(g.truncated for g in graded),
+    )
+
+
+def _graded(prompt: Prompt, responses: list[Response], texts: list[str], pending: Pending) -> Graded:
+    scores = pending.result()
+    return Graded(
+        problem=prompt.problem,
+        rewards=[score.reward for score in scores],
+        answers=[score.extracted for score in scores],
+        whys=[score.why for score in scores],
+        tokens=[len(response.ids) for response in responses],
+        truncated=sum(response.finish_reason == "length" for response in responses),
+        texts=texts,
+    )

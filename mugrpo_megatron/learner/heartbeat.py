@@ -1,0 +1,167 @@
+"""Who is still there, and what each rank did last: a heartbeat of every rank in the rendezvous store.
+
+A collective notices a dead peer by its timeout. Generating takes hours in which ranks wait without any: here a rank
+that waits sees whether the others live, for as long as they take and no longer. One thread does everything that asks
+the store, because a call over a link that was cut may block for a quarter of an hour; whoever waits for the thread
+gives up after `patience_s` and says what was last heard of whom.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from mugrpo_megatron.errors import CollectiveFailure
+
+T = TypeVar("T")
+BEATS_IN_PATIENCE = 10
+LONGEST_BEAT_S = 10.0
+BARRIER_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LastBeat:
+    """The last heartbeat of a rank."""
+
+    node: str
+    note: str
+    beat: int
+    at: float
+    """When this rank first saw it, on its own monotonic clock."""
+
+
+class Heartbeat:
+    """This rank's heartbeat and its ear for the others."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int, node: str, patience_s: float) -> None:
+        """Start beating; every rank of the world does. `node` is how people know this rank's machine."""
+        self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
+        self._interval = min(LONGEST_BEAT_S, patience_s / BEATS_IN_PATIENCE)
+        self._beats, self._barriers = 0, 0
+        self.doing = "start"
+        """What this rank does, as the others hear it."""
+        self._heard: dict[int, LastBeat] = {}
+        self._listened = time.monotonic()
+        self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def note(self, what: str) -> None:
+        """Say what this rank does from now on."""
+        self.doing = what
+
+    def leave(self) -> None:
+        """Stop beating."""
+        self._leaving.set()
+        self._thread.join(self._interval)
+
+    def ask(self, operation: Callable[[dist.Store], T]) -> T:
+        """The result of a quick operation on the store; CollectiveFailure when the store cannot be reached."""
+        future: Future[T] = Future()
+        self._requests.put((operation, future))
+        try:
+            return future.result(self._patience_s)
+        except (TimeoutError, RuntimeError) as error:
+            raise self._failure("the rendezvous on rank 0's node cannot be reached: it ended or was cut off") from error
+
+    def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Wait until every rank is here, however long that takes; `meanwhile` is called again and again.
+
+        CollectiveFailure when a rank was silent for the patience.
+        """
+        key = f"heartbeat/barrier/{self._barriers}"
+        self._barriers += 1
+        here = self.ask(lambda store: store.add(key, 1))
+        while here < self._world:
+            if silent := self.silent(self._patience_s):
+                raise self._failure(f"nothing was heard of {named(silent)} for {self._patience_s:g} s")
+            meanwhile()
+            self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
+            here = self.ask(lambda store: store.add(key, 0))
+
+    def silent(self, seconds: float) -> list[int]:
+        """The ranks that were not heard of in the last `seconds` in which this rank listened."""
+        return sorted(rank for rank, heard in self._heard.items() if self._listened - heard.at > seconds)
+
+    def likely_cause(self) -> str:
+        """Whose silence explains that a collective failed; empty when everybody is heard of."""
+        unheard_s = time.monotonic() - self._listened
+        if unheard_s > 2 * self._interval:
+            return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
+        if silent := self.silent(2 * self._interval):
+            return f"nothing was heard of {named(silent)} for over {2 * self._interval:.0f} s: dead, or cut off"
+        return ""
+
+    def last_heard(self) -> str:
+        """What was last heard of each rank, ranks that say the same taken together."""
+        now = time.monotonic()
+
+        def state(rank: int) -> tuple[str, str]:
+            heard = self._heard[rank]
+            age = now - heard.at
+            quiet = rank != self._rank and age > 2 * self._interval
+            return heard.node, f"{heard.note}{f', silent for {age:.0f} s' if quiet else ''}"
+
+        by_state = groupby(sorted(self._heard), key=state)
+        return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "nobody"
+
+    def _failure(self, cause: str) -> CollectiveFailure:
+        return CollectiveFailure(
+            f"rank {self._rank} of {self._world} failed in {self.doing}: {cause}; last heard: {self.last_heard()}"
+        )
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._leaving.is_set():
+            try:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._interval
+                    self._exchange()
+                operation, future = self._requests.get(timeout=max(0.0, due - time.monotonic()))
+            except queue.Empty:
+                continue
+            except RuntimeError:  # the store is gone; whoever asks it next hears so
+                self._leaving.wait(self._interval)
+                continue
+            try:
+                future.set_result(operation(self._store))
+            except RuntimeError as error:
+                future.set_exception(error)
+
+    def _exchange(self) -> None:
+        """Beat, and listen to the others."""
+        self._beats += 1
+        own = {"node": self._node, "note": self.doing, "beat": self._beats}
+        self._store.set(f"heartbeat/{self._rank}", json.dumps(own))
+        known = self._heard.keys()
+        ranks = [rank for rank in range(self._world) if rank in known or self._store.check([f"heartbeat/{rank}"])]
+        beats = self._store.multi_get([f"heartbeat/{rank}" for rank in ranks])
+        now = time.monotonic()
+        for rank, beat in zip(ranks, map(json.loads, beats), strict=True):
+            before = self._heard.get(rank)
+            at = before.at if before and before.beat == beat["beat"] else now
+            self._heard[rank] = LastBeat(beat["node"], beat["note"], beat["beat"], at)
+        self._listened = now
+
+
+def named(ranks: list[int]) -> str:
+    """rank 3; ranks 0-3, 6."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

@@ -1,0 +1,65 @@
+"""From a recipe to a learner that is ready to take updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.groups import Ranks, initialize
+from mugrpo_megatron.learner.model import build_model, policy
+from mugrpo_megatron.learner.optimizer import build_optimizer
+from mugrpo_megatron.learner.pinned import HostCopy
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import check_layers
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import read_architecture
+from mugrpo_megatron.weights.hf import load_hf
+
+
+@dataclass
+class Learner:
+    """A rank's share of the policy and its optimizer."""
+
+    recipe: Recipe
+    ranks: Ranks
+    architecture: Architecture
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    updates_done: int = 0
+    """Updates taken, skipped ones included; drives the learning rate."""
+    steps_done: int = 0
+    """Steps the optimizer took: `updates_done` less the updates skipped for a non-finite gradient."""
+    skipped_in_a_row: int = 0
+    """Updates skipped since the last step."""
+    offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
+    """Parts of the state whose memory the engine has (see `memory`)."""
+
+
+def build_learner(recipe: Recipe) -> Learner:
+    """Join the world, build this rank's share of `model.path`'s model, load its weights, set up the optimizer.
+
+    Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that cannot work.
+    """
+    architecture = read_architecture(recipe.model.path)
+    check_layers(recipe, torch.cuda.is_available())
+    ranks = initialize(recipe)
+    if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
+        raise UserError(
+            f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
+            "numbers of tokens, which gloo cannot gather; on CPU take one of the two"
+        )
+    chunks = build_model(recipe, architecture, ranks)
+    load_hf([policy(chunk) for chunk in chunks], recipe.model.path, architecture)
+    for chunk in chunks:
+        chunk.config.finalize_model_grads_func = _reduce_gradients
+    return Learner(recipe, ranks, architecture, chunks, build_optimizer(recipe, chunks))
+
+
+def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
+    """Sum gradients over ranks and leave them at that: each token's loss already carries the update's denominators."""
+    finalize_model_grads(chunks, None, **groups)

@@ -1,0 +1,66 @@
+"""Giving the device's memory to the engine while the learner waits, and taking it back."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Literal
+
+import torch
+
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.optimizer import shards
+from mugrpo_megatron.learner.pinned import copy_back, move_to_host
+
+Part = Literal["optimizer", "weights"]
+"""`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
+PARTS: tuple[Part, ...] = ("optimizer", "weights")
+RELEASE_EVERY = 16
+"""Updates between two times that freed host memory goes back to the system."""
+
+
+def offload(learner: Learner, part: Part) -> None:
+    """Move a part of the learner's state to host memory and free it on the device; on CPU there is nothing to free."""
+    if learner.ranks.device.type != "cuda" or part in learner.offloaded:
+        return
+    buffers = [buffer for shard in shards(learner.optimizer) for buffer in shard.buffers]
+    if part == "weights":
+        learner.offloaded[part] = move_to_host([buffer.param_data for buffer in buffers])
+    else:
+        learner.offloaded[part] = move_to_host(_states(learner)) + move_to_host(
+            [buffer.grad_data for buffer in buffers], keep=False
+        )
+    torch.cuda.synchronize()  # the copies to host memory are under way, and what they read is about to be another's
+    torch.cuda.empty_cache()
+
+
+def reload(learner: Learner) -> None:
+    """Bring everything that sleeps back to the device."""
+    for copies in learner.offloaded.values():
+        copy_back(copies)
+    learner.offloaded.clear()
+
+
+def trim_host_memory(learner: Learner) -> None:
+    """Give freed host memory back to the system, every `RELEASE_EVERY` updates on CPU.
+
+    The tensors of an update are of as many sizes as its packed rows, so the C library's heap fragments: without this
+    the process grew by a third of a MiB an update for as long as a stage lasted. What is given back has to be asked
+    for again page by page, hence not every time.
+    """
+    due = learner.updates_done % RELEASE_EVERY == 0
+    if due and learner.ranks.device.type == "cpu" and sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _states(learner: Learner) -> list[torch.Tensor]:
+    """Moments, and master weights that are not themselves views of the model's weights (as in float32)."""
+    found = []
+    for shard in shards(learner.optimizer):
+        weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
+        for group in shard.optimizer.param_groups:
+            for parameter in group["params"]:
+                states = shard.optimizer.state[parameter]
+                candidates = [parameter.data, states["exp_avg"], states["exp_avg_sq"]]
+                found += [t for t in candidates if t.untyped_storage().data_ptr() not in weights]
+    return found

@@ -1,0 +1,248 @@
+"""Optimizing: what surrounds the updates that are taken on a sealed stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.algorithm.advantages import informative, informative_updates
+from mugrpo_megatron.errors import TrainingFailure, UserError
+from mugrpo_megatron.files.durable import durable_file, fsync
+from mugrpo_megatron.learner.update import token_logprobs
+from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.schema import to_table
+from mugrpo_megatron.stages.store import StageStore
+
+MISMATCH_RESPONSES = 64
+"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+
+
+def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
+    """Log what a fresh stage's responses are like, and how far engine and learner disagree on the same weights."""
+    if cursor.age > 0:
+        return  # the weights have moved on; it was measured when the stage began
+    samples = stage.read_update(0)[:MISMATCH_RESPONSES]
+    with run.log.phase("logprobs", cursor.stage):
+        learner = np.concatenate(token_logprobs(run.learner, samples))
+    engine = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    distance = np.abs(engine - learner)
+    run.log.stage(
+        cursor.stage,
+        {
+            **stage.statistics(),
+            "mismatch_mean": float(distance.mean()),
+            "mismatch_p99": float(np.quantile(distance, 0.99)),
+            "mismatch_max": float(distance.max()),
+        },
+    )
+
+
+def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
+    """With `rollout.behaviour = "learner"`, take the behaviour logprobs from the learner before its first update."""
+    path = run.directory.behaviour(cursor.stage)
+    if run.recipe.rollout.behaviour == "engine" or path.exists():
+        return
+    updates = cursor.stage_updates(run.recipe.schedule)
+    with (
+        run.log.phase("logprobs", cursor.stage),
+        run.display.bar(f"{run.title(cursor)}: learner logprobs", updates, "updates") as bar,
+        write_logprobs(path, write=run.is_main) as append,
+    ):
+        for age in range(updates):
+            append(token_logprobs(run.learner, stage.read_update(age)))
+            bar.advance()
+    run.world.barrier()
+
+
+def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
+    """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
+
+    What remains of that policy is the log-probabilities it gives the samples of the updates until the next refresh, on
+    disk before the first of these updates is taken. They are computed again when a run resumes at this cursor.
+    """
+    every = run.recipe.objective.reference_every
+    if every == 1 or cursor.age % every:
+        return
+    path = run.directory.reference(cursor.stage, cursor.age)
+    ages = range(cursor.stage_updates(run.recipe.schedule))[cursor.age : cursor.age + every]
+    if run.is_main:
+        path.parent.mkdir(exist_ok=True)
+        fsync(run.directory.path)
+    with (
+        run.log.phase("logprobs", cursor.stage),
+        run.display.bar(f"{run.title(cursor)}: reference logprobs", len(ages), "updates") as bar,
+        write_logprobs(path, write=run.is_main) as append,
+    ):
+        for age in ages:
+            append(token_logprobs(run.learner, _formed_update(run, stage, cursor.stage, age)))
+            bar.advance()
+    if run.is_main:
+        _remove_passed_references(run)
+    run.world.barrier()
+
+
+def _remove_passed_references(run: Run) -> None:
+    """Remove the reference files that no checkpoint can need: all before the one that the oldest kept checkpoint needs.
+
+    The run resumes from one of its complete checkpoints or from a later one, which may be in the making.
+    """
+    for checkpoint in complete(run.directory.checkpoints)[:1]:
+        begun = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
+        for path in begun[:-1]:
+            path.unlink()
+
+
+def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
+    """The samples of one update, with the behaviour and reference logprobs that the recipe asks for.
+
+    With `objective.zero_variance = "leave_out"` the stage's updates are formed of informative groups alone. Raises
+    UserError when the reference of a resumed run's update is gone.
+    """
+    samples = _formed_update(run, stage, cursor.stage, cursor.age)
+    every = run.recipe.objective.reference_every
+    if every == 1:
+        return samples
+    place = cursor.age % every
+    begun = Cursor(cursor.stage, cursor.age - place)
+    path = run.directory.reference(begun.stage, begun.age)
+    if not path.exists():
+        raise UserError(
+            f"{path} is gone, and update {cursor.age} of stage {cursor.stage} (both from 0) clips around what it held; "
+            f"restore it from a copy, or remove the checkpoints after {checkpoint_name(begun)} from "
+            f"{run.directory.checkpoints}, so that the run resumes from an earlier one"
+        )
+    return [
+        replace(sample, reference_logprobs=logprobs)
+        for sample, logprobs in zip(samples, read_logprobs(path, place), strict=True)
+    ]
+
+
+def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
+    """The samples of update `age` of stage `number`, of informative groups alone where the recipe asks for that."""
+    if run.recipe.objective.zero_variance != "leave_out":
+        return _stored_update(run, stage, number, age)
+    per_update = run.recipe.rollout.prompts_per_update
+    rewards, groups = stage.rewards()
+    differs = np.zeros(groups.max() + 1, dtype=bool)
+    differs[groups] = informative(rewards, groups)
+    chosen = informative_updates(differs, per_update)[age]
+    stored = {place: _stored_update(run, stage, number, place) for place in sorted({*(chosen // per_update).tolist()})}
+    return [
+        replace(sample, group=place)  # a group that comes round twice in one update is two groups
+        for place, group in enumerate(chosen.tolist())
+        for sample in stored[group // per_update]
+        if sample.group == group
+    ]
+
+
+def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
+    samples = stage.read_update(age)
+    if run.recipe.rollout.behaviour == "engine":
+        return samples
+    behaviour = read_logprobs(run.directory.behaviour(number), age)
+    return [
+        replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
+        for sample, own in zip(samples, behaviour, strict=True)
+    ]
+
+
+@contextmanager
+def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
+    """Around updates without a break, to the stage's end or the next evaluation: the phase's wall-clock, and a bar."""
+    every, updates = run.evaluates_every, cursor.stage_updates(run.recipe.schedule) - cursor.age
+    updates = min(updates, every - cursor.age % every) if every else updates
+    with (
+        run.log.phase("optimize", cursor.stage) as facts,
+        run.display.bar(f"{run.title(cursor)}: optimize", updates, "updates") as bar,
+    ):
+        yield bar
+        facts["tokens"] = float(bar.tokens)
+
+
+def record_update(run: Run, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar) -> None:
+    """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
+    reward = float(np.mean([sample.reward for sample in samples]))
+    run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
+    bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
+    if run.learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
+        _give_up(run, cursor, samples)
+
+
+def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
+    run.saver.save(cursor.advanced(run.recipe.schedule))
+    run.saver.wait()
+    path = run.directory.poisoned(cursor.stage, cursor.age)
+    if run.is_main:
+        path.parent.mkdir(exist_ok=True)
+        with durable_file(path) as file:
+            pq.write_table(to_table(samples), file)
+    raise TrainingFailure(
+        f"{run.learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
+        f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
+        "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
+    )
+
+
+def save_if_due(run: Run, cursor: Cursor) -> None:
+    """After an update: make the learner's full state durable where the recipe or a request to stop asks for it.
+
+    The run resumes from `cursor`. A stage's end is always saved, inside it every `checkpoint.every_updates`-th update
+    and every `checkpoint.every_minutes`.
+    """
+    every = run.recipe.checkpoint.every_updates
+    stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
+    if stopping or overdue or cursor.age == 0 or (every and cursor.age % every == 0):
+        with run.log.phase("save", cursor.stage):
+            run.saver.save(cursor)
+    if stopping:
+        run.saver.wait()
+        raise Stopped
+
+
+def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
+    """Leave, as the run was asked to, with the learner's state on disk: the run resumes from `cursor`. Collective."""
+    run.saver.wait()
+    if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
+        with run.log.phase("save", cursor.stage):
+            run.saver.save(cursor)
+        run.saver.wait()
+    raise Stopped
+
+
+SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
+"""One row a response, in the order of its update's samples."""
+
+Append = Callable[[list[np.ndarray]], None]
+
+
+@contextmanager
+def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
+    """Yield a function that appends one update's logprobs (float32 [R] a response); the file appears when all are in.
+
+    `write` is true on one rank; on the others the function does nothing.
+    """
+    if not write:
+        yield lambda logprobs: None
+        return
+    with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
+        yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
+
+
+def read_logprobs(path: Path, update: int) -> list[np.ndarray]:
+    """Logprobs of the responses of the file's `update`-th update, float32 [R] each, bitwise as they were written."""
+    with pq.ParquetFile(path) as file:
+        column: Any = file.read_row_group(update).column(0).combine_chunks()
+    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
+    return np.split(flat, offsets[1:-1])

@@ -1,0 +1,73 @@
+"""Seconds that the engines take: a stage's responses, their scores, and the evaluations of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mugrpo_megatron.data.sets import named_sources
+from mugrpo_megatron.engine.launch import kv_bytes_per_token
+from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.hardware import engines_of
+from mugrpo_megatron.plan.lengths import resident_mean, response_lengths, seconds_to_decode
+from mugrpo_megatron.plan.memory import Serving
+from mugrpo_megatron.plan.training import flops_of, work_of
+from mugrpo_megatron.recipe import Recipe
+
+PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
+"""Problems of public held-out sets, amc24 at its most (two tests of 25); others are taken to be as large as allowed."""
+
+
+def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
+    """Until all engines, which share one queue, have decoded `responses`; prompts are read in passing."""
+    guess, device, share = case.guess, case.cluster.device, case.recipe.engine.tensor
+    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, guess.spread)
+    resident = case.mean_prompt + resident_mean(lengths)
+    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / share * resident
+    work = work_of(case.architecture, case.mean_sequence)
+    of_token = (work.layers + work.head + 2 * work.attention) / share
+
+    def step(running: int) -> float:
+        moved = (engine.weights + running * cached) / (device.bandwidth * guess.decode)
+        return max(guess.step_floor, moved, running * of_token / flops_of(case))
+
+    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
+    return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
+
+
+def scoring_seconds(responses: int, case: Case) -> float:
+    """Of the verifier's processes on every rank that leads an engine: as many as asked for, or one per two cores."""
+    engines = engines_of(case.recipe, case.cluster)
+    cores = case.guess.cores * case.cluster.world / engines
+    workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
+    return responses / (case.guess.verifier * workers * engines)
+
+
+def evaluations(recipe: Recipe) -> tuple[int, int]:
+    """Evaluations of a run: before stages, where the engines are awake anyway; and inside stages or after the last one.
+
+    Before the first stage and every `eval.every_stages`-th one; inside a stage after every `eval.every_updates`-th of
+    its updates but the last; and at the end.
+    """
+    schedule, section = recipe.schedule, recipe.eval
+    before = 1 + ((schedule.stages - 1) // section.every_stages if section.every_stages else 0)
+    inside = (schedule.updates_per_stage - 1) // section.every_updates if section.every_updates else 0
+    return before, schedule.stages * inside + 1
+
+
+def evaluation_seconds(case: Case, engine: Serving) -> float:
+    """One evaluation of all held-out sets; those that are sampled alike are decoded together (phases/evaluate.py)."""
+    recipe = case.recipe
+    groups: Counter[tuple[int, float, float, int]] = Counter()
+    for name in named_sources(recipe.data.eval):
+        own = recipe.eval.of(name)
+        longest = own.max_tokens or recipe.rollout.max_response_tokens
+        problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
+        groups[own.samples, own.temperature, own.top_p, longest] += problems * own.samples
+    return sum(decoding_seconds(count, _up_to(longest, case), engine) for (*_, longest), count in groups.items())
+
+
+def _up_to(longest: int, case: Case) -> Case:
+    """The case with responses of at most `longest` tokens, and on average the same share of that."""
+    rollout = case.recipe.rollout.model_copy(update={"max_response_tokens": longest})
+    return case.with_recipe(case.recipe.model_copy(update={"rollout": rollout}))

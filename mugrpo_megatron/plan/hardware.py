@@ -1,0 +1,136 @@
+"""The machines that a plan is for, and everything that is assumed instead of known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+from mugrpo_megatron.engine.placement import engine_slot
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What one rank has to itself."""
+
+    name: str
+    memory: int
+    """Bytes that a process can allocate on an empty device."""
+    flops: float
+    """bfloat16 FLOP/s of a large matrix product."""
+    bandwidth: float
+    """Bytes/s of a device copy's read and write."""
+    cuda: bool = True
+
+
+DEVICES = {
+    # 0.8 of the data sheet's FLOP/s and 0.9 of its bandwidth; run_scripts/bench/gpu.sh measures both.
+    "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),
+    "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
+    "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),
+    "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
+    "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; memory is this machine's, shared by its ranks
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal nodes with equal devices, one rank on each."""
+
+    nodes: int
+    per_node: int
+    device: Device
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+
+def engines_of(recipe: Recipe, cluster: Cluster) -> int:
+    """Engines of the whole cluster, which share one queue of prompts.
+
+    Raises UserError, naming the sizes that work, when the ranks of a node cannot be cut into them.
+    """
+    cores = None if cluster.device.cuda else psutil.cpu_count()
+    return engine_slot(recipe.engine, 0, cluster.world, 0, cluster.per_node, cores).engines
+
+
+def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
+    """UserError for a device without an entry or a cluster of nothing."""
+    if device not in DEVICES:
+        raise UserError(f"--gpu {device}: known are {', '.join(DEVICES)}")
+    if nodes < 1 or per_node < 1:
+        raise UserError(f"--nodes {nodes} --gpus-per-node {per_node}: both are at least 1")
+    found = DEVICES[device]
+    if not found.cuda:
+        found = dataclasses.replace(found, memory=psutil.virtual_memory().total // per_node)
+    return Cluster(nodes, per_node, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What no recipe says; `--assume name=value` replaces one. A default without a source is our guess."""
+
+    mean_prompt: float = 0.25
+    """Mean prompt length as a share of data.max_prompt_tokens."""
+    mean_response: float = 0.4
+    """Mean response length as a share of rollout.max_response_tokens."""
+    spread: float = 0.8
+    """Standard deviation of the logarithm of response lengths, which are cut at the maximum."""
+    packing: float = 0.97
+    """Share of packed tokens that are no padding."""
+    mfu: float = 0.4
+    """Share of the device's FLOP/s that the learner's passes reach on dense models."""
+    mfu_experts: float = 0.15
+    """The same on mixtures of experts, whose experts run one after another here."""
+    decode: float = 0.5
+    """Share of the device's bandwidth that decoding reaches."""
+    step_floor: float = 0.008
+    """Seconds that a decoding step takes at least: scheduling and launches."""
+    verifier: float = 545.0
+    """Responses/s of one verifier process; docs/verifier.md has a measured figure on short answers."""
+    cores: float = 16.0
+    """CPU cores for each device."""
+    bridge: float = 20e9
+    """Bytes/s at which weights go from learner to engines (a published 3 s for 61 GB on 8 H200)."""
+    host_link: float = 50e9
+    """Bytes/s between a device and pinned host memory, each way."""
+    inside: float = 300e9
+    """Bytes/s of each device to others of its node."""
+    between: float = 45e9
+    """Bytes/s of each device to other nodes (one 400 Gb/s port each)."""
+    disk: float = 2e9
+    """Bytes/s of the run directory's disk, for the whole run."""
+    wake: float = 3.0
+    """Seconds of an engine's sleeping and waking besides copies."""
+    learner_rest: float = 2.0 * GIB
+    """Bytes of a learner that stay while its state is parked: CUDA context, NCCL, the allocator's remains."""
+    engine_rest: float = 3.0 * GIB
+    """Bytes of a sleeping engine that stay: CUDA context, NCCL, CUDA graphs."""
+    engine_work: float = 6.0 * GIB
+    """Bytes that an engine at work needs besides weights and KV cache: activations of a prefill, CUDA graphs."""
+    fragmentation: float = 0.05
+    """Share of a learner's memory that the allocator cannot use."""
+
+
+def assume(settings: Iterable[str]) -> Assumptions:
+    """The defaults with `name=value` replaced; UserError for an unknown name or a value that is not a number."""
+    known = {field.name for field in dataclasses.fields(Assumptions)}
+    found: dict[str, float] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in known:
+            raise UserError(f"--assume {setting}: write it as name=value; names are {', '.join(sorted(known))}")
+        try:
+            found[name] = float(text)
+        except ValueError:
+            raise UserError(f"--assume {setting}: {text!r} is not a number") from None
+        if found[name] <= 0 and name != "fragmentation":
+            raise UserError(f"--assume {setting}: it has to be above 0")
+    return Assumptions(**found)

@@ -1,0 +1,113 @@
+"""A whole plan: `mugrpo plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.plan.case import Case, make_case
+from mugrpo_megatron.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
+from mugrpo_megatron.plan.layout import Layout, parameters
+from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, memory, serving
+from mugrpo_megatron.plan.models import Model, find_model
+from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
+from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases, schedules, sync_bytes
+from mugrpo_megatron.plan.training import bubble
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import check_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `mugrpo plan` says."""
+
+    model: Model
+    parameters: int
+    cluster: Cluster
+    assumptions: Assumptions
+    layout: Layout
+    batch: Batch
+    memory: Memory
+    phases: Phases
+    """Of one stage."""
+    engines: int
+    bubble: float
+    checkpoint_bytes: float
+    sync_bytes: int
+    """To each engine, in every stage."""
+    schedules: list[Schedule]
+    layouts: list[Candidate]
+
+
+def make_plan(
+    recipe: Recipe,
+    nodes: int,
+    per_node: int,
+    device: str,
+    model_config: Path | None = None,
+    assumptions: Iterable[str] = (),
+) -> Plan:
+    """The plan of `recipe` on a cluster.
+
+    Raises UserError, naming the nearest layout that works, when the layout cannot run or a phase does not fit.
+    """
+    cluster, guess = make_cluster(nodes, per_node, device), assume(assumptions)
+    model = find_model(recipe, model_config)
+    check_layout(recipe, model.config, cluster.world)
+    engines = engines_of(recipe, cluster)
+    case = make_case(recipe, model.architecture, model.config, cluster, guess)
+    engine = serving(case)
+    need, layouts = memory(case, engine), compare(case, engine)
+    if not need.fits:
+        raise UserError(_refusal(case, need, layouts))
+    batch = batch_of(case)
+    return Plan(
+        model=model,
+        parameters=parameters(model.architecture),
+        cluster=cluster,
+        assumptions=guess,
+        layout=case.layout,
+        batch=batch,
+        memory=need,
+        phases=phases(case, need),
+        engines=engines,
+        bubble=bubble(case.layout, batch.micro_batches),
+        checkpoint_bytes=checkpoint_bytes(case),
+        sync_bytes=sync_bytes(case),
+        schedules=schedules(case, need),
+        layouts=layouts,
+    )
+
+
+def plan_as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values: bytes, seconds, shares."""
+    return {
+        "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
+        "cluster": asdict(plan.cluster),
+        "assumptions": asdict(plan.assumptions),
+        "layout": asdict(plan.layout),
+        "batch": asdict(plan.batch),
+        "memory": asdict(plan.memory),
+        "stage_seconds": asdict(plan.phases),
+        "engines": plan.engines,
+        "bubble": plan.bubble,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "sync_bytes": plan.sync_bytes,
+        "schedules": [{**asdict(one), "total": one.total} for one in plan.schedules],
+        "layouts": [
+            {**asdict(one), "seconds": one.seconds if not one.problems else None}
+            for one in plan.layouts
+        ],
+    }  # fmt: skip
+
+
+def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
+    where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
+    said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
+    found = nearest_fitting(layouts)
+    if found is None:
+        return f"{said}; no layout fits on so few devices: take more, or a smaller learner.micro_batch_tokens"
+    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found)}"

@@ -1,0 +1,136 @@
+"""Seconds of each phase of one stage, from stated rates: a roofline, not a simulation; and what a stage writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.generation import decoding_seconds, evaluation_seconds, evaluations, scoring_seconds
+from mugrpo_megatron.plan.layout import held, parameters
+from mugrpo_megatron.plan.memory import Memory
+from mugrpo_megatron.plan.training import logprob_seconds, update_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one stage."""
+
+    switch: float
+    """Learner's state to host memory and back, the engine asleep and awake."""
+    sync: float
+    generate: float
+    score: float
+    """Beyond what the verifier does while the engine generates."""
+    evaluate: float
+    """All evaluations of the run, shared out over its stages, with the switches of those inside a stage."""
+    logprobs: float
+    optimize: float
+    save: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+
+def phases(case: Case, need: Memory) -> Phases:
+    """One stage of the recipe's schedule."""
+    schedule, state = case.recipe.schedule, need.learning.state
+    responses = schedule.updates_per_stage * case.responses
+    generate = decoding_seconds(responses, case, need.serving)
+    parked = 2 * (state.weights + state.optimizer) / case.guess.host_link + case.guess.wake
+    switch, sync = parked if case.cuda else 0.0, sync_bytes(case) / case.guess.bridge
+    before, woken = evaluations(case.recipe)
+    evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
+    found = Phases(
+        switch=switch,
+        sync=sync,
+        generate=generate,
+        score=max(0.0, scoring_seconds(responses, case) - generate),
+        evaluate=evaluate / schedule.stages,
+        logprobs=logprob_seconds(case),
+        optimize=schedule.updates_per_stage * update_seconds(case),
+    )
+    return replace(found, save=saving_seconds(found.total, case))
+
+
+def saving_seconds(others: float, case: Case) -> float:
+    """A stage's saves, one at its end and those inside it, during `others` seconds of other work.
+
+    Saved asynchronously, the run waits for the copy to host memory, and for the disk where one save is not done before
+    the next begins (run/checkpoints.py).
+    """
+    section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_per_stage
+    saves = 1 + (updates - 1) // section.every_updates if section.every_updates else 1
+    written = saves * checkpoint_bytes(case) / case.guess.disk
+    if not section.asynchronous:
+        return written
+    mine = max(held(case.architecture, case.layout, stage).total for stage in range(case.layout.pipeline))
+    copied = saves * mine * (case.itemsize + 12.0) / case.guess.host_link if case.cuda else 0.0
+    return copied + max(0.0, written - others - copied)
+
+
+def checkpoint_bytes(case: Case) -> float:
+    """Weights, float32 master weights and both moments of the whole model, each once (learner/checkpoint.py)."""
+    return parameters(case.architecture) * (case.itemsize + 12.0)
+
+
+def sync_bytes(case: Case) -> int:
+    """The weights, to each engine and in every stage."""
+    return parameters(case.architecture) * case.itemsize
+
+
+def stage_bytes(case: Case) -> float:
+    """A stage's Parquet before compression: 8 bytes a response token, 4 a prompt token, 40 a response."""
+    responses = case.recipe.schedule.updates_per_stage * case.responses
+    return responses * (8 * case.mean_response + 4 * case.mean_prompt + 40)
+
+
+GRPO_UPDATES = 4
+"""µ of ordinary GRPO in the paper's comparison."""
+MU_GRPO_STAGES = 4
+"""S of mu-GRPO there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A run's whole cost under one cut."""
+
+    name: str
+    stages: int
+    updates_per_stage: int
+    seconds: Mapping[str, float]
+    """Phase -> seconds over the whole run."""
+    tail: float
+    """Of `generate`: seconds beyond what one single stage would have taken; the wait for the longest responses."""
+    stage_bytes: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def schedules(case: Case, need: Memory) -> list[Schedule]:
+    """The recipe's own cut, then GRPO's and mu-GRPO's schedules, over the same updates, evaluated equally often."""
+    own = case.recipe.schedule
+    updates = own.stages * own.updates_per_stage
+    cuts = {
+        "this recipe": (own.stages, own.updates_per_stage),
+        "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
+        "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
+    }
+    evaluate = own.stages * phases(case, need).evaluate
+    in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
+    found = []
+    for name, (stages, per_stage) in cuts.items():
+        cut = _cut(case, stages, per_stage)
+        seconds = {phase: stages * value for phase, value in asdict(phases(cut, need)).items()}
+        seconds["evaluate"] = evaluate
+        tail = max(0.0, seconds["generate"] - in_one_stage)
+        found.append(Schedule(name, stages, per_stage, seconds, tail, stage_bytes(cut)))
+    return found
+
+
+def _cut(case: Case, stages: int, updates_per_stage: int) -> Case:
+    schedule = case.recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
+    return case.with_recipe(case.recipe.model_copy(update={"schedule": schedule}))

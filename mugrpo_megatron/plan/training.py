@@ -1,0 +1,117 @@
+"""Seconds that the learner computes and passes messages: work of a token, an update, a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mugrpo_megatron.plan.case import Case
+from mugrpo_megatron.plan.layout import Layout, held
+from mugrpo_megatron.plan.memory import batch_of
+from mugrpo_megatron.weights.architecture import Architecture
+
+MISMATCH_RESPONSES = 64
+"""Responses on which engine and learner are compared in every stage (phases/optimize.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one token costs in FLOP, forward: 2 for each weight that it meets."""
+
+    layers: float
+    attention: float
+    """Scores and mixing against the mean of the tokens before it."""
+    head: float
+    """One product with the output weight; only trained tokens meet it in the learner."""
+
+
+def work_of(architecture: Architecture, sequence: float) -> Work:
+    """Per token of sequences of `sequence` tokens on average."""
+    size, layers = architecture.letters, architecture.layers
+    feed_forward = 3 * size["H"] * size["F"]
+    if architecture.experts:
+        chosen = architecture.transformer["moe_router_topk"]
+        feed_forward = 3 * size["H"] * size["M"] * chosen + size["H"] * size["E"]
+    attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
+    return Work(
+        layers=2.0 * layers * (attention + feed_forward),
+        attention=2.0 * layers * 2 * size["Q"] * sequence / 2,
+        head=2.0 * size["V"] * size["H"],
+    )
+
+
+def flops_of(case: Case) -> float:
+    """FLOP/s that one device reaches on this model."""
+    share = case.guess.mfu_experts if case.architecture.experts else case.guess.mfu
+    return case.cluster.device.flops * share
+
+
+def logprob_seconds(case: Case) -> float:
+    """Forward passes of a stage: the engine's mismatch; all of it for the learner's behaviour, and for a reference."""
+    recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
+    whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1)
+    responses += whole * recipe.schedule.updates_per_stage * case.responses
+    return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
+
+
+def update_seconds(case: Case) -> float:
+    """One optimizer update: passes, the pipeline's bubble, messages, the optimizer's own step."""
+    objective, layout = case.recipe.objective, case.layout
+    passes = 4.0 if layout.recompute == "full" else 3.0
+    head = 4 if objective.dependence == "response" else 3
+    flops = _sequence_flops(case, passes, head)
+    if objective.needs_statistics:
+        flops += _sequence_flops(case, passes=1.0, head=1)
+    computed = case.responses * flops / case.guess.packing / (case.cluster.world * flops_of(case))
+    idle = bubble(layout, batch_of(case).micro_batches)
+    return (computed + message_seconds(case)) / (1 - idle) + step_seconds(case)
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Share of an update that a pipeline stage idles: (p - 1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
+    idle = layout.pipeline - 1
+    return idle / (micro_batches * layout.virtual + idle)
+
+
+def message_seconds(case: Case) -> float:
+    """Messages inside the passes of one update: tensor, context and expert parallel ones of a rank's layers."""
+    architecture, layout, b = case.architecture, case.layout, case.itemsize
+    size = architecture.letters
+    tokens = case.responses * case.mean_sequence / case.guess.packing / layout.shards
+    # A layer's tensors pass in every forward pass and in the backward pass, two of each kind.
+    times = 2 * (3 if layout.recompute == "full" else 2)
+    # An all-reduce, or a reduce-scatter and an all-gather, passes twice a rank's share of the tensor.
+    reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
+    gathered = times * _others(layout.context) * tokens * layout.context * size["K"] / layout.tensor * b
+    seconds = reduced / case.guess.inside + gathered / _link(layout.tensor * layout.context, case)
+    if architecture.experts:
+        chosen = architecture.transformer["moe_router_topk"]
+        sent = times * _others(layout.expert) * tokens / layout.tensor * chosen * size["H"] * b
+        seconds += sent / _link(layout.tensor * layout.expert, case)
+    return architecture.layers / layout.pipeline * seconds
+
+
+def step_seconds(case: Case) -> float:
+    """Gradients reduced, states read and written, weights gathered (not overlapped here), on the fullest stage."""
+    layout, b = case.layout, case.itemsize
+    stages = [held(case.architecture, layout, stage) for stage in range(layout.pipeline)]
+    mine = max(stages, key=lambda one: one.total)
+    sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
+    passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))
+    touched = 3 * 4 * mine.total + 7 * 4 * sharded
+    return passed / _link(layout.tensor * layout.shards, case) + touched / case.cluster.device.bandwidth
+
+
+def _sequence_flops(case: Case, passes: float, head: int) -> float:
+    """FLOP of one sequence: `passes` through the layers and `head` products with the output weight where trained."""
+    work = work_of(case.architecture, case.mean_sequence)
+    return passes * case.mean_sequence * (work.layers + work.attention) + head * case.mean_response * work.head
+
+
+def _others(ranks: int) -> float:
+    """Share of a tensor that comes from other ranks."""
+    return (ranks - 1) / ranks
+
+
+def _link(ranks: int, case: Case) -> float:
+    """Bytes/s inside a group that spans `ranks` neighbours."""
+    return case.guess.inside if ranks <= case.cluster.per_node else case.guess.between

@@ -1,0 +1,237 @@
+"""The report's charts: which metrics share a panel, how they are drawn, what the reader is told."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, spread, within_unit
+from mugrpo_megatron.report.evaluations import measure_in, sets_in
+from mugrpo_megatron.report.paper_charts import held_out, paper_charts
+from mugrpo_megatron.report.rundata import RunData
+from mugrpo_megatron.report.trigger_charts import trigger_charts
+
+MAX_LINES_BY_AGE = 8
+"""With more stages than this, curves over age become a median and a band."""
+
+
+def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> list[Chart]:
+    """Every chart that has a value.
+
+    `buckets` are consecutive updates that one point stands for, `stages` the stage rows; series name their axis
+    `update`, `eval`, `stage` or `age`.
+    """
+    every = (
+        *_learning(run, buckets, stages),
+        *_support(run, buckets),
+        *trigger_charts(run, buckets),
+        *paper_charts(run, buckets),
+        *_optimizer(run, buckets),
+        *_responses(run, stages),
+    )
+    filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in every)
+    return [chart for chart in filled if chart.series]
+
+
+def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
+    reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, restarts=True)
+    measure = measure_in(run.evals)
+    of = ", set by set and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
+    by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
+    yield Chart(
+        "accuracy",
+        f"{measure.capitalize()} and training reward",
+        _what_is_compared(run.recipe, f"Held-out {measure}{of}"),
+        [*held_out(run.evals), reward if has_values(reward.y) else by_stage],
+        format="percent" if measure == "accuracy" and within_unit(reward.y) and within_unit(by_stage.y) else "number",
+        wide=True,
+    )
+
+
+def _what_is_compared(recipe: Mapping[str, Any], held_out_measure: str) -> str:
+    """Accuracy and training reward share an axis: what they are, and why they differ before anything is learned."""
+    held_out = {recipe.get("eval", {}).get("temperature")}
+    held_out |= {one["temperature"] for one in recipe.get("eval", {}).get("sets", {}).values() if "temperature" in one}
+    training = recipe.get("rollout", {}).get("temperature")
+    return (
+        f"{held_out_measure}, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
+        f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. They "
+        "share the axis, but neither problems nor sampling: compare each curve with itself."
+    )
+
+
+def _at_temperature(values: Set[float | None]) -> str:
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return "as the recipe says"
+    return "greedily" if known == [0] else f"at temperature {' and '.join(f'{value:g}' for value in known)}"
+
+
+def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
+    yield Chart(
+        "dropped",
+        "Tokens vetoed and clipped",
+        "Shares of response tokens: dropped by the veto or another mask, and held back by the clip.",
+        [
+            over_updates(buckets, "vetoed", "red", "vetoed_fraction", restarts=True),
+            over_updates(buckets, "clipped", "blue", "clipped_fraction", restarts=True),
+        ],
+        format="percent",
+        zero=True,
+    )
+    yield Chart(
+        "ratio_neg",
+        "Importance ratio, negative advantage",
+        "π/β of tokens in responses with negative advantage. At 1 the policy is the one that sampled.",
+        [
+            over_updates(buckets, "max", "red", "ratio_neg_max", restarts=True, reduce=max),
+            over_updates(buckets, "p99", "orange", "ratio_neg_p99", restarts=True, reduce=max),
+            over_updates(buckets, "mean", "blue", "ratio_neg_mean", restarts=True),
+        ],
+        scale="log",
+        rule=run.recipe.get("objective", {}).get("clip_high"),
+        rule_label="clip",
+    )
+    yield Chart(
+        "ess",
+        "Effective sample size",
+        "(Σr)² / TΣr² of the token ratios: the share of the data that still counts. It decays as the data grow stale.",
+        [over_updates(buckets, "ESS", "teal", "ess", restarts=True, reduce=min)],
+        format="percent",
+    )
+    yield Chart(
+        "kl",
+        "KL from the sampling policy",
+        "KL(β‖π) per token: k3 = r − 1 − log r, k1 = −log r.",
+        [
+            over_updates(buckets, "k3", "violet", "kl_k3", restarts=True),
+            over_updates(buckets, "k1", "orange", "kl_k1", restarts=True),
+        ],
+    )
+    if any(row["age"] for row in run.updates) and run.updates[0]["stage"] < run.updates[-1]["stage"]:
+        yield _by_age(
+            run, "ess", "ESS by age", "Effective sample size against how many updates old the data are.", "teal"
+        )
+        yield _by_age(
+            run, "vetoed_fraction", "Vetoed by age", "Tokens vetoed against how many updates old the data are.", "red"
+        )
+
+
+def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
+    norm = over_updates(buckets, "gradient norm", "blue", "grad_norm", smooth=True)
+    yield Chart(
+        "grad_norm",
+        "Gradient norm",
+        "Global norm before clipping.",
+        [norm],
+        scale="log" if spread(norm.y) > 30 else "linear",
+        zero=True,
+        rule=run.recipe.get("optimizer", {}).get("clip_grad"),
+        rule_label="clip_grad",
+    )
+    yield Chart(
+        "entropy",
+        "Entropy",
+        "Mean entropy of the next-token distribution at response tokens, in nats.",
+        [over_updates(buckets, "entropy", "teal", "entropy", smooth=True)],
+    )
+    yield Chart(
+        "loss",
+        "Loss",
+        "The surrogate that an update minimises; its level says little, its jumps do.",
+        [over_updates(buckets, "loss", "violet", "loss", smooth=True)],
+    )
+    yield Chart(
+        "lr",
+        "Learning rate",
+        "As the schedule set it.",
+        [over_updates(buckets, "lr", "yellow", "lr")],
+        zero=True,
+    )
+
+
+def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
+    def steps(label: str, color: str, name: str) -> Series:
+        return Series(label, color, "stage", column(stages, name), draw="step")
+
+    yield Chart(
+        "length",
+        "Response length",
+        "Tokens per response, by stage.",
+        [steps("longest", "orange", "response_length_max"), steps("mean", "blue", "response_length_mean")],
+        format="tokens",
+        zero=True,
+    )
+    yield Chart(
+        "groups",
+        "Groups without signal, responses cut short",
+        "Groups whose responses all got one reward carry no gradient; cut responses hit the length limit.",
+        [
+            steps("zero-variance groups", "magenta", "zero_variance_fraction"),
+            steps("cut short", "yellow", "truncated_fraction"),
+        ],
+        format="percent",
+        zero=True,
+    )
+    yield Chart(
+        "mismatch",
+        "Engine against learner",
+        "|log π_engine − log π_learner| per token under the same weights, in nats.",
+        [
+            steps("max", "red", "mismatch_max"),
+            steps("p99", "orange", "mismatch_p99"),
+            steps("mean", "blue", "mismatch_mean"),
+        ],
+        scale="log",
+    )
+    rates = {
+        (row["phase"], row["stage"]): row["tokens"] / (row["end"] - row["start"])
+        for row in run.phases
+        if "tokens" in row
+    }
+    yield Chart(
+        "throughput",
+        "Throughput",
+        "Response tokens per second of generation and of optimization, by stage.",
+        [
+            Series(label, color, "stage", [rates.get((phase, row["stage"])) for row in stages], draw="step")
+            for label, color, phase in (("sampled", "blue", "generate"), ("trained", "teal", "optimize"))
+        ],
+        zero=True,
+    )
+
+
+def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) -> Chart:
+    """A metric against age: a curve for each of a few stages, median and 10-90 % band of many."""
+    curves = [
+        {row["age"]: row.get(metric) for row in rows} for _, rows in groupby(run.updates, key=itemgetter("stage"))
+    ]
+    ages = range(1 + max(row["age"] for row in run.updates))
+    if len(curves) <= MAX_LINES_BY_AGE:
+        series = [
+            Series(
+                f"stage {place + 1}",
+                f"ramp-{round(7 * place / max(len(curves) - 1, 1))}",
+                "age",
+                [c.get(a) for a in ages],
+            )
+            for place, c in enumerate(curves)
+        ]
+    else:
+        spread = [sorted(v for c in curves if (v := c.get(age)) is not None) for age in ages]
+        series = [
+            Series(
+                f"median of {len(curves):,} stages",
+                color,
+                "age",
+                [statistics.median(values) if values else None for values in spread],
+                low=[values[len(values) // 10] if values else None for values in spread],
+                high=[values[9 * len(values) // 10] if values else None for values in spread],
+            )
+        ]
+    return Chart(f"{metric}_by_age", title, explains, series, format="percent", along="age", zero=metric != "ess")

@@ -1,0 +1,98 @@
+"""A chart as data, and its curves out of a run's rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mugrpo_megatron.observe.log import Row
+
+Values = list[float | None]
+Draw = Literal["line", "dots", "step"]
+Format = Literal["percent", "number", "tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve; `y` runs along the axis of that name, None where there is no finite value."""
+
+    label: str
+    color: str
+    axis: str
+    y: Values
+    draw: Draw = "line"
+    low: Values | None = None
+    high: Values | None = None
+    """A band around the curve."""
+    smooth: bool = False
+    """Too noisy to read raw: drawn faintly under its moving average."""
+    restarts: bool = False
+    """Restarts with the responses of every stage: no line leads from one stage to the next."""
+    bold: bool = False
+    """The one to look at among several: drawn thicker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """One panel of the page."""
+
+    id: str
+    title: str
+    explains: str
+    series: list[Series]
+    format: Format = "number"
+    scale: Literal["linear", "log"] = "linear"
+    zero: bool = False
+    """The vertical axis starts at 0; a log axis that has to show a 0 runs linearly to it below its smallest value."""
+    along: Literal["run", "age"] = "run"
+    rule: float | None = None
+    """A dashed reference line at this height."""
+    rule_label: str = ""
+    rule_in_view: bool = False
+    """The vertical axis reaches `rule`, however far the curves are from it."""
+    wide: bool = False
+    """Takes the page's whole width."""
+
+
+def over_updates(
+    buckets: Sequence[Sequence[Row]],
+    label: str,
+    color: str,
+    metric: str,
+    *,
+    axis: str = "update",
+    smooth: bool = False,
+    restarts: bool = False,
+    bold: bool = False,
+    reduce: Callable[[Sequence[float]], float] = statistics.fmean,
+) -> Series:
+    """A metric's curve along `axis`, whose points stand for `buckets` of updates; None where no update has a value."""
+    found = [[value for row in rows if (value := row.get(metric)) is not None] for rows in buckets]
+    values = [rounded(reduce(values)) if values else None for values in found]
+    return Series(label, color, axis, values, smooth=smooth, restarts=restarts, bold=bold)
+
+
+def column(rows: Iterable[Row], metric: str) -> Values:
+    """A metric's value in each row, None where a row has none."""
+    return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]
+
+
+def rounded(value: float) -> float:
+    """Six significant digits: what a screen can show, in a third of the bytes."""
+    return float(f"{value:.6g}")
+
+
+def has_values(values: Values) -> bool:
+    return any(value is not None for value in values)
+
+
+def within_unit(values: Values) -> bool:
+    return all(value is None or 0 <= value <= 1 for value in values)
+
+
+def spread(values: Values) -> float:
+    """Largest over median of the positive values; 1 where there are none."""
+    positive = [value for value in values if value is not None and value > 0]
+    return max(positive) / statistics.median(positive) if positive else 1.0

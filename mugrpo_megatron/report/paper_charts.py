@@ -1,0 +1,75 @@
+"""The paper's Figures 2 and 3 (arXiv 2605.17570, the project page's plots) for one run: a line of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.report.curves import Chart, Series, column, over_updates, rounded
+from mugrpo_megatron.report.evaluations import interval_in, measure_in, sets_in
+from mugrpo_megatron.report.paper import mask_name
+from mugrpo_megatron.report.rundata import RunData
+
+SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "ramp-5")
+"""Of held-out sets, next to the blue of their mean and the orange of the training reward."""
+
+
+def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
+    """Average accuracy (both figures), token clipping rate (Figure 2) and E[ρ_t | A_t < 0] (Figure 3)."""
+    yield _accuracy(run)
+    yield Chart(
+        "paper_clipping",
+        "Figure 2: token clipping rate",
+        "Share of response tokens whose gradient the clip takes away, as a fraction like the paper's axis.",
+        [over_updates(buckets, "token clipping rate", "blue", "clipped_fraction", restarts=True)],
+        zero=True,
+    )
+    yield Chart(
+        "paper_ratio",
+        "Figure 3: E[ρ_t | A_t < 0]",
+        "Mean importance ratio of negative tokens, vetoed ones included. In the paper it stays at 1 in stable runs and "
+        "falls in those that collapse.",
+        [over_updates(buckets, "E[ρ_t | A_t < 0]", "violet", "ratio_neg_mean", restarts=True)],
+        zero=True,
+        rule=1.0,
+        rule_label="on policy",
+    )
+
+
+def paper_remark(run: RunData) -> str:
+    """Which line of the paper's legends the run would be."""
+    objective = run.recipe.get("objective", {})
+    clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
+    stage = run.recipe.get("schedule", {}).get("updates_per_stage", "?")
+    return f"this run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
+
+
+def held_out(evals: Sequence[Row]) -> list[Series]:
+    """The held-out curves: of the only set, or of every set and their mean, which alone has its interval drawn."""
+    measure, names = measure_in(evals), sets_in(evals)
+    several = len(names) > 1
+    label, name = (f"mean {measure}", MEAN) if several else (f"held-out {measure}", *names, MEAN)[:2]
+    ends = [interval_in(row, name) for row in evals]
+    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
+    mean = Series(
+        label, "blue", "eval", column(evals, f"{measure}/{name}"), draw="dots", low=low, high=high, bold=several
+    )
+    sets = [
+        Series(name, SET_COLORS[place % len(SET_COLORS)], "eval", column(evals, f"{measure}/{name}"), draw="dots")
+        for place, name in enumerate(names)
+    ]
+    return [*(sets if several else []), mean]
+
+
+def _accuracy(run: RunData) -> Chart:
+    measure = measure_in(run.evals)
+    return Chart(
+        "paper_accuracy",
+        f"Figures 2 and 3: average {measure}",
+        "Unweighted mean of the held-out sets with its 95 % interval. Along wall-clock it is the paper's Figure 1. "
+        "Evaluations inside a stage come with eval.every_updates.",
+        held_out(run.evals),
+        format="percent" if measure == "accuracy" else "number",
+        wide=True,
+    )

@@ -1,0 +1,107 @@
+"""Everything that report.js needs to draw a run: axes, stage boundaries, charts and the time line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.report.charts import charts
+from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.rundata import RunData
+
+MAX_POINTS = 4096
+"""A longer run is drawn in buckets of consecutive updates, which keeps the page small."""
+MAX_SPANS = 1500
+"""A time line with more phases than this is drawn as shares of time slices."""
+SLICES = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Everything report.js needs."""
+
+    axes: dict[str, dict[str, list[float]]]
+    """Axis name -> positions of its points: `u` in updates (or age), `t` in seconds."""
+    boundaries: list[dict[str, float]]
+    """Where each stage starts: stage, u, t."""
+    end: dict[str, float]
+    charts: list[Chart]
+    timeline: dict[str, Any]
+    bucket: int = 1
+    """Updates that one point stands for."""
+    not_finite: dict[str, int] = field(default_factory=dict)
+    """Metric -> updates in which it was NaN or infinite."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def draw(run: RunData) -> Drawing:
+    """The charts of a run; a chart without any value is left out."""
+    bucket = math.ceil(len(run.updates) / MAX_POINTS) or 1
+    buckets = [run.updates[start : start + bucket] for start in range(0, len(run.updates), bucket)]
+    boundaries = _boundaries(run)
+    begin = {boundary["stage"]: boundary for boundary in boundaries}
+    stages = [row for row in run.stages if row["stage"] in begin]
+    axes = {
+        "update": _axis([rows[0]["update"] for rows in buckets], [run.clock(rows[0]["time"]) for rows in buckets]),
+        "eval": _axis([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
+        "stage": _axis([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
+        "age": _axis(range(1 + max((row["age"] for row in run.updates), default=0)), []),
+    }
+    return Drawing(
+        axes=axes,
+        boundaries=boundaries,
+        end={"u": run.updates[-1]["update"] + 1 if run.updates else 1, "t": run.seconds},
+        charts=charts(run, buckets, stages),
+        timeline=_timeline(run),
+        bucket=bucket,
+        not_finite=_count_not_finite(run.updates),
+    )
+
+
+def _boundaries(run: RunData) -> list[dict[str, float]]:
+    """Where each stage with an update begins: on the clock that is its first phase, its sync."""
+    first_phase: dict[int, float] = {}
+    for row in run.phases:
+        first_phase[row["stage"]] = min(row["start"], first_phase.get(row["stage"], row["start"]))
+    return [
+        {
+            "stage": stage,
+            "u": row["update"],
+            "t": run.clock(first_phase[stage] if stage in first_phase else row["time"]),
+        }
+        for row in run.stage_starts()
+        for stage in (row["stage"],)
+    ]
+
+
+def _timeline(run: RunData) -> dict[str, Any]:
+    """Phases as spans [phase, stage, start, end], or as shares of equal time slices where there are too many."""
+    ran = {row["phase"] for row in run.phases}
+    names = [name for name in PHASES if name in ran]
+    spans = [(names.index(r["phase"]), r["stage"], run.clock(r["start"]), run.clock(r["end"])) for r in run.phases]
+    if len(spans) <= MAX_SPANS:
+        return {"phases": names, "spans": [[p, s, round(a, 3), round(b, 3)] for p, s, a, b in spans], "slices": []}
+    width = run.seconds / SLICES
+    slices = [[0.0] * SLICES for _ in names]
+    for phase, _, start, end in spans:
+        for place in range(int(start / width), min(int(end / width), SLICES - 1) + 1):
+            slices[phase][place] += min(end, (place + 1) * width) - max(start, place * width)
+    return {"phases": names, "spans": [], "slices": [[round(value / width, 3) for value in row] for row in slices]}
+
+
+def _axis(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, list[float]]:
+    return {"u": list(updates), "t": [round(value, 2) for value in seconds]}
+
+
+def _count_not_finite(updates: Iterable[Row]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for row in updates:
+        for name in row.get("not_finite", ()):
+            counts[name] = counts.get(name, 0) + 1
+    return counts

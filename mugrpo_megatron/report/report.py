@@ -1,0 +1,228 @@
+"""The report: one self-contained HTML page of a run, finished or not."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from mugrpo_megatron import __version__
+from mugrpo_megatron.observe.progress import duration, short
+from mugrpo_megatron.report.evaluations import between, difference, shown
+from mugrpo_megatron.report.paper_charts import paper_remark
+from mugrpo_megatron.report.payload import Drawing, draw
+from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.summary import mean_of, summary_of
+from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
+from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
+from mugrpo_megatron.run.directory import write_atomically
+
+FILE_NAME = "report.html"
+
+PHASE_COLORS = {
+    "start": "grey",
+    "sync": "violet",
+    "generate": "blue",
+    "score": "yellow",
+    "logprobs": "magenta",
+    "optimize": "teal",
+    "save": "grey",
+    "eval": "orange",
+}
+"""CSS colours of the phases, in the tiles and in the time line."""
+
+SECTIONS = (
+    ("Learning", "", ("accuracy",)),
+    (
+        "Off-policy health",
+        "how far the policy has moved from the one that sampled",
+        ("dropped", "ratio_neg", "ess", "kl", "ess_by_age", "vetoed_fraction_by_age"),
+    ),
+    (
+        "Triggers by threshold",
+        "",
+        (
+            "trigger_tokens_by_age",
+            "trigger_tokens",
+            "trigger_responses_by_age",
+            "trigger_responses",
+            "dropped_by_scope_by_age",
+            "dropped_by_scope",
+            "ratio_neg_min",
+        ),
+    ),
+    ("The paper's figures", "", ("paper_accuracy", "paper_clipping", "paper_ratio")),
+    ("Optimization", "", ("grad_norm", "entropy", "loss", "lr")),
+    ("Responses", "what the engine sampled, stage by stage", ("length", "groups", "mismatch", "throughput")),
+)
+"""Title, remark and charts of the page's sections, in order."""
+
+TIME_LINE = {
+    "id": "timeline",
+    "title": "Phases",
+    "explains": "When each phase ran. Generation and optimization take turns on the same devices.",
+    "wide": True,
+}
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and, where there is one, summary.json.
+
+    Raises UserError when `run_dir` is no run directory, or a file in it is damaged.
+    """
+    path = run_dir / FILE_NAME
+    write_atomically(path, page(read_run(run_dir)))
+    return path
+
+
+def page(run: RunData) -> str:
+    """The report's HTML: no resource outside it; the curves are drawn by the script inside it."""
+    drawing, summary = draw(run), summary_of(run)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.from_string(_source("report.html.j2")).render(
+        name=run.path.resolve().name,
+        path=run.path,
+        version=__version__,
+        style=Markup(_source("report.css")),
+        script=Markup(_source("plot.js") + _source("report.js")),
+        drawing={**drawing.as_json(), "colors": PHASE_COLORS},
+        finished=run.summary is not None,
+        facts=_facts(run, summary),
+        warnings=_warnings(run, drawing, summary),
+        tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(summary)],
+        progress=f"updates taken: {len(run.updates):,} in {duration(run.seconds)}",
+        sections=_sections(run, drawing),
+        stages=stage_table(run),
+        events=[{"at": duration(run.clock(e["time"])), "name": e["event"], "text": e["text"]} for e in run.events],
+        summary=summary_rows(summary),
+        environment=list(run.processes[-1]["environment"].items()) if run.processes else [],
+        recipe=recipe_sections(run),
+    )
+
+
+def _source(name: str) -> str:
+    return files("mugrpo_megatron.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    def recipe(section: str, key: str) -> Any:
+        return run.recipe.get(section, {}).get(key, "?")
+
+    return [
+        {"before": before, "value": value, "after": after}
+        for before, value, after in (
+            ("", recipe("objective", "name"), ""),
+            ("S = ", recipe("schedule", "stages"), " stages"),
+            ("µ = ", recipe("schedule", "updates_per_stage"), " updates each"),
+            ("", recipe("rollout", "prompts_per_update"), " prompts an update"),
+            ("", recipe("rollout", "responses_per_prompt"), " responses a prompt"),
+            ("data ", recipe("data", "train"), ""),
+            ("model ", recipe("model", "path"), ""),
+            ("seed ", summary["seed"], ""),
+        )
+    ]
+
+
+def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any]) -> list[str]:
+    """What a reader must know before trusting the curves."""
+    lines = []
+    if drawing.not_finite:
+        found = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())
+        lines.append(f"Not finite, and so missing from the curves: {found} of {len(run.updates):,} updates.")
+    if skipped := summary["skipped_updates"]:
+        lines.append(f"{skipped:,} updates were skipped because their gradient was not finite.")
+    if (resumes := len(run.processes) - 1) > 0:
+        lines.append(f"Resumed {resumes} time{'s' if resumes > 1 else ''}; the time in between is left out.")
+    if drawing.bucket > 1:
+        lines.append(
+            f"A point of a curve stands for {drawing.bucket} updates: the worst p99, max, min and ESS, else the mean."
+        )
+    return lines
+
+
+def _tile(name: str, value: str, more: str, **rest: Any) -> dict[str, Any]:
+    optional = {"start": "", "gain": "", "trend": "", "shares": [], "broad": False}
+    return {"name": name, "value": value, "more": more, **optional, **rest}
+
+
+def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
+    measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
+    title, before, after = f"Held-out {measure}", mean["before"], mean["after"]
+    if before is None or after is None:
+        return _tile(title, "–", "not evaluated yet", broad=True)
+    of = f"{len(sets)} sets, unweighted, " if len(sets) > 1 else ""
+    interval = f"95 % interval {between(mean['interval'], measure)}, " if mean["interval"] else ""
+    gain = after - before
+    return _tile(
+        title if len(sets) <= 1 else f"{title}, mean",
+        shown(after, measure),
+        f"{interval}{of}{summary['problems']:,.0f} problems",
+        start=shown(before, measure).removesuffix(" %"),
+        gain=difference(gain, measure).replace("-", "−"),
+        trend="up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
+        broad=True,
+    )
+
+
+def _reward_tile(run: RunData) -> dict[str, Any]:
+    rewards = [row["reward_mean"] for row in run.stages or run.updates if row.get("reward_mean") is not None]
+    if not rewards:
+        return _tile("Training reward", "–", "no responses yet")
+    if len(rewards) == 1:
+        return _tile("Training reward", f"{rewards[0]:.3g}", "mean of the stage's responses")
+    return _tile("Training reward", f"{rewards[-1]:.3g}", "first and last stage", start=f"{rewards[0]:.3g}")
+
+
+def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
+    total = summary["seconds"]["total"] or 1.0
+    phases = [(name, seconds) for name, seconds in summary["seconds"].items() if name != "total" and seconds > 0]
+    largest = sorted(phases, key=lambda phase: -phase[1])[:3]
+    shares = [
+        {"color": PHASE_COLORS[name], "part": round(seconds / total, 4), "title": f"{name} {duration(seconds)}"}
+        for name, seconds in phases
+    ]
+    more = " · ".join(_unbroken(f"{name} {100 * seconds / total:.0f} %") for name, seconds in largest)
+    return _tile("Wall-clock", duration(total), more, shares=shares, broad=True)
+
+
+def _token_tile(summary: dict[str, Any]) -> dict[str, Any]:
+    tokens, seconds = summary["tokens"], summary["seconds"]
+    rates = [
+        _unbroken(f"{verb} at {short(count / taken)}/s")
+        for verb, count, taken in (
+            ("sampled", tokens["generated"], seconds["generate"]),
+            ("trained", tokens["trained"], seconds["optimize"]),
+        )
+        if count and taken
+    ]
+    return _tile("Response tokens", short(tokens["trained"]), ", ".join(rates) or "trained on")
+
+
+def _unbroken(text: str) -> str:
+    """With spaces at which no line breaks."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _sections(run: RunData, drawing: Drawing) -> list[dict[str, Any]]:
+    remarks = {"Triggers by threshold": trigger_remark(run), "The paper's figures": paper_remark(run)}
+    tables = {"Triggers by threshold": trigger_table(run)}
+    drawn = {
+        chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
+        for chart in drawing.charts
+    }
+    sections = [
+        {
+            "title": title,
+            "remark": remarks.get(title, remark),
+            "charts": [drawn[id] for id in ids if id in drawn],
+            "table": tables.get(title),
+        }
+        for title, remark, ids in SECTIONS
+    ]
+    if drawing.timeline["phases"]:
+        sections.append({"title": "Time line", "remark": "", "charts": [TIME_LINE], "table": None})
+    return [section for section in sections if section["charts"]]

@@ -1,0 +1,143 @@
+"""The report's tables: stages, summary, and the recipe as it was resolved."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown, value_in
+from mugrpo_megatron.report.rundata import RunData, seconds_by_phase
+from mugrpo_megatron.report.summary import mean_of
+
+STAGE_HEAD = (
+    "Stage",
+    "Updates",
+    "Reward",
+    "Length",
+    "Vetoed",
+    "Clipped",
+    "ESS, last",
+    "KL k3, last",
+    "Generate",
+    "Optimize",
+)
+
+
+def stage_table(run: RunData) -> dict[str, Any] | None:
+    """Head and rows, one a stage: what was sampled, how stale training made it, what it took, and the held-out figures
+    after its last update, set by set and their mean. None before an update.
+    """
+    names = sets_in(run.evals)
+    names = [*names, MEAN] if len(names) > 1 else names
+    evals = {row["update"]: row for row in run.evals}
+    stages = {row["stage"]: row for row in run.stages}
+    phases = {stage: seconds_by_phase(rows) for stage, rows in _by_stage(sorted(run.phases, key=itemgetter("stage")))}
+    rows = [
+        (
+            *_stage_row(stage, updates, stages.get(stage, {}), phases.get(stage, {})),
+            *_held_out(evals.get(updates[-1]["update"] + 1, {}), names, measure_in(run.evals)),
+        )
+        for stage, updates in _by_stage(run.updates)
+    ]
+    return {"head": (*STAGE_HEAD, *(f"{name}, after" for name in names)), "rows": rows} if rows else None
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """The summary as names and values."""
+    return [
+        *_gains(summary),
+        ("Stages", f"{summary['stages']:,}"),
+        ("Updates", f"{summary['updates']:,}"),
+        *((f"Seconds, {name}", f"{value:,.1f}") for name, value in summary["seconds"].items()),
+        *((f"Seconds, {name} of the paper", f"{value:,.1f}") for name, value in summary["paper_seconds"].items()),
+        ("Tokens generated", f"{summary['tokens']['generated']:,}"),
+        ("Tokens trained", f"{summary['tokens']['trained']:,}"),
+        ("Seed", str(summary["seed"])),
+    ]
+
+
+def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    """Held-out figures before and after: their mean, and each set's where there are several."""
+    measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
+    for when, interval in (("before", "before_interval"), ("after", "interval")):
+        if len(sets) > 1:
+            yield f"Mean {measure} {when}", _with_interval(mean[when], mean[interval], measure)
+        for name, one in sets.items():
+            title = f"{name} {when}" if len(sets) > 1 else f"{measure.capitalize()} {when}"
+            yield title, _with_interval(one[when], one[interval], measure)
+
+
+def recipe_sections(run: RunData) -> list[dict[str, Any]]:
+    """The recipe's sections with their keys; `changed` marks what differs from the defaults."""
+    defaults = Recipe().model_dump(mode="json")
+    return [
+        {
+            "name": section,
+            "entries": [
+                {"name": name, "value": _toml(value), "changed": defaults.get(section, {}).get(name) != value}
+                for name, value in _flat(table)
+            ],
+        }
+        for section, table in run.recipe.items()
+    ]
+
+
+def _by_stage(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
+    return [(stage, list(group)) for stage, group in groupby(rows, key=itemgetter("stage"))]
+
+
+def _stage_row(stage: int, updates: Sequence[Row], sampled: Row, seconds: dict[str, float]) -> tuple[str, ...]:
+    return (
+        str(stage + 1),
+        f"{len(updates):,}",
+        _number(sampled.get("reward_mean", _mean(updates, "reward_mean"))),
+        _number(sampled.get("response_length_mean")),
+        _percent(_mean(updates, "vetoed_fraction")),
+        _percent(_mean(updates, "clipped_fraction")),
+        _percent(updates[-1].get("ess")),
+        _number(updates[-1].get("kl_k3")),
+        *(duration(seconds[name]) if name in seconds else "–" for name in ("generate", "optimize")),
+    )
+
+
+def _mean(rows: Iterable[Row], metric: str) -> float | None:
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.2f} %"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"
+
+
+def _held_out(row: Row, names: Sequence[str], measure: str) -> Iterable[str]:
+    return (shown(value_in(row, name), measure) for name in names)
+
+
+def _with_interval(value: float | None, interval: Sequence[float] | None, measure: str) -> str:
+    if value is None or interval is None:
+        return shown(value, measure)
+    return f"{shown(value, measure)} ({between(interval, measure).removesuffix(' %')})"
+
+
+def _flat(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
+    """Keys and values, those of a table inside with its name before them."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{key}.")
+        else:
+            yield f"{within}{key}", value
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

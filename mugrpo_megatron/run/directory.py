@@ -1,0 +1,134 @@
+"""The run directory: its layout, its lock, and the recipe that it belongs to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+
+FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
+"""Sections that a resumed run may change: how the work is done, not what is computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Where everything of a run lies; other tools rely on these names."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def stage(self, stage: int) -> Path:
+        return self.path / "stages" / f"{stage:05d}"
+
+    def poisoned(self, stage: int, age: int) -> Path:
+        """The batch of the last of too many skipped updates."""
+        return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
+
+    @property
+    def references(self) -> Path:
+        """Where `reference` lies: not in a stage's directory, whose files branches share, as it belongs to this run."""
+        return self.path / "reference"
+
+    def reference(self, stage: int, age: int) -> Path:
+        """Logprobs of a few updates' samples under the policy that update `age` of the stage began with."""
+        return self.references / f"stage{stage:05d}-age{age:05d}.parquet"
+
+    def behaviour(self, stage: int) -> Path:
+        return self.stage(stage) / "behaviour.parquet"
+
+
+@contextmanager
+def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
+    """Create or re-enter `run.dir`, hold its lock while the block runs, and leave the resolved recipe in it.
+
+    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe differs
+    in what is computed.
+    """
+    directory = RunDirectory(recipe.run.dir)
+    try:
+        for folder in (directory.path / "stages", directory.checkpoints, directory.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
+    with _locked(directory.path / ".lock"):
+        check_same_run(directory, recipe)
+        write_atomically(directory.recipe, dump_recipe(recipe))
+        yield directory
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either its old content or the new one, whatever happens."""
+    with durable_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(
+                f"{path.parent} is in use by process {file.read().strip() or 'unknown'}; "
+                "wait for it, or choose another run.dir"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def differing(old: Recipe, new: Recipe) -> list[str]:
+    """The keys, as `section.key`, that say something else about what is computed."""
+    return [
+        f"{name}.{key}"
+        for name in Recipe.model_fields
+        if name not in FREE_TO_CHANGE
+        for key in sorted(getattr(old, name).model_fields_set | getattr(new, name).model_fields_set)
+        if getattr(getattr(old, name), key) != getattr(getattr(new, name), key)
+    ]
+
+
+def check_same_run(directory: RunDirectory, new: Recipe) -> None:
+    """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
+    if not directory.recipe.exists():
+        return
+    allowed = {"schedule.stages", "run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
+    if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):
+        raise UserError(
+            f"{directory.path} belongs to a run with other values of {', '.join(wrong)}; "
+            "choose another run.dir, or resume with the recipe it holds"
+        )

@@ -1,0 +1,151 @@
+"""The parts of a run: opened so that their start-up overlaps, closed whatever happens."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from mugrpo_megatron.data.prepare import prepare
+from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.launch import runs_on_cuda
+from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.groups import named_phase, shutdown
+from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.learner.offload import PARTS, offload, reload
+from mugrpo_megatron.observe.log import MetricLog, open_log
+from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory, open_directory
+from mugrpo_megatron.run.generator import Generator, first_start_problem, start
+from mugrpo_megatron.run.stopping import StopRequest, listening_for_sigterm
+from mugrpo_megatron.run.world import World, open_world
+from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.sync import Bridge, build_bridge
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that the phases of a run work with."""
+
+    recipe: Recipe
+    directory: RunDirectory
+    learner: Learner
+    bridge: Bridge
+    generator: Generator | None
+    """None on ranks that lead no engine."""
+    engines: int
+    """Engines of the whole world."""
+    cursor: Cursor
+    """Where the newest complete checkpoint stands."""
+    saver: Saver
+    log: MetricLog
+    display: Display
+    stop: StopRequest
+    world: World
+
+    @property
+    def is_main(self) -> bool:
+        """True on the one rank that writes metrics and checkpoints and talks."""
+        return self.learner.ranks.rank == 0
+
+    @property
+    def evaluates_every(self) -> int:
+        """Updates between two evaluations inside a stage; 0 for none, as in a run without engines."""
+        return self.recipe.eval.every_updates if self.engines else 0
+
+    def stage_store(self, stage: int) -> StageStore:
+        """The stage on disk; what this rank's engine generates goes to shards of its own."""
+        return StageStore(self.directory.stage(stage), self.generator.slot.number if self.generator else 0)
+
+    def wait_for_leader(self) -> None:
+        """All ranks leave together, once rank 0 has written what the others are to read."""
+        self.world.barrier()
+
+    def any_rank(self, *flags: bool) -> list[bool]:
+        """For each flag whether it is set on any rank: the same answers everywhere. Collective."""
+        return self.world.any_rank(*flags)
+
+    @contextmanager
+    def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
+        """`log.phase` that the other ranks hear of, and that names itself when ranks lose each other."""
+        with (
+            self.log.phase(phase, cursor.stage) as facts,
+            named_phase(self.learner.ranks, f"{phase} of stage {cursor.stage}"),
+        ):
+            yield facts
+
+    def title(self, cursor: Cursor) -> str:
+        return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
+
+
+def rank_of_environment() -> int:
+    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
+    """Check everything that can be checked on paper, start engines and learner, resume.
+
+    On CPU both load side by side. A GPU may not hold both: there the learner loads first and gives it up to the engine.
+    With `generates` false there is neither engine nor verifier, and no problems are read.
+    Raises UserError before any process starts when the model, the data or the layout cannot work.
+    """
+    is_main = rank_of_environment() == 0
+    check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
+    cuda = runs_on_cuda(recipe)
+    check_layers(recipe, cuda)
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    slot = slot_of_environment(recipe.engine, cuda) if generates else None
+    tokenizer = load_tokenizer(recipe.model.path)
+    problems = prepare(recipe.data, recipe.reward, tokenizer) if is_main and generates else None
+    with ExitStack() as stack:
+        directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
+        done = newest_cursor(directory.checkpoints).updates
+        log = stack.enter_context(open_log(directory.path, recipe.track, updates_done=done, write=is_main))
+        display = stack.enter_context(open_display(show=is_main))
+        stop = stack.enter_context(listening_for_sigterm())
+        with log.phase("start", 0):
+            equipment = start(recipe, directory.logs, slot, stack) if slot and slot.leads_engine and not cuda else None
+            learner = build_learner(recipe)
+            stack.callback(shutdown, learner.ranks)
+            stack.enter_context(named_phase(learner.ranks))
+            world = open_world(learner.ranks, recipe.run.collective_timeout_s)
+            cursor = restore_newest(learner, directory.checkpoints, display.say if is_main else lambda damage: None)
+            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint))
+            chunks = [policy(chunk) for chunk in learner.chunks]
+            bridge = build_bridge(chunks, learner.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
+            read = world.broadcast(problems)
+            if slot and cuda:
+                for part in PARTS:
+                    offload(learner, part)
+                world.barrier()  # an engine takes the devices of several ranks
+                equipment = start(recipe, directory.logs, slot, stack) if slot.leads_engine else None
+            generator = Generator(*equipment, tokenizer, read) if equipment and read else None
+            _wait_for_first_start(generator, world)
+            if generator and (cuda or recipe.engine.between_stages == "sleep"):
+                generator.engine.sleep()  # its share of the device is the learner's until the first sync
+            world.barrier()
+            reload(learner)
+        for note in problems.notes if problems else ():
+            display.say(note)
+        engines = slot.engines if slot else 0
+        yield Run(recipe, directory, learner, bridge, generator, engines, cursor, saver, log, display, stop, world)
+
+
+def _wait_for_first_start(generator: Generator | None, world: World) -> None:
+    """Wait for every engine of the world; UserError on every rank when one of them never came up."""
+    problem = first_start_problem(generator.engine) if generator else ""
+    world.barrier()
+    for rank, found in enumerate(world.gather(problem)):
+        if found:
+            where = f"rank {rank}: " if world.ranks.world > 1 else ""
+            raise UserError(f"{where}{found}")

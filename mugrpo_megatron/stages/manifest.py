@@ -1,0 +1,129 @@
+"""What of a stage is complete: the manifest and its checksums.
+
+A file counts once a manifest names it. A manifest is replaced as the last step of every change, so a crash at any
+point leaves the state before or after it; files that none names are leftovers. Every process that generates has a
+manifest and shards of its own; the first one's manifest also says that the stage is sealed, and then stands alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import Span, digest, durable_file
+
+FORMAT = 1
+OTHERS = "manifest-*.json"
+"""The manifests of all writers but the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A file of groups in order of completion; exists until the stage is sealed."""
+
+    file: str
+    number: int
+    groups: list[int]
+    """In the order of the file's rows."""
+    rows: list[int]
+    """Responses of each group."""
+    whole: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The stage in its final form: row group k of the file holds the rows of update k, groups in order."""
+
+    file: str
+    updates: int
+    prompts_per_update: int
+    row_groups: list[Span]
+    footer: Span
+    """Everything after the last row group; with it and the row groups every byte behind the magic is covered."""
+    statistics: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The complete files of a stage."""
+
+    shards: list[Shard]
+    sealed: Sealed | None = None
+
+
+def manifest_name(writer: int) -> str:
+    """The file that says what is complete of what a writer wrote; writers count from 0."""
+    return f"manifest-{writer:04d}.json" if writer else "manifest.json"
+
+
+def shard_name(writer: int, number: int | str) -> str:
+    """A writer's shard of a number, or with a pattern for the number all of its shards."""
+    part = number if isinstance(number, str) else f"{number:05d}"
+    return f"shard-{writer:04d}-{part}.parquet" if writer else f"shard-{part}.parquet"
+
+
+def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
+    """A manifest of a stage, empty when there is none; UserError when it is damaged."""
+    path = directory / name
+    if not path.exists():
+        return Manifest([])
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        body = stored["stage"]
+        intact = stored["format"] == FORMAT and stored["sha256"] == _digest_json(body)
+    except (ValueError, KeyError, TypeError):
+        intact = False
+    if not intact:
+        raise UserError(f"{path}: damaged, so what the stage holds is unknown; remove {directory} to generate it anew")
+    shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
+    sealed = body["sealed"]
+    if sealed is not None:
+        row_groups = [Span(**span) for span in sealed["row_groups"]]
+        sealed = Sealed(**{**sealed, "row_groups": row_groups, "footer": Span(**sealed["footer"])})
+    return Manifest(shards, sealed)
+
+
+def other_shards(directory: Path, writer: int) -> list[Shard]:
+    """The complete shards of all writers but one."""
+    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHERS))]
+    return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
+
+
+def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_name(0)) -> None:
+    """Replace a manifest of the stage durably."""
+    body = asdict(manifest)
+    stored = {"format": FORMAT, "sha256": _digest_json(body), "stage": body}
+    with durable_file(directory / name) as file:
+        file.write(json.dumps(stored).encode())
+
+
+def verify(path: Path, span: Span, remedy: str) -> None:
+    """Raise UserError unless the span of the file still has its bytes; `remedy` is the sentence's end."""
+    if not path.exists():
+        raise UserError(f"{path}: missing, though the stage's manifest names it; {remedy}")
+    if digest(path, span.start, span.end) != span:
+        raise UserError(
+            f"{path}: damaged, bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
+        )
+
+
+def parquet_spans(path: Path) -> tuple[list[Span], Span]:
+    """Checksums of every row group of a Parquet file, and of all that follows the last one."""
+    metadata = pq.read_metadata(path)
+    ends = [4]  # the magic bytes
+    for index in range(metadata.num_row_groups):
+        row_group = metadata.row_group(index)
+        chunks = [row_group.column(column) for column in range(row_group.num_columns)]
+        ends.append(ends[-1] + sum(chunk.total_compressed_size for chunk in chunks))
+    row_groups = [digest(path, start, end) for start, end in pairwise(ends)]
+    return row_groups, digest(path, ends[-1])
+
+
+def _digest_json(body: object) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,284 @@
+"""The durable stage: what generation leaves and optimization reads, the only interface between the two.
+
+    stages/00003/manifest.json      what is complete, with checksums; replaced as the last step of every change
+    stages/00003/shard-00000.parquet ...   groups as they were finished; gone once the stage is sealed
+    stages/00003/manifest-0002.json, shard-0002-00000.parquet ...   the same of writer 2, where several engines generate
+    stages/00003/stage.parquet      the sealed stage: row group k is update k, its groups in order
+
+Each file has one writer; any number of processes may read. The schema is in `schema.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import digest, durable_file, fsync
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.manifest import (
+    OTHERS,
+    Manifest,
+    Sealed,
+    Shard,
+    manifest_name,
+    other_shards,
+    parquet_spans,
+    read_manifest,
+    shard_name,
+    verify,
+    write_manifest,
+)
+from mugrpo_megatron.stages.schema import SCHEMA, to_samples, to_table
+from mugrpo_megatron.stages.summary import StageStatistics
+
+SHARD_TOKENS = 1 << 20
+SHARD_RESPONSES = 4096
+SHARD_SECONDS = 10.0
+"""A shard is written when it has this many tokens or responses, or its oldest group has waited this long."""
+VISIBLE_SECONDS = 20.0
+"""How late a shared file system may show one node what another has written."""
+SHARDS_IN_MEMORY = 4
+"""Shards that sealing keeps decoded: groups of one update finish at different times, so they lie in several."""
+COMPRESSION: Final = "zstd"
+SEALED_NAME = "stage.parquet"
+REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage anew"
+
+log = logging.getLogger(__name__)
+
+
+class StageStore:
+    """The responses of one stage on disk, in `directory`.
+
+    Several processes may append, each with a `writer` number of its own and, since nobody claims a group that another
+    has claimed, groups of its own. Writer 0 seals what all of them wrote, once none of them writes any more.
+    """
+
+    def __init__(self, directory: Path, writer: int = 0) -> None:
+        self.directory = directory
+        self._writer = writer
+        self._buffer: list[list[Sample]] = []
+        self._buffered_tokens = 0
+        self._buffered_since = 0.0
+        self._groups: set[int] = set()
+        """While this store writes: every group that it holds, on disk or buffered."""
+        self._own: Manifest | None = None
+        """Set once this store writes: nobody else changes this writer's manifest then."""
+        self._final: Sealed | None = None
+        """Set once the stage was found sealed: nobody changes it then."""
+        self._layout: pq.FileMetaData | None = None
+
+    @property
+    def sealed(self) -> bool:
+        """Whether every group is on disk in its final place."""
+        if self._final is None and (self._own is None or self._writer):
+            self._final = read_manifest(self.directory).sealed
+        return self._final is not None
+
+    @property
+    def updates(self) -> int:
+        """Updates that the sealed stage holds the responses of."""
+        return self._sealed().updates
+
+    def statistics(self) -> dict[str, float]:
+        """The sealed stage's metrics, as `statistics.StageStatistics` defines them."""
+        return self._sealed().statistics
+
+    def present(self) -> set[int]:
+        """Indices of the groups that are on disk unharmed; damaged shards are named in the log and left out.
+
+        What `append` still buffers is not among them: a resumed stage generates exactly what is missing.
+        """
+        if self.sealed:
+            return set(range(self._sealed().updates * self._sealed().prompts_per_update))
+        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
+        shards = [*own.shards, *other_shards(self.directory, self._writer)]
+        return {group for shard in _unharmed(self.directory, shards) for group in shard.groups}
+
+    def named(self) -> set[int]:
+        """Indices of the groups that the manifests name, as `present` but without a look at their bytes."""
+        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
+        return {group for shard in [*own.shards, *other_shards(self.directory, self._writer)] for group in shard.groups}
+
+    @property
+    def written(self) -> set[int]:
+        """The groups that this writer has, once it has written."""
+        return set(self._groups)
+
+    def wait_for(self, groups: set[int], sealed: bool) -> bool:
+        """Whether what other processes have written is to be seen: these groups, or the sealed stage.
+
+        A shared file system may show it late, so this waits for up to VISIBLE_SECONDS.
+        """
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while not (self.sealed if sealed else self.named() >= groups):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def append(self, group: list[Sample]) -> None:
+        """Add one finished group; it is durable once its shard is written: when full, aged, or at `flush`.
+
+        Raises ValueError when this writer has the group already or the stage is sealed, UserError when the disk is
+        full.
+        """
+        self._open_for_writing()
+        index = group[0].group
+        if index in self._groups:
+            raise ValueError(f"group {index} is in {self.directory} already")
+        if not self._buffer:
+            self._buffered_since = time.monotonic()
+        self._groups.add(index)
+        self._buffer.append(group)
+        self._buffered_tokens += sum(sample.tokens for sample in group)
+        aged = time.monotonic() - self._buffered_since >= SHARD_SECONDS
+        if aged or self._buffered_tokens >= SHARD_TOKENS or len(self._buffer) * len(group) >= SHARD_RESPONSES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the buffered groups as a shard, durably."""
+        if not self._buffer:
+            return
+        manifest = self._open_for_writing()
+        number = 1 + max((shard.number for shard in manifest.shards), default=-1)
+        path = self.directory / shard_name(self._writer, number)
+        with durable_file(path) as file:
+            samples = [sample for group in self._buffer for sample in group]
+            pq.write_table(to_table(samples), file, compression=COMPRESSION)
+        groups = [group[0].group for group in self._buffer]
+        shard = Shard(path.name, number, groups, [len(group) for group in self._buffer], digest(path))
+        self._replace(Manifest([*manifest.shards, shard]))
+        self._buffer, self._buffered_tokens = [], 0
+
+    def seal(self, updates: int, prompts_per_update: int) -> None:
+        """Bring the stage into its final form, one row group an update, and drop the shards of all writers.
+
+        Streams: memory holds SHARDS_IN_MEMORY shards and one update, whatever the stage's size. Raises ValueError when
+        groups are missing, UserError when a shard is damaged or the disk is full.
+        """
+        self.flush()
+        named = [*self._open_for_writing().shards, *other_shards(self.directory, self._writer)]
+        wanted = set(range(updates * prompts_per_update))
+        if missing := sorted(wanted.difference(*(shard.groups for shard in named))):
+            raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
+        shards = _covering(self.directory, named, wanted)
+        path = self.directory / SEALED_NAME
+        statistics = StageStatistics()
+        with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA, compression=COMPRESSION) as writer:
+            for table in _in_order(self.directory, shards, updates, prompts_per_update):
+                writer.write_table(table, row_group_size=len(table))
+                statistics.add(table)
+        row_groups, footer = parquet_spans(path)
+        self._final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
+        self._replace(Manifest([], self._final))
+        for pattern in ("shard-*.parquet", OTHERS, ".shard-*.tmp", ".manifest-*.tmp"):
+            for leftover in self.directory.glob(pattern):
+                leftover.unlink()
+
+    def read_update(self, update: int) -> list[Sample]:
+        """The samples of one update of the sealed stage, groups in order; reads and verifies that row group alone.
+
+        Raises UserError when its bytes are damaged.
+        """
+        sealed = self._sealed()
+        path = self.directory / sealed.file
+        if self._layout is None:
+            verify(path, sealed.footer, REMEDY)
+            self._layout = pq.read_metadata(path)
+        verify(path, sealed.row_groups[update], REMEDY)
+        with pq.ParquetFile(path, metadata=self._layout) as file:
+            return to_samples(file.read_row_group(update, use_threads=False))
+
+    def rewards(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards float64 [n] and groups int64 [n] of all the sealed stage's samples; reads these two columns alone."""
+        with pq.ParquetFile(self.directory / self._sealed().file) as file:
+            table = file.read(columns=["reward", "group"])
+        return table["reward"].to_numpy().astype(np.float64), table["group"].to_numpy().astype(np.int64)
+
+    def _sealed(self) -> Sealed:
+        if not self.sealed:
+            raise ValueError(f"{self.directory} is not sealed")
+        assert self._final is not None
+        return self._final
+
+    def _open_for_writing(self) -> Manifest:
+        """The manifest to go on from; the first time, this writer's leftovers of a crash and damaged shards go."""
+        if self._own is None and not self.sealed:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            fsync(self.directory.parent)
+            manifest = read_manifest(self.directory, manifest_name(self._writer))
+            own = Manifest(_unharmed(self.directory, manifest.shards))
+            self._replace(own)
+            self._remove_leftovers({shard.file for shard in own.shards})
+            self._groups = {group for shard in own.shards for group in shard.groups}
+        if self._final is not None or self._own is None:
+            raise ValueError(f"{self.directory} is sealed: nothing can be added")
+        return self._own
+
+    def _remove_leftovers(self, named: set[str]) -> None:
+        """Remove the shards of this writer that its manifest does not name, and what it was writing when it died."""
+        shards = shard_name(self._writer, "[0-9]" * 5)
+        for path in self.directory.glob(shards):
+            if path.name not in named:
+                path.unlink()
+        for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
+            for path in self.directory.glob(f".{name}.tmp"):
+                path.unlink()
+
+    def _replace(self, manifest: Manifest) -> None:
+        write_manifest(self.directory, manifest, manifest_name(self._writer))
+        self._own = manifest
+
+
+def _unharmed(directory: Path, shards: list[Shard]) -> list[Shard]:
+    """The shards whose bytes are what was written; the others are named in the log."""
+    unharmed = []
+    for shard in shards:
+        try:
+            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated anew")
+        except UserError as damage:
+            log.warning("%s", damage)
+        else:
+            unharmed.append(shard)
+    return unharmed
+
+
+def _covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
+    """The unharmed shards; UserError when a damaged one holds a group that is nowhere else."""
+    unharmed = _unharmed(directory, shards)
+    lost = wanted.difference(*(shard.groups for shard in unharmed))
+    for shard in shards:
+        if lost.intersection(shard.groups):
+            verify(directory / shard.file, shard.whole, "run the same command again: its groups are generated anew")
+    return unharmed
+
+
+def _in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
+    """Each update's rows, groups in order, gathered from the shards that they lie in."""
+    places: dict[int, tuple[Shard, int, int]] = {}
+    for shard in shards:
+        ends = accumulate(shard.rows)
+        places.update(
+            (group, (shard, end - rows, rows)) for group, rows, end in zip(shard.groups, shard.rows, ends, strict=True)
+        )
+
+    @lru_cache(maxsize=SHARDS_IN_MEMORY)
+    def read(file: str) -> pa.Table:
+        return pq.read_table(directory / file, use_threads=False)
+
+    for update in range(updates):
+        rows = []
+        for group in range(update * prompts_per_update, (update + 1) * prompts_per_update):
+            shard, start, length = places[group]
+            rows.append(read(shard.file).slice(start, length))
+        yield pa.concat_tables(rows).combine_chunks()

@@ -1,0 +1,228 @@
+"""Who holds what, bucket by bucket: worked out once, the same on every rank, reused by every sync and save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.placement import local_parameters, tensor_group
+from mugrpo_megatron.weights.table import Entry, entries, split, unshard
+
+ALIGNMENT = 16
+"""Bytes that a tensor's place in its bucket is a multiple of, so that it can be viewed in its own type."""
+
+Owner = tuple[int, int | None]
+"""(pipeline stage, expert parallel rank or None for parameters outside the experts)."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one Hugging Face tensor in its bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor inside the bucket's uint8 buffer."""
+        return flat[self.start : self.start + self.bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One Megatron parameter and the slots that it fills."""
+
+    entry: Entry
+    slots: tuple[Slot, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together: all held by the same pipeline stage and expert rank."""
+
+    owner: Owner
+    pieces: tuple[Piece, ...]
+    bytes: int
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        return (slot for piece in self.pieces for slot in piece.slots)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of the model, in the order in which every rank goes through them."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(bucket.bytes for bucket in self.buckets)
+
+    @property
+    def largest(self) -> int:
+        return max(bucket.bytes for bucket in self.buckets)
+
+
+def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> Plan:
+    """Buckets of at most `bucket_bytes`; a single larger parameter gets a bucket of its own. Collective.
+
+    Raises RuntimeError when the ranks would not agree on the plan: they do not run the same model.
+    """
+    owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
+    plan = Plan(tuple(pack(owners, architecture, bucket_bytes)))
+    summary = [[slot.name for slot in bucket.slots] for bucket in plan.buckets]
+    summaries: list[list[list[str]] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(summaries, summary)
+    for rank, other in enumerate(summaries):
+        if other != summary:
+            raise RuntimeError(f"rank {dist.get_rank()} and rank {rank} plan different buckets: their models differ")
+    return plan
+
+
+def _owners(held: Mapping[str, torch.dtype]) -> dict[str, tuple[Owner, torch.dtype]]:
+    """Owner and type of every parameter of the whole model, from what each rank holds."""
+    in_stage: dict[str, tuple[int | None, torch.dtype]] = {}
+    for rank, names in enumerate(_all_gather(held, parallel_state.get_expert_model_parallel_group())):
+        for name, dtype in names.items():
+            in_stage[name] = (rank if "local_experts" in name else None, dtype)
+    found: dict[str, tuple[Owner, torch.dtype]] = {}
+    for stage, names in enumerate(_all_gather(in_stage, parallel_state.get_pipeline_model_parallel_group())):
+        for name, (rank, dtype) in names.items():
+            found.setdefault(name, ((stage, rank), dtype))
+    return found
+
+
+def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
+    gathered: list[Mapping] = [{}] * group.size()
+    dist.all_gather_object(gathered, item, group=group)
+    return gathered
+
+
+def pack(
+    owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
+) -> Iterator[Bucket]:
+    """Parameters sorted by owner, in the model's order, cut where the owner changes or a bucket is full.
+
+    What needs a bucket of its own comes last of its owner: filling it then overlaps with loading all the others.
+    """
+    table = entries(architecture)
+    place = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
+
+    def order(name: str) -> tuple[int, bool]:
+        owner, dtype = owners[name]
+        _, size = _slots(table[name], architecture, dtype, 0)
+        return place[owner], size > bucket_bytes
+
+    pieces: list[Piece] = []
+    filled = 0
+    current: Owner | None = None
+    for name in sorted(table, key=order):
+        owner, dtype = owners[name]
+        slots, end = _slots(table[name], architecture, dtype, filled)
+        if pieces and (owner != current or end > bucket_bytes):
+            assert current is not None
+            yield Bucket(current, tuple(pieces), filled)
+            pieces = []
+            slots, end = _slots(table[name], architecture, dtype, 0)
+        pieces.append(Piece(table[name], slots))
+        current, filled = owner, end
+    assert current is not None
+    yield Bucket(current, tuple(pieces), filled)
+
+
+def _by_rank(owner: Owner) -> tuple[int, int]:
+    return owner[0], -1 if owner[1] is None else owner[1]
+
+
+def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: int) -> tuple[tuple[Slot, ...], int]:
+    """The slots of one parameter from `start` on, and the next aligned byte after them."""
+    slots = []
+    for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
+        slot = Slot(name, shape, dtype, start)
+        slots.append(slot)
+        start += -(-slot.bytes // ALIGNMENT) * ALIGNMENT
+    return tuple(slots), start
+
+
+BUCKET_BYTES = 256 * 1024**2
+
+Held = Mapping[str, torch.Tensor]
+"""This rank's shards by the parameters' names in the whole model."""
+
+
+def hf_tensors(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of the Hugging Face checkpoint that the learner's weights make, on every rank.
+
+    Collective: every rank drains the iterator, or the others wait for ever. The tensors are copies and live in buckets
+    of `bucket_bytes`, each given back once nobody holds a tensor of it. Vocabulary padding is cut off, a tied output
+    layer has no tensor.
+    """
+    return planned_tensors(build_plan(chunks, architecture, bucket_bytes), chunks, architecture)
+
+
+def planned_tensors(
+    plan: Plan, chunks: Sequence[torch.nn.Module], architecture: Architecture
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """`hf_tensors` in the order of a plan that exists already."""
+    held = held_shards(chunks, architecture)
+    device = next(iter(held.values())).device
+    for bucket in plan.buckets:
+        flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
+        fill(bucket, held, architecture, flat)
+        for slot in bucket.slots:
+            yield slot.name, slot.view(flat)
+
+
+def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
+    """This rank's shards: the parameters themselves, so they stay current as the learner trains."""
+    held: dict[str, torch.Tensor] = {}
+    for entry, parameter in local_parameters(chunks, architecture):
+        held.setdefault(entry.megatron, parameter)
+    return held
+
+
+@torch.no_grad()
+def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Tensor) -> None:
+    """Bring the bucket's tensors into `flat` (uint8, at least the bucket's bytes) on every rank; collective.
+
+    The owner's tensor parallel ranks gather and merge, parameter by parameter; then the finished bucket is broadcast to
+    the other expert ranks and pipeline stages. Beside `flat` one whole parameter exists at a time.
+    """
+    flat = flat[: bucket.bytes]
+    stage, expert_rank = bucket.owner
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    if stages.rank() == stage:
+        experts = parallel_state.get_expert_model_parallel_group()
+        if expert_rank is None or experts.rank() == expert_rank:
+            for piece in bucket.pieces:
+                whole = _gather(piece.entry, held[piece.entry.megatron])
+                for slot, part in zip(piece.slots, split(piece.entry, whole, architecture), strict=True):
+                    slot.view(flat).view(part.shape).copy_(part)
+        if expert_rank is not None and experts.size() > 1:
+            dist.broadcast(flat, group=experts, group_src=expert_rank)
+    if stages.size() > 1:
+        dist.broadcast(flat, group=stages, group_src=stage)
+
+
+def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:
+    """The whole parameter on every rank of its tensor parallel group."""
+    group = tensor_group(entry)
+    if entry.row.split == "none" or group.size() == 1:
+        return local
+    shards = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(shards, local.contiguous(), group=group)
+    return unshard(entry, shards)

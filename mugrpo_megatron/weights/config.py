@@ -1,0 +1,208 @@
+"""What the configs of all decoder families have in common, in Megatron's words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.weights import rope
+from mugrpo_megatron.weights.architecture import Architecture, Rope
+from mugrpo_megatron.weights.blocks import Row
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id",
+        "id2label", "initializer_range", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
+        "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "problem_type",
+        "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+    }
+)  # fmt: skip
+"""Fields about training from scratch, generation or bookkeeping: the forward pass is the same whatever they hold."""
+
+
+class Fields:
+    """Takes fields out of a config one by one; `finish` complains about what nobody took."""
+
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
+        self._where = where
+
+    def need(self, name: str) -> Any:
+        """A field that has no default."""
+        if self._left.get(name) is None:
+            raise UserError(f"{self._where} has no field {name!r}, which this model cannot be built without")
+        return self._left.pop(name)
+
+    def size(self, name: str) -> int:
+        """A positive integer that has no default."""
+        value = self.need(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise UserError(f"{self._where}: {name} is {value!r}, it must be a positive integer")
+        return value
+
+    def take(self, name: str, default: Any) -> Any:
+        """A field with a default; null counts as absent, as it does in transformers."""
+        value = self._left.pop(name, None)
+        return default if value is None else value
+
+    def only(self, name: str, allowed: Collection[Any], default: Any) -> None:
+        """A field of which the learner can honour certain values only."""
+        value = self.take(name, default)
+        if value not in allowed:
+            honoured = " or ".join(repr(each) for each in allowed)
+            raise UserError(f"{self._where}: {name} is {value!r}, but the learner can honour {honoured} only")
+
+    def no_window(self, absent: int | None) -> None:
+        """No `sliding_window`, or one as long as the model; `absent` is what leaving it out means to the family."""
+        window = self._left.pop("sliding_window", absent)
+        context = self._left.get("max_position_embeddings", 0)
+        if window is not None and window < context:
+            raise self.error(
+                f"sliding_window {window} is shorter than max_position_embeddings {context} and the learner's "
+                f"attention has no window; lower max_position_embeddings to {window}, up to which the model is the same"
+            )
+
+    def full_attention(self) -> None:
+        """Qwen's way to say that no layer looks through a sliding window."""
+        self.only("use_sliding_window", (False,), False)
+        self.only("use_mrope", (False,), False)
+        self.take("sliding_window", None)
+        self.take("max_window_layers", None)
+        kinds = set(self.take("layer_types", []))
+        if kinds - {"full_attention"}:
+            raise self.error(f"layer_types names {sorted(kinds)}, but the learner can honour 'full_attention' only")
+
+    def error(self, message: str) -> UserError:
+        return UserError(f"{self._where}: {message}")
+
+    def finish(self) -> None:
+        """Raises UserError naming the first field that no one has read."""
+        if self._left:
+            name = sorted(self._left)[0]
+            raise UserError(
+                f"{self._where}: nothing here knows the field {name!r} (value {self._left[name]!r}), so the model it "
+                f"describes may not be the one that would be built; docs/add-a-model.md says how to teach it"
+            )
+
+
+def decoder(
+    fields: Fields,
+    *,
+    family: str,
+    table: tuple[Row, ...],
+    head_dim: int | None = None,
+    rope_theta: float = 10000.0,
+    rms_norm_eps: float = 1e-6,
+    **transformer: Any,
+) -> Architecture:
+    """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
+
+    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config that leaves them out; transformer: what the
+    family adds to or changes in the arguments of TransformerConfig.
+    Raises UserError for a field that is missing, malformed or not honoured.
+    """
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    head_dim = fields.take("head_dim", head_dim or hidden // heads)
+    groups = fields.take("num_key_value_heads", heads)
+    if heads % groups:
+        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+    context = fields.size("max_position_embeddings")
+    fields.only("hidden_act", ("silu",), "silu")
+    fields.only("attention_dropout", (0.0,), 0.0)
+    rotary = read_rope(fields, head_dim, context, rope_theta)
+    tied = fields.take("tie_word_embeddings", False)
+    architecture = Architecture(
+        family=family,
+        table=table,
+        transformer={
+            "num_layers": fields.size("num_hidden_layers"),
+            "hidden_size": hidden,
+            "ffn_hidden_size": transformer.get("moe_ffn_hidden_size") or fields.size("intermediate_size"),
+            "num_attention_heads": heads,
+            "num_query_groups": groups,
+            "kv_channels": head_dim,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": fields.take("rms_norm_eps", rms_norm_eps),
+            "gated_linear_unit": True,
+            "activation_func": torch.nn.functional.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": False,
+            "qk_layernorm": False,
+            "attention_dropout": 0.0,
+            "hidden_dropout": 0.0,
+            # cos and sin both carry yarn's factor, so a score carries its square
+            "softmax_scale": rotary.attention_factor**2 / math.sqrt(head_dim),
+            **transformer,
+        },
+        gpt={
+            "vocab_size": fields.size("vocab_size"),
+            "max_sequence_length": context,
+            "position_embedding_type": "rope",
+            "rotary_percent": 1.0,
+            "share_embeddings_and_output_weights": tied,
+        },
+        rope=rotary,
+    )
+    fields.finish()
+    return architecture
+
+
+def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
+    """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1.
+
+    Softmax over the chosen logits alone is the same as renormalising the softmax over all.
+    """
+    count = fields.take("num_experts", 0) or fields.size("num_local_experts")
+    return {
+        "num_moe_experts": count,
+        "moe_router_topk": fields.size("num_experts_per_tok"),
+        "moe_ffn_hidden_size": ffn,
+        "moe_router_pre_softmax": not renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float) -> Rope:
+    """`rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (transformers 4)."""
+    parameters = dict(fields.take("rope_scaling", {})) | dict(fields.take("rope_parameters", {}))
+    outer_theta = fields.take("rope_theta", default_theta)
+    scaling = Fields(parameters, "config.json, rope scaling")
+    theta = float(scaling.take("rope_theta", outer_theta))
+    legacy = scaling.take("type", "default")
+    kind = scaling.take("rope_type", legacy)
+    frequencies, factor = rope.plain(theta, head_dim), 1.0
+    if kind == "linear":
+        frequencies = rope.linear(theta, head_dim, scaling.need("factor"))
+    elif kind == "llama3":
+        frequencies = rope.llama3(
+            theta,
+            head_dim,
+            scaling.need("factor"),
+            scaling.need("low_freq_factor"),
+            scaling.need("high_freq_factor"),
+            scaling.need("original_max_position_embeddings"),
+        )
+    elif kind == "yarn":
+        original = scaling.take("original_max_position_embeddings", context)
+        stretch = float(scaling.take("factor", context / original))
+        factor = rope.attention_factor(
+            {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}, stretch
+        )
+        frequencies = rope.yarn(
+            theta,
+            head_dim,
+            stretch,
+            scaling.take("beta_fast", 32.0),
+            scaling.take("beta_slow", 1.0),
+            original,
+            scaling.take("truncate", True),
+        )
+    elif kind != "default":
+        raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are honoured")
+    scaling.finish()
+    return rope.as_rope(frequencies, factor)

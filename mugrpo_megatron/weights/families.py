@@ -1,0 +1,126 @@
+"""The model families: `architecture` reads a Hugging Face config into Megatron's words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.blocks import GATED_MLP, QK_NORM, QKV_BIAS, TRUNK, experts
+from mugrpo_megatron.weights.config import Fields, decoder, routing
+
+
+def _llama(fields: Fields) -> Architecture:
+    """Llama 2 and 3, and what took their shape: DeepSeek-LLM, DeepSeekMath 7B, the R1 distills on Llama.
+
+    Config of transformers' `LlamaForCausalLM`.
+    """
+    fields.only("attention_bias", (False,), False)
+    fields.only("mlp_bias", (False,), False)
+    return decoder(fields, family="llama", table=TRUNK + GATED_MLP)
+
+
+def _mistral(fields: Fields) -> Architecture:
+    """Mistral 7B and its successors of the same shape, as far as no position looks through a sliding window.
+
+    Config of transformers' `MistralForCausalLM`.
+    """
+    fields.no_window(absent=4096)
+    return decoder(fields, family="mistral", table=TRUNK + GATED_MLP)
+
+
+def _mixtral(fields: Fields) -> Architecture:
+    """Mixtral: Mistral's attention, every layer routed to experts that renormalise their weights.
+
+    Config of transformers' `MixtralForCausalLM`.
+    """
+    fields.no_window(absent=None)
+    fields.only("router_jitter_noise", (0.0,), 0.0)
+    routed = routing(fields, ffn=fields.size("intermediate_size"), renormalised=True)
+    return decoder(
+        fields,
+        family="mixtral",
+        table=TRUNK + experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        rope_theta=1e6,
+        rms_norm_eps=1e-5,
+        **routed,
+    )
+
+
+def _qwen2(fields: Fields) -> Architecture:
+    """Qwen2 and Qwen2.5, Math and Coder included: biases on q, k and v.
+
+    Config of transformers' `Qwen2ForCausalLM`.
+    """
+    fields.full_attention()
+    return decoder(fields, family="qwen2", table=TRUNK + QKV_BIAS + GATED_MLP, add_qkv_bias=True)
+
+
+def _qwen3(fields: Fields) -> Architecture:
+    """Qwen3, dense: RMSNorm on each head of q and k, head_dim apart from hidden/heads.
+
+    Config of transformers' `Qwen3ForCausalLM`.
+    """
+    fields.full_attention()
+    fields.only("attention_bias", (False,), False)
+    return decoder(fields, family="qwen3", table=TRUNK + QK_NORM + GATED_MLP, head_dim=128, qk_layernorm=True)
+
+
+def _qwen3_moe(fields: Fields) -> Architecture:
+    """Qwen3 mixture of experts: Qwen3's attention, every layer routed, no shared expert.
+
+    Config of transformers' `Qwen3MoeForCausalLM`.
+    """
+    fields.full_attention()
+    fields.only("attention_bias", (False,), False)
+    fields.only("decoder_sparse_step", (1,), 1)
+    fields.only("mlp_only_layers", ([],), [])
+    fields.take("intermediate_size", 0)  # of the dense layers, of which there are none
+    routed = routing(
+        fields, ffn=fields.size("moe_intermediate_size"), renormalised=fields.take("norm_topk_prob", False)
+    )
+    return decoder(
+        fields,
+        family="qwen3_moe",
+        table=TRUNK + QK_NORM + experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        qk_layernorm=True,
+        **routed,
+    )
+
+
+FAMILIES = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "mixtral": _mixtral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+}
+"""`model_type` -> the family's reading of the config."""
+
+
+def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
+    """The architecture that a Hugging Face config describes.
+
+    Raises UserError for a family that has no table, and for any field that is missing, malformed or unknown.
+    """
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UserError(f"{where}: model_type is {family!r}; the families with a table here are {known}")
+    return FAMILIES[family](Fields(config, where))
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """`architecture` of the config.json in a checkpoint directory."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} is no Hugging Face checkpoint: it has no config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
+    return architecture(config, str(path))

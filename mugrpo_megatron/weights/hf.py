@@ -1,0 +1,156 @@
+"""Hugging Face checkpoint -> the learner's shards, one parameter at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.transformer.module import MegatronModule
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Tokenizer
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
+from mugrpo_megatron.weights.placement import local_parameters, tensor_group
+from mugrpo_megatron.weights.safetensors_dir import (
+    HFCheckpoint,
+    TensorSpec,
+    divide,
+    open_checkpoint,
+    write_index,
+    write_shard,
+)
+from mugrpo_megatron.weights.table import Entry, merge, pad_vocab, shard
+
+CARRIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Copied as they are; the config is written anew, since it names the weights' type."""
+
+
+def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
+    """Copy tokenizer and generation config, and the config with the type that the weights are stored in."""
+    for name in CARRIED:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
+    config = json.loads((like / "config.json").read_text(encoding="utf-8"))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_tokenizer(directory: Path, architecture: Architecture) -> None:
+    """Raises UserError when the tokenizer can produce an id that the embedding has no row for."""
+    tokens = tokenizer_size(directory)
+    if tokens > architecture.vocab_size:
+        raise UserError(
+            f"{directory}: the tokenizer has ids up to {tokens - 1}, but config.json gives the model vocab_size "
+            f"{architecture.vocab_size}; tokenizer and weights do not belong together"
+        )
+
+
+def tokenizer_size(directory: Path) -> int:
+    """One more than the largest id of the tokenizer in `directory`, added tokens included; 0 where there is none.
+
+    Reads `tokenizer.json`, else a sentencepiece `tokenizer.model` with its `added_tokens.json`, else `vocab.json`.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
+    sizes = [0]
+    if (directory / "tokenizer.model").is_file():
+        sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
+    for name in ("added_tokens.json", "vocab.json"):
+        if (directory / name).is_file():
+            ids = json.loads((directory / name).read_text(encoding="utf-8")).values()
+            sizes += [1 + index for index in ids]
+    return max(sizes)
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Architecture) -> None:
+    """Fill this rank's parameters from a checkpoint directory, cast to the parameters' type.
+
+    Every rank reads only the layers that it holds; the peak beside the model is the largest parameter. Every header is
+    checked against the architecture first, so a checkpoint that does not fit raises UserError with the model untouched.
+    """
+    checkpoint = open_checkpoint(hf_dir, architecture)
+    for entry, parameter in local_parameters(chunks, architecture):
+        parameter.copy_(read_shard(checkpoint, entry, architecture, parameter.shape))
+
+
+def load_megatron(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
+    """Fill this rank's parameters from a Megatron distributed checkpoint, whatever layout wrote it; collective."""
+    wanted: dict[str, Any] = {
+        str(number): cast(MegatronModule, chunk).sharded_state_dict() for number, chunk in enumerate(chunks)
+    }
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(wanted, str(directory))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
+
+
+def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
+    """This rank's shard of one parameter, of the given shape, in the checkpoint's type."""
+    group = tensor_group(entry)
+    whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
+    whole = pad_vocab(entry, whole, shape[0] * group.size())
+    part = shard(entry, whole, group.size(), group.rank())
+    if part.shape != shape:
+        raise UserError(
+            f"{entry.megatron}: the model was built with shape {list(shape)} on a rank, the checkpoint gives "
+            f"{list(part.shape)}; the model was not built from this checkpoint's config.json"
+        )
+    return part
+
+
+SHARD_BYTES = 4 * 1024**3
+
+
+def save_hf(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    like: Path,
+    out: Path,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
+
+    The directory appears complete or not at all: it is written beside its place and renamed. Beside the model one
+    bucket is held at a time. Raises UserError on every rank when `out` exists.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already; remove it or name another directory")
+    plan = build_plan(chunks, architecture, BUCKET_BYTES)
+    tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
+    if dist.get_rank() == 0:
+        specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
+        shards = divide(specs, shard_bytes)
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for shard in shards:
+            write_shard(partial, shard, islice(tensors, len(shard.specs)))
+        write_index(partial, shards)
+        carry_files(like, partial, specs[0].dtype)
+        os.replace(partial, out)
+    for _ in tensors:
+        pass  # the other ranks take part in every gather
+    dist.barrier()

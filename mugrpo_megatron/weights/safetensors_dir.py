@@ -1,0 +1,214 @@
+"""A Hugging Face checkpoint directory, checked from end to end before anything is read for use."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.table import entries
+
+TYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that is to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file and what it will hold, in order."""
+
+    file: str
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs)
+
+
+def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[Shard]:
+    """Consecutive tensors in files of at most `shard_bytes`, a larger tensor alone; named as transformers does."""
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.bytes
+    if len(groups) == 1:
+        return [Shard(SINGLE, tuple(specs))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) -> None:
+    """Write one file; under its own name it is complete. `tensors` come in the shard's order, on any device."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in shard.specs:
+        end = offset + spec.bytes
+        header[spec.name] = {
+            "dtype": TYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
+    partial = directory / f"{shard.file}.partial"
+    with partial.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for spec, tensor in zip(shard.specs, tensors, strict=True):
+            if tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, planned was {spec.shape}")
+            file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(directory / shard.file)
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+    """The index that says which file holds which tensor; a single file needs none."""
+    if len(shards) == 1:
+        return
+    placed = {spec.name: shard.file for shard in shards for spec in shard.specs}
+    total = sum(shard.bytes for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class HFCheckpoint:
+    """The tensors of a checkpoint: which file holds each of them."""
+
+    directory: Path
+    files: Mapping[str, str]
+    """Tensor name -> file name."""
+    dtypes: Mapping[str, torch.dtype]
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, mapped from its file: pages are read when they are touched."""
+        with safe_open(self.directory / self.files[name], framework="pt") as opened:
+            return opened.get_tensor(name)
+
+
+def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
+    """Find every tensor and compare names and shapes with the architecture; of the data a tied copy alone is read.
+
+    Raises UserError for a missing or truncated shard, an index that disagrees with the files, a tensor that is missing,
+    one that is not of this architecture, and a wrong shape.
+    """
+    files, shapes, dtypes = _scan(directory)
+    expected = {
+        name: shape
+        for entry in entries(architecture).values()
+        for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True)
+    }
+    allowed = set(expected) | ({HEAD} if architecture.tied else set())
+    extra = sorted(set(files) - allowed)
+    if extra:
+        raise UserError(
+            f"{directory / files[extra[0]]} holds {extra[0]!r}, which is no tensor of a {architecture.family} model "
+            f"with this config.json ({len(extra)} such tensors); config and weights do not belong together"
+        )
+    missing = sorted(set(expected) - set(files))
+    if missing:
+        raise UserError(
+            f"{directory} lacks {missing[0]!r}, which a {architecture.family} model with this config.json needs "
+            f"({len(missing)} such tensors); config and weights do not belong together or a shard is missing"
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise UserError(
+                f"{directory / files[name]}: {name} has shape {list(shapes[name])}, but config.json says {list(shape)}"
+            )
+    checkpoint = HFCheckpoint(directory, files, dtypes)
+    if architecture.tied and HEAD in files and not torch.equal(checkpoint.read(HEAD), checkpoint.read(EMBEDDING)):
+        raise UserError(
+            f"{directory / files[HEAD]}: {HEAD} differs from {EMBEDDING}, though config.json ties them "
+            f"(tie_word_embeddings); set it to false if the model has an output layer of its own"
+        )
+    return checkpoint
+
+
+def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
+    """File, shape and type of every tensor, from the headers; the index, where there is one, must agree."""
+    index_path = directory / INDEX
+    indexed: dict[str, str] | None = None
+    if index_path.is_file():
+        try:
+            indexed = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{index_path} is no safetensors index: {error!r}") from error
+        names = sorted(set(indexed.values()))
+    elif (directory / SINGLE).is_file():
+        names = [SINGLE]
+    else:
+        raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+    files: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name in names:
+        path = directory / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing, though {INDEX} names it")
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is no mapping
+                    if tensor in files:
+                        raise UserError(f"{tensor} is in both {files[tensor]} and {name} of {directory}")
+                    files[tensor] = name
+                    header = opened.get_slice(tensor)
+                    shapes[tensor] = tuple(header.get_shape())
+                    if header.get_dtype() not in FLOATS:
+                        raise UserError(
+                            f"{path}: {tensor} is of type {header.get_dtype()}; quantised checkpoints are not read, "
+                            f"take the model's {' or '.join(FLOATS)} release"
+                        )
+                    dtypes[tensor] = FLOATS[header.get_dtype()]
+        except SafetensorError as error:
+            raise UserError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
+    if indexed is not None and indexed != files:
+        wrong = sorted(set(indexed.items()) ^ set(files.items()))[0][0]
+        raise UserError(
+            f"{index_path} disagrees with the shards about {wrong!r}: the index says {indexed.get(wrong, 'nothing')}, "
+            f"the shards say {files.get(wrong, 'nothing')}"
+        )
+    return files, shapes, dtypes

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from mugrpo_megatron.commands import eval
+from mugrpo_megatron.commands.eval import Benchmark, Record, run, settings_of, table
+from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.evaluation.grading import Graded, summarize
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Problem, Prompt, Response
+
+SUMS = {"arithmetic": "arithmetic"}
+
+
+def graded(number: int, reward: float) -> Graded:
+    return Graded(Problem(f"s:{number}", "q", "1", "s"), [reward, 1.0], ["1", "1"], ["", ""], [3, 4], 0, ["1", "1"])
+
+
+def test_a_record_gives_back_what_was_appended(tmp_path: Path) -> None:
+    settings = settings_of(Recipe(), SUMS)
+    record = Record(tmp_path, settings)
+    assert record.read() == []
+    rows = [graded(1, 0.0), graded(2, 1.0)]
+    for row in rows:
+        record.append(row)
+    assert Record(tmp_path, settings).read() == rows
+
+
+def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
+    record = Record(tmp_path, {})
+    record.append(graded(1, 0.0))
+    whole = (tmp_path / "problems.jsonl").read_bytes()
+    for cut in (1, 10, len(whole) - 1):
+        (tmp_path / "problems.jsonl").write_bytes(whole + whole[:cut])
+        assert [row.problem.id for row in record.read()] == ["s:1"]
+        record.append(graded(2, 1.0))
+        assert [row.problem.id for row in record.read()] == ["s:1", "s:2"]
+
+
+def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:
+    Record(tmp_path, settings_of(Recipe(), SUMS))
+    other = Recipe.model_validate({"eval": {"samples": 4}})
+    with pytest.raises(UserError, match="another sampling: choose another directory"):
+        Record(tmp_path, settings_of(other, SUMS))
+
+
+def test_the_table_can_be_pasted() -> None:
+    """Each set with its own number of responses; the mean is that of the sets."""
+    four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
+    two = [graded(n, float(n % 2)) for n in range(8)]
+    sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
+    lines = table(Benchmark(sets, {"one": 1.0, "two": 0.0})).splitlines()
+    assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
+    assert lines[2].startswith("| one | 8 | 2 | 75.0 [")
+    assert lines[3].startswith("| two | 8 | 4 | 100.0 [")
+    assert lines[-1].startswith("| average | | | 87.5 [")
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_mean_rewards_are_no_percentages() -> None:
+    sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
+    assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Benchmark(sets, {"one": 1.0}))
+
+
+class Parrot:
+    """An engine that answers every sum with 4, and can be told to die after a number of problems."""
+
+    asked: ClassVar[list[str]] = []
+    sampled: ClassVar[dict[str, tuple[int, float, float, int]]] = {}
+    dies_after = 10**9
+
+    @classmethod
+    def start(cls, *_: object) -> Parrot:
+        return cls()
+
+    def wait_ready(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def generate(
+        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Prompt, list[Response]]]:
+        for count, prompt in enumerate(prompts):
+            if count == self.dies_after:
+                raise EngineFailure("died")
+            self.asked.append(prompt.problem.question)
+            self.sampled[prompt.problem.source] = n, sampling.temperature, sampling.top_p, sampling.max_tokens
+            four = np.array(build_arithmetic_tokenizer().encode("4"), dtype=np.int32)
+            yield prompt, [Response(four, np.zeros(1, dtype=np.float32), "length", 0)] * n
+
+
+def test_a_run_that_died_is_continued(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eval, "Engine", Parrot)
+    sums = tmp_path / "sums.jsonl"
+    sums.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(10)))
+    recipe = Recipe.model_validate({"model": {"path": checkpoint}, "eval": {"samples": 2}})
+    with monkeypatch.context() as dying:
+        dying.setattr(Parrot, "dies_after", 6)
+        with pytest.raises(EngineFailure):
+            run(recipe, [str(sums)], tmp_path / "out")
+    before = list(Parrot.asked)
+    Parrot.asked.clear()
+    result = run(recipe, [str(sums)], tmp_path / "out")
+    assert sorted({*before, *Parrot.asked}) == sorted(f"{n}+{n}=" for n in range(10))
+    assert len(Parrot.asked) < 10
+    assert (result.sets[0].problems, result.sets[0].mean.value, result.sets[0].truncated) == (10, 0.1, 20)
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["average"]["value"] == 0.1
+    Parrot.asked.clear()
+    assert run(recipe, [str(sums)], tmp_path / "out").sets == result.sets
+    assert Parrot.asked == []
+
+
+def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of one name, one of them asked 3 times, the other as the section says."""
+    monkeypatch.setattr(eval, "Engine", Parrot)
+    Parrot.sampled.clear()
+    files = [tmp_path / folder / "sums.jsonl" for folder in ("easy", "hard")]
+    for problems, file in zip((4, 8), files, strict=True):
+        file.parent.mkdir()
+        file.write_text("".join(json.dumps({"problem": f"{n}+{n}=", "answer": 2 * n}) + "\n" for n in range(problems)))
+    own = {"samples": 3, "temperature": 0.6, "max_tokens": 5}
+    recipe = Recipe.model_validate(
+        {"model": {"path": checkpoint}, "eval": {"samples": 2, "top_p": 0.9, "sets": {"easy-sums": own}}}
+    )
+    result = run(recipe, [",".join(map(str, files))], tmp_path / "out")
+    assert [(one.name, one.problems, one.samples, one.mean.value) for one in result.sets] == [
+        ("easy-sums", 4, 3, 0.25),
+        ("hard-sums", 8, 2, 0.125),
+    ]
+    assert result.average.value == (0.25 + 0.125) / 2
+    assert Parrot.sampled == {"easy-sums": (3, 0.6, 0.9, 5), "hard-sums": (2, 0.0, 0.9, 1024)}
+    with pytest.raises(UserError, match=r"\[eval.sets.easy-sums\] names no held-out set: .* arithmetic, sums$"):
+        run(recipe, [str(files[1])], tmp_path / "other")
+    with pytest.raises(UserError, match=r"--data names .*sums.jsonl 2 times"):
+        run(recipe, [str(files[1])] * 2, tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2 of random weights, sharpened so that greedy decoding has no near ties."""
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer = build_arithmetic_tokenizer()
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.slow
+def test_greedy_evaluation_says_what_transformers_generates(checkpoint: Path, tmp_path: Path) -> None:
+    sums = tmp_path / "sums.jsonl"
+    tokenizer = load_tokenizer(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    expected = {}
+    for n in range(24):
+        prompt = torch.tensor([tokenizer.encode(f"{n}+{n}=")])
+        made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+        text = tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+        expected[f"{sums}:{n + 1}"] = text
+    rows = [{"problem": f"{n}+{n}=", "answer": str(2 * n)} for n in range(24)]
+    sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Recipe.model_validate(
+        {
+            "run": {"device": "cpu"},
+            "model": {"path": checkpoint, "dtype": "float32"},
+            "data": {"max_prompt_tokens": 32},
+            "rollout": {"max_response_tokens": 6},
+            "engine": {"max_running_requests": 64},
+        }
+    )
+    out = tmp_path / "out"
+    result = run(recipe, [str(sums)], out)
+    first = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
+    assert {row["problem"]["id"]: row["texts"] for row in first} == {place: [text] for place, text in expected.items()}
+    assert result.sets[0].problems == len(first) == 24
+    assert result.sets[0].tokens == sum(row["tokens"][0] for row in first)
+
+    assert run(recipe, [str(sums)], out).sets == result.sets  # nothing is left to do: no engine starts

@@ -1,0 +1,130 @@
+"""`mugrpo rollouts` shows what was asked for, and marks exactly the tokens that the veto drops."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from mugrpo_megatron.commands.rollouts import LaterPolicy, Selection, browse
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.store import StageStore
+from tests.tiny import save_model, write_recipe
+
+PROMPTS, UPDATES = 2, 2
+PROMPT, RIGHT, WRONG = "12+34=", "46", "55+1"
+LOST = math.log(20_000)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Groups of a right and a wrong response; the wrong one's second token was 20,000 times as likely as it is now."""
+    folder = tmp_path_factory.mktemp("run")
+    shape = {"schedule": {"stages": 1, "updates_per_stage": UPDATES}, "rollout": {"prompts_per_update": PROMPTS}}
+    recipe = load_recipe(write_recipe(folder / "recipe.toml", model, folder / "run", **shape))
+    with open_directory(recipe) as directory:
+        store = StageStore(directory.stage(0))
+        for group in range(PROMPTS * UPDATES):
+            right, wrong = sample(model, group, RIGHT, 1.0), sample(model, group, WRONG, 0.0)
+            wrong.behaviour_logprobs[1] += LOST
+            store.append([right, wrong])
+        store.seal(UPDATES, PROMPTS)
+    return folder / "run"
+
+
+def sample(model: Path, group: int, response: str, reward: float) -> Sample:
+    """With the behaviour logprobs that the model has now, computed one response at a time."""
+    tokenizer = load_tokenizer(model)
+    prompt, answer = (np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in (PROMPT, response))
+    ids = torch.from_numpy(np.concatenate([prompt, answer]).astype(np.int64))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model)(ids[None]).logits[0].float()
+    logprobs = logits.log_softmax(-1)[torch.arange(len(prompt) - 1, len(ids) - 1), ids[len(prompt) :]]
+    return Sample(group, f"test:{group}", prompt, answer, logprobs.numpy(), reward, 0, "stop")
+
+
+@pytest.mark.parametrize(
+    ("scope", "dropped"),
+    [
+        ("none", [False, False, False, False]),
+        ("trigger", [False, True, False, False]),
+        ("suffix", [False, False, True, True]),
+        ("suffix_non_trigger", [False, False, True, True]),
+        ("response", [True, True, True, True]),
+    ],
+)
+def test_only_the_token_that_lost_its_mass_is_a_trigger(
+    model: Path, run_dir: Path, scope: str, dropped: list[bool]
+) -> None:
+    samples = StageStore(run_dir / "stages" / "00000").read_update(0)
+    objective = load_recipe(run_dir / "recipe.toml", [f"objective.veto={scope}"]).objective
+    looked = LaterPolicy(model, temperature=1.0).look(samples, np.array([1.0, -1.0] * PROMPTS), objective)
+    for right, wrong in zip(looked[::2], looked[1::2], strict=True):
+        np.testing.assert_allclose(right.log_ratio, 0, atol=1e-5)
+        assert not right.dropped.any()
+        np.testing.assert_allclose(wrong.log_ratio, [0, -LOST, 0, 0], atol=1e-5)
+        assert wrong.trigger.tolist() == [False, True, False, False]
+        assert wrong.dropped.tolist() == dropped
+        assert wrong.lowest_ratio == pytest.approx(1 / 20_000, rel=1e-3)
+
+
+def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    browse(run_dir, None, Selection(), None)
+    assert capsys.readouterr().out.count(PROMPT) == 2 * PROMPTS * UPDATES
+    browse(run_dir, 0, Selection(min_reward=0.5), None)
+    shown = capsys.readouterr().out
+    assert shown.count(RIGHT) == PROMPTS * UPDATES
+    assert WRONG not in shown
+    browse(run_dir, 0, Selection(advantage="negative", update=1, limit=1), None)
+    assert capsys.readouterr().out.count(WRONG) == 1
+    browse(run_dir, 0, Selection(vetoed=True), model)
+    shown = capsys.readouterr().out
+    assert shown.count(WRONG) == PROMPTS * UPDATES
+    assert "dropped" in shown
+    assert shown.count("5.0e-05") == PROMPTS * UPDATES
+    assert "below 0.0001" in shown
+
+
+def test_another_veto_than_the_recipe_s_can_be_looked_at(
+    model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browse(run_dir, 0, Selection(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
+    shown = capsys.readouterr().out
+    assert WRONG not in shown
+    assert "below 1e-05" in shown
+    browse(run_dir, 0, Selection(group=3, advantage="negative"), model, ["objective.veto=response"])
+    assert "⟦5«5»+1⟧" in capsys.readouterr().out
+
+
+def test_a_group_is_printed_with_its_triggers_marked(
+    model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browse(run_dir, 0, Selection(group=3, advantage="negative"), model)
+    shown = capsys.readouterr().out
+    assert "test:3" in shown
+    assert "5«5»" in shown.replace("⟦", "")
+    assert "⟦+1⟧" in shown
+
+
+def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no run directory"):
+        browse(tmp_path, None, Selection(), None)
+    with pytest.raises(UserError, match="stage 3 holds nothing"):
+        browse(run_dir, 3, Selection(), None)
+    with pytest.raises(UserError, match="0 to 1"):
+        browse(run_dir, 0, Selection(update=9), None)
+    with pytest.raises(UserError, match="--policy"):
+        browse(run_dir, 0, Selection(vetoed=True), None)

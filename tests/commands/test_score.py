@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, run
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import RewardSection
+
+REWARD = RewardSection(workers=1)
+
+
+def write(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rows_come_back_in_order_with_their_scores(tmp_path: Path) -> None:
+    rows: list[object] = [{"response": f"so \\boxed{{{i % 7}}}", "answer": i % 5, "i": i} for i in range(3000)]
+    summary = run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", REWARD)
+    scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["i"] for row in scored] == list(range(3000))
+    assert [row["reward"] for row in scored] == [float(i % 7 == i % 5) for i in range(3000)]
+    assert set(scored[0]) == {"response", "answer", "i", "reward", "extracted", "why", "seconds"}
+    assert summary.rows == 3000 == sum(summary.whys.values())
+    assert summary.reward == pytest.approx(sum(row["reward"] for row in scored) / 3000)
+    assert "3000 rows, mean reward" in str(summary)
+
+
+def test_more_blocks_than_are_kept_ahead(tmp_path: Path) -> None:
+    count = BLOCK * (BLOCKS_AHEAD + 3) + 1
+    rows: list[object] = [{"response": str(i), "answer": str(i)} for i in range(count)]
+    assert run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", REWARD).reward == 1.0
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == count
+
+
+@pytest.mark.parametrize("row", ["nonsense\n", {"answer": "1"}, {"response": "1"}, {"response": 1, "answer": "1"}])
+def test_a_malformed_row_is_named_or_left_out(tmp_path: Path, row: object) -> None:
+    path = write(tmp_path / "in.jsonl", [{"response": "1", "answer": "1"}, row])
+    with pytest.raises(UserError, match=r"in\.jsonl:2: "):
+        run(path, tmp_path / "out.jsonl", REWARD)
+    assert list(tmp_path.iterdir()) == [path]
+    summary = run(path, tmp_path / "out.jsonl", REWARD, strict=False)
+    assert (summary.rows, summary.malformed) == (1, 1)
+
+
+def test_an_empty_file_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no row"):
+        run(write(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl", REWARD)
+    assert list(tmp_path.iterdir()) == [tmp_path / "in.jsonl"]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.data.prepare import prepare
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import DataSection, RewardSection
+
+TOKENIZER = build_arithmetic_tokenizer()
+REWARD = RewardSection(workers=1)
+
+
+def write(path: Path, rows: list[tuple[str, str]]) -> str:
+    path.write_text("".join(json.dumps({"problem": q, "answer": a}) + "\n" for q, a in rows))
+    return str(path)
+
+
+def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+    train = [("one plus one", "2"), ("One plus one?", "3"), ("held out", "1"), ("gold", "$ $"), ("x" * 99, "1")]
+    data = DataSection(
+        train=write(tmp_path / "train.jsonl", train),
+        eval=write(tmp_path / "eval.jsonl", [("held out", "1"), ("another", "\\frac{1}{2}"), ("third", "x")]),
+        eval_problems=2,
+        max_prompt_tokens=50,
+        strict=False,
+        contamination="drop",
+    )
+    made = prepare(data, REWARD, TOKENIZER)
+    assert [p.question for p in made.train.problems] == ["one plus one"]
+    assert [p.question for p in made.held_out.problems] == ["held out", "another"]
+    told = "\n".join(made.notes)
+    for expected in (
+        "train.jsonl:4: the answer '$ $' does not verify against itself",
+        "train.jsonl:2: same question as",
+        "1 training problems ask what another one asks",
+        "1 training problems share half of their wording with a held-out problem: left out",
+        "train.jsonl:3 is 100% of",
+        "1 training prompts are longer",
+    ):
+        assert expected in told
+
+
+def test_contamination_is_reported_and_kept_by_default(tmp_path: Path) -> None:
+    path = write(tmp_path / "same.jsonl", [("held out", "1"), ("other", "2")])
+    made = prepare(DataSection(train=path, eval=path), REWARD, TOKENIZER)
+    assert len(made.train.problems) == 2
+    assert made.notes[0].startswith("2 training problems share half of their wording")
+
+
+def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", [("fine", "2"), ("bad", "$ $")])
+    with pytest.raises(UserError, match=r"bad\.jsonl:2: the answer .* does not verify"):
+        prepare(DataSection(train=path, eval="arithmetic"), REWARD, TOKENIZER)
+
+
+def test_the_bundled_task_needs_no_note() -> None:
+    made = prepare(DataSection(generated_problems=500, eval_problems=50), REWARD, TOKENIZER)
+    assert (len(made.train.problems), len(made.held_out.problems), made.notes) == (500, 50, [])
+
+
+def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    sources = [write(tmp_path / folder / "test.jsonl", [("one", "1"), ("two", "2"), ("three", "3")]) for folder in "ab"]
+    data = DataSection(eval=",".join([*sources, "arithmetic"]), generated_problems=5, eval_problems=2)
+    made = prepare(data, REWARD, TOKENIZER)
+    assert [p.source for p in made.held_out.problems] == ["a-test"] * 2 + ["b-test"] * 2 + ["arithmetic"] * 2
+    assert len(made.held_out.prompts) == 6
+
+
+def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
+    bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
+    with pytest.raises(UserError, match=r"data\.eval: no problem of .*bad\.jsonl can be used"):
+        prepare(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)

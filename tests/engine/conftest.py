@@ -1,0 +1,29 @@
+"""A tiny checkpoint, and one engine on it for every test that leaves it alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.recipe import Recipe
+from tests.engine.tiny import recipe, save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"), seed=0)
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(checkpoint: Path) -> Recipe:
+    return recipe(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine.start(tiny_recipe, tiny_recipe.model.path, tmp_path_factory.mktemp("engine") / "engine.log")
+    yield engine
+    engine.stop()

@@ -1,0 +1,170 @@
+"""The engine against transformers, and its protocol; one engine serves the whole file."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Prompt, Response
+from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint
+
+SAMPLED = Sampling(temperature=0.7, top_p=1.0, max_tokens=12, stop_ids=())
+GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=12, stop_ids=())
+TOLERANCE = 1e-4
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: torch.nn.Module, prompt: Prompt, response: Response, temperature: float) -> np.ndarray:
+    ids = torch.tensor([prompt.ids + response.ids.tolist()])
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+    start = len(prompt.ids)
+    return logprobs[torch.arange(start - 1, ids.shape[1] - 1), ids[0, start:]].numpy()
+
+
+def test_behaviour_logprobs_are_those_of_the_sampling_temperature(engine: Engine, reference: torch.nn.Module) -> None:
+    groups = list(engine.generate(prompts(20), 4, SAMPLED))
+    assert sorted(prompt.index for prompt, _ in groups) == list(range(20))
+    for prompt, responses in groups:
+        assert len(responses) == 4
+        for response in responses:
+            assert response.finish_reason == "length"
+            assert response.ids.shape == response.logprobs.shape == (12,)
+            assert response.ids.dtype == np.int32
+            assert response.logprobs.dtype == np.float32
+            expected = reference_logprobs(reference, prompt, response, SAMPLED.temperature)
+            np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE)
+
+
+def test_responses_of_a_group_differ(engine: Engine) -> None:
+    for _, responses in engine.generate(prompts(5), 4, SAMPLED):
+        assert len({response.ids.tobytes() for response in responses}) == 4
+
+
+def test_greedy_is_the_argmax(engine: Engine, reference: torch.nn.Module) -> None:
+    for prompt, (response,) in engine.generate(prompts(5), 1, GREEDY):
+        ids = torch.tensor([prompt.ids + response.ids.tolist()])
+        with torch.no_grad():
+            best = reference(ids).logits[0].argmax(-1)
+        assert best[len(prompt.ids) - 1 : -1].tolist() == response.ids.tolist()
+
+
+def test_the_stop_token_ends_a_response_and_belongs_to_it(engine: Engine) -> None:
+    free = {prompt.index: responses[0].ids for prompt, responses in engine.generate(prompts(8), 1, GREEDY)}
+    stop = int(free[0][5])
+    stopped = engine.generate(prompts(8), 1, Sampling(0.0, 1.0, 12, (stop,)))
+    for prompt, (response,) in stopped:
+        whole = free[prompt.index].tolist()
+        expected = whole[: whole.index(stop) + 1] if stop in whole else whole
+        assert response.ids.tolist() == expected
+        assert response.finish_reason == ("stop" if stop in whole else "length")
+
+
+def test_prompts_are_pulled_as_capacity_frees_and_closing_early_aborts(engine: Engine) -> None:
+    pulled = itertools.count()
+    endless = (Prompt(i, prompts(1)[0].problem, [3 + i % 500, 5]) for i in pulled)
+    groups = engine.generate(endless, 4, SAMPLED)
+    seen = [next(groups) for _ in range(40)]
+    groups.close()
+    assert len(seen) == 40
+    # 64 requests run at a time, so at most 32 groups of 4 are in flight beside the 40 seen and what came with them.
+    assert next(pulled) <= 40 + 3 * 32
+    assert len(list(engine.generate(prompts(3), 2, SAMPLED))) == 3
+
+
+def test_nothing_to_generate(engine: Engine) -> None:
+    assert list(engine.generate([], 4, SAMPLED)) == []
+
+
+def test_weights_and_version_follow_a_sync(engine: Engine, checkpoint: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path, seed=1)
+    _load(engine, other, version=5)
+    assert engine.health() == 5
+    norm = "model.norm.weight"
+    assert engine.checksums()[0][norm] == _sha256(load_file(other / "model.safetensors")[norm])
+    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+    for prompt, responses in engine.generate(prompts(4), 2, SAMPLED):
+        for response in responses:
+            assert response.weight_version == 5
+            expected = reference_logprobs(model, prompt, response, SAMPLED.temperature)
+            np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE)
+    _load(engine, checkpoint, version=0)
+
+
+def test_sleeping_on_cpu_keeps_the_engine(engine: Engine) -> None:
+    before = engine.checksums()
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    assert engine.checksums() == before
+
+
+def test_sockets_are_on_loopback(engine: Engine) -> None:
+    engine.wait_ready()
+    assert set(_listening_addresses()) <= LOOPBACK
+
+
+def test_prompt_and_response_must_fit_the_model(checkpoint: Path, tmp_path: Path) -> None:
+    long = Recipe.model_validate({**recipe(checkpoint).model_dump(), "rollout": {"max_response_tokens": 300}})
+    with pytest.raises(UserError, match="exceed the 256 positions"):
+        Engine.start(long, checkpoint, tmp_path / "engine.log")
+
+
+def test_a_directory_that_is_no_model(tiny_recipe: Recipe, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a Hugging Face checkpoint"):
+        Engine.start(tiny_recipe, tmp_path, tmp_path / "engine.log")
+
+
+@pytest.mark.slow
+def test_two_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    engine = Engine.start(recipe(checkpoint, tensor=2), checkpoint, tmp_path / "engine.log")
+    try:
+        other = save_checkpoint(tmp_path / "other", seed=2)
+        _load(engine, other, version=1)
+        model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
+        for prompt, responses in engine.generate(prompts(4), 2, SAMPLED):
+            for response in responses:
+                expected = reference_logprobs(model, prompt, response, SAMPLED.temperature)
+                np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE)
+        first, second = engine.checksums()
+        assert first["model.norm.weight"] == second["model.norm.weight"]
+        assert first["model.layers.0.mlp.down_proj.weight"] != second["model.layers.0.mlp.down_proj.weight"]
+        assert set(_listening_addresses()) <= LOOPBACK
+    finally:
+        engine.stop()
+
+
+def _listening_addresses() -> list[str]:
+    """Of every engine that this process has started."""
+    hosts = [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
+    members = [member for host in hosts for member in group_processes(host.pid)]
+    assert len(members) >= 3
+    return [c.laddr.ip for p in members for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+
+
+def _load(engine: Engine, checkpoint: Path, version: int) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    # Good for one reader each.
+    engine.load_bucket([named_tensors(tensors) for _ in range(engine.tensor_parallel)])
+    engine.set_version(version)
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -1,0 +1,154 @@
+"""Engines that die, freeze or never come up: the cause is named, nothing is left behind, the work goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Prompt
+from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
+
+LONG = Sampling(temperature=1.0, top_p=1.0, max_tokens=64, stop_ids=())
+PATIENCE_S = 30.0
+
+
+@pytest.mark.slow
+def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_path: Path) -> None:
+    """One engine, three starts: its scheduler is killed, then all of it is stopped, and each time it goes on."""
+    engine = Engine.start(recipe(checkpoint, request_timeout_s=15), checkpoint, tmp_path / "engine.log")
+    missing = {prompt.index: prompt for prompt in prompts(120)}
+    hosts: list[int] = []
+
+    def attacked(attack: Callable[[int], None] | None) -> Iterator[Prompt]:
+        for place, prompt in enumerate(list(missing.values())):
+            if place == 40:
+                hosts.append(_host(engine))
+                if attack is not None:
+                    attack(hosts[-1])
+            yield prompt
+
+    def generate(attack: Callable[[int], None] | None) -> None:
+        for prompt, responses in engine.generate(attacked(attack), 4, LONG):
+            assert len(responses) == 4
+            del missing[prompt.index]
+
+    with pytest.raises(EngineFailure, match=r"(host process is gone|silent for 15 s) .*during generate"):
+        generate(_kill_scheduler)
+    assert 40 < len(missing) < 120
+    engine.sleep()
+    engine.wake("weights")
+    engine.wake("kv_cache")
+    with pytest.raises(EngineFailure, match=r"silent for 15 s during generate; .*stopped"):
+        generate(_freeze)
+    assert missing
+    engine.wake("weights")
+    generate(None)
+    assert not missing
+    engine.stop()
+    assert len(set(hosts)) == len(hosts)
+    assert [group_processes(host) for host in hosts] == [[]] * len(hosts)
+
+
+@pytest.mark.slow
+def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
+    engine = Engine.start(recipe(checkpoint, start_timeout_s=1), checkpoint, tmp_path / "engine.log")
+    host = _host(engine)
+    os.killpg(host, signal.SIGSTOP)
+    with pytest.raises(EngineFailure, match=rf"silent for 1 s during start.*\({host}\) stopped"):
+        engine.wait_ready()
+    assert group_processes(host) == []
+    with pytest.raises(EngineFailure, match="not running"):
+        engine.health()
+
+
+def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
+    broken = save_checkpoint(tmp_path / "broken", seed=0)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    engine = Engine.start(recipe(broken), broken, tmp_path / "engine.log")
+    host = _host(engine)
+    with pytest.raises(EngineFailure, match=r"(?s)engine.*end of .*engine\.log.*afetensor"):
+        engine.wait_ready()
+    assert group_processes(host) == []
+
+
+@pytest.mark.parametrize(
+    ("victim", "blow"), [("client", signal.SIGKILL), ("client", signal.SIGINT), ("host", signal.SIGKILL)]
+)
+def test_nothing_outlives_the_client_or_the_host(
+    victim: str, blow: signal.Signals, tiny_recipe: Recipe, tmp_path: Path
+) -> None:
+    """The blow falls into the engine's start, when SGLang's children do not yet watch their parent."""
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from mugrpo_megatron.recipe import Recipe
+        from mugrpo_megatron.rollout.engine import Engine
+
+        recipe = Recipe.model_validate_json(sys.argv[1])
+        engine = Engine.start(recipe, recipe.model.path, Path(sys.argv[2]))
+        print("started", flush=True)
+        sys.stdin.read()
+        """
+    )
+    client = subprocess.Popen(
+        [sys.executable, "-c", script, tiny_recipe.model_dump_json(), str(tmp_path / "engine.log")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores Ctrl-C
+    )
+    assert client.stdout is not None
+    client.stdout.readline()
+    hosts: list[psutil.Process] = []
+    while not hosts:  # a process that has just been started may not show its command line yet
+        assert client.poll() is None
+        hosts = [p for p in psutil.Process(client.pid).children() if "mugrpo_megatron.engine.host" in p.cmdline()]
+    (host,) = hosts
+    members = _members_with_scheduler(host.pid)
+    os.kill(client.pid if victim == "client" else host.pid, blow)
+    if victim == "host":
+        members.remove(host)  # dead, but in the process table until the client that started it ends
+    _, alive = psutil.wait_procs(members, timeout=PATIENCE_S)
+    assert alive == []
+    client.kill()
+    client.wait()
+    assert list(tmp_path.glob("mugrpo-engine-*")) == []
+
+
+def _members_with_scheduler(host: int) -> list[psutil.Process]:
+    """The group's processes as soon as SGLang has forked its first child, which takes SGLang's name a little later."""
+    members: list[psutil.Process] = []
+    while not any(p.name().startswith(("python", "sglang")) and p.ppid() == host for p in members):
+        # Waits a moment for the host to end, which it does not.
+        psutil.wait_procs([psutil.Process(host)], timeout=0.1)
+        members = group_processes(host)
+    return members
+
+
+def _host(engine: Engine) -> int:
+    hosts = [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
+    return max(hosts, key=lambda process: process.create_time()).pid
+
+
+def _kill_scheduler(host: int) -> None:
+    for process in group_processes(host):
+        if process.name().startswith("sglang::schedul"):
+            process.kill()
+
+
+def _freeze(host: int) -> None:
+    os.killpg(host, signal.SIGSTOP)

@@ -1,0 +1,72 @@
+"""SGLang's arguments and environment that follow from a recipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.engine.launch import CPU_KV_BYTES, engine_arguments, engine_environment, kv_bytes_per_token
+from mugrpo_megatron.engine.placement import ALONE
+from mugrpo_megatron.recipe import Recipe
+from tests.engine.tiny import recipe
+
+
+def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", "/somewhere")
+    environment = engine_environment(recipe(checkpoint), checkpoint, cuda=False)
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
+    assert "TORCHELASTIC_RUN_ID" not in environment
+    assert environment["HF_HOME"] == "/somewhere"
+
+
+def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> None:
+    left_out = engine_environment(recipe(checkpoint), checkpoint, cuda=False)["SGLANG_DISABLED_MODEL_ARCHS"].split(",")
+    assert "llama" in left_out
+    assert "qwen2" not in left_out
+
+
+def test_each_rank_of_a_tensor_parallel_engine_has_cores_of_its_own(checkpoint: Path) -> None:
+    environment = engine_environment(recipe(checkpoint, tensor=2), checkpoint, cuda=False)
+    assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+
+
+def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint: Path) -> None:
+    def disabled(max_prompt_tokens: int) -> bool:
+        given = recipe(checkpoint).model_dump() | {"data": {"max_prompt_tokens": max_prompt_tokens}}
+        return engine_arguments(Recipe.model_validate(given), checkpoint, cuda=False)["disable_radix_cache"]
+
+    assert disabled(32)
+    assert not disabled(33)
+
+
+@pytest.mark.parametrize(
+    ("section", "fact"),
+    [
+        ({"between_stages": "sleep"}, {"enable_memory_saver": True}),
+        ({"between_stages": "restart"}, {"enable_memory_saver": False}),
+        ({"memory_fraction": 0.5}, {"mem_fraction_static": 0.5}),
+        ({"tensor": 2}, {"tp_size": 2}),
+        ({"attention_backend": "fa3"}, {"attention_backend": "fa3"}),
+    ],
+)
+def test_cuda_arguments(section: dict[str, object], fact: dict[str, object], checkpoint: Path) -> None:
+    arguments = engine_arguments(recipe(checkpoint, **section), checkpoint, cuda=True, slot=replace(ALONE, gpu=3))
+    assert fact.items() <= arguments.items()
+    assert arguments["device"] == "cuda"
+    assert arguments["base_gpu_id"] == 3
+
+
+def test_kv_bytes_of_qwen2_5_7b() -> None:
+    config = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    assert kv_bytes_per_token(config, "bfloat16") == 57_344
+
+
+def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
+    wide = recipe(checkpoint, max_running_requests=100_000)
+    arguments = engine_arguments(wide, checkpoint, cuda=False)
+    assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= CPU_KV_BYTES
+    assert engine_arguments(recipe(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)

@@ -1,0 +1,58 @@
+"""Who leads which engine: every device serves one engine, every engine stays on its node."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import EngineSection
+
+
+def slots(engine: EngineSection, nodes: int, local_world: int, cores: int | None = None) -> list[EngineSlot]:
+    world = nodes * local_world
+    return [
+        engine_slot(engine, rank, world, local_rank=rank % local_world, local_world=local_world, cores=cores)
+        for rank in range(world)
+    ]
+
+
+@given(nodes=st.integers(1, 4), tensor=st.sampled_from([1, 2, 4, 8]), blocks=st.integers(1, 8))
+def test_every_device_belongs_to_one_engine_of_its_node(nodes: int, tensor: int, blocks: int) -> None:
+    local_world = tensor * blocks
+    found = slots(EngineSection(tensor=tensor), nodes, local_world)
+    leaders = [(rank, one) for rank, one in enumerate(found) if one.leads]
+    assert [one.number for _, one in leaders] == list(range(nodes * blocks))
+    assert all(one.engines == nodes * blocks for one in found)
+    used = [(rank // local_world, one.gpu + shift) for rank, one in leaders for shift in range(tensor)]
+    assert sorted(used) == [(node, gpu) for node in range(nodes) for gpu in range(local_world)]
+    for rank, one in leaders:
+        assert rank % local_world == one.gpu, "a leader sits on its engine's first device"
+
+
+def test_a_world_of_one() -> None:
+    assert slots(EngineSection(), 1, 1, cores=64) == [ALONE]
+
+
+@pytest.mark.parametrize(("cores", "engines"), [(1, 1), (2, 2), (3, 3), (64, 8)])
+def test_on_cpu_no_more_engines_than_cores(cores: int, engines: int) -> None:
+    found = slots(EngineSection(), 2, 8, cores)
+    assert sum(one.leads for one in found) == found[0].engines == 2 * engines
+    assert [rank for rank, one in enumerate(found) if one.leads] == [*range(engines), *range(8, 8 + engines)]
+
+
+def test_engines_a_node_may_be_fewer() -> None:
+    found = slots(EngineSection(tensor=2, per_node=1), 2, 8)
+    assert [rank for rank, one in enumerate(found) if one.leads] == [0, 8]
+    assert [one.number for one in found if one.leads] == [0, 1]
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(UserError, match=r"engine\.tensor = 3 does not divide the 8 ranks of a node.*\[1, 2, 4, 8\]"):
+        slots(EngineSection(tensor=3), 2, 8)
+    with pytest.raises(UserError, match=r"engine\.tensor = 16 does not divide the 8 ranks"):
+        slots(EngineSection(tensor=16), 2, 8)
+    with pytest.raises(UserError, match=r"engine\.per_node = 3 .* need 12 ranks .* but 8 run there; take at most 2"):
+        slots(EngineSection(tensor=4, per_node=3), 1, 8)

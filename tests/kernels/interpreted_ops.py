@@ -1,0 +1,90 @@
+"""Triton's row kernels under Triton's interpreter; `test_triton_rows` runs these with it switched on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mugrpo_megatron.kernels import torch_ops, triton_ops
+from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
+from mugrpo_megatron.kernels.head import HeadLayout
+from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from tests.kernels.problems import OBJECTIVES, TEMPERATURE, VOCAB, distance, make_problem, materialised
+
+WIDE = 2 * triton_ops.BLOCK + 24
+"""Columns that need more than two blocks."""
+
+
+def case(seed: int, tokens: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = 5 * torch.randn(tokens, columns, generator=generator)
+    targets = torch.randint(-columns, 2 * columns, (tokens,), generator=generator)
+    return logits, targets, torch.randn(tokens, generator=generator)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 4), st.sampled_from([40, triton_ops.BLOCK, WIDE]), st.floats(0, 1))
+def test_statistics_equal_those_of_torch(seed: int, tokens: int, columns: int, share: float) -> None:
+    logits, targets, _ = case(seed, tokens, columns)
+    valid = round(share * columns)
+    found = triton_ops.statistics(logits, 1.3, valid, targets)
+    torch.testing.assert_close(found, torch_ops.statistics(logits, 1.3, valid, targets), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.integers(0, 4),
+    st.sampled_from([40, triton_ops.BLOCK, WIDE]),
+    st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_gradient_equals_that_of_torch(seed: int, tokens: int, columns: int, share: float, dtype: torch.dtype) -> None:
+    logits, targets, coefficient = case(seed, tokens, columns)
+    valid = round(share * columns)
+    lse = logits.logsumexp(1) * 1.3
+    expected = torch_ops.gradient(logits.clone(), 1.3, valid, targets, lse, coefficient, dtype)
+    found = triton_ops.gradient(logits, 1.3, valid, targets, lse, coefficient, dtype)
+    assert found.dtype == dtype
+    assert found.data_ptr() == logits.data_ptr()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_fused_loss(name: str) -> None:
+    problem = make_problem(OBJECTIVES[name])
+    expected, leaves = materialised(problem), problem.leaves()
+    found = fused_policy_loss(
+        leaves.hidden,
+        leaves.weight,
+        leaves.targets,
+        leaves.behaviour,
+        leaves.advantages,
+        leaves.segments,
+        leaves.config,
+        HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend="triton"),
+        statistics=leaves.statistics,
+        reference=leaves.reference,
+    )
+    found.loss.backward()
+    tolerance = 1e-5 if problem.config.ratio == "sequence" else 1e-6
+    assert distance(found.loss.detach(), expected.loss) < tolerance
+    assert distance(leaves.hidden.grad, expected.d_hidden) < tolerance
+    assert distance(leaves.weight.grad, expected.d_weight) < tolerance
+
+
+def test_token_logprobs() -> None:
+    problem = make_problem(OBJECTIVES["mu_grpo"])
+    found = []
+    for backend in ("torch", "triton"):
+        leaves = problem.leaves()
+        logprobs, entropy = token_logprobs(
+            leaves.hidden, leaves.weight, leaves.targets, HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend=backend)
+        )
+        logprobs.sum().backward()
+        found.append([logprobs.detach(), entropy, leaves.hidden.grad, leaves.weight.grad])
+    for ours, expected in zip(*found, strict=True):
+        assert distance(ours, expected) < 1e-6

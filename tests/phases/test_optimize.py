@@ -1,0 +1,168 @@
+"""Updates formed of informative groups: full, in order, from the stage on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.phases import optimize
+from mugrpo_megatron.phases.optimize import read_update, refresh_reference
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.checkpoints import checkpoint_name
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.store import StageStore
+
+UPDATES, PROMPTS, RESPONSES = 3, 2, 4
+EQUAL = {0, 3, 4}
+"""Groups whose rewards are all equal."""
+
+
+def group(index: int) -> list[Sample]:
+    rewards = [1.0] * RESPONSES if index in EQUAL else [1.0, 0.0, 0.0, 1.0]
+    ids, logprobs = np.array([index], dtype=np.int32), np.zeros(1, dtype=np.float32)
+    return [Sample(index, f"p{index}", ids, ids, logprobs, reward, 0, "stop") for reward in rewards]
+
+
+def problems_of_updates(directory: Path, zero_variance: str) -> list[list[str]]:
+    store = StageStore(directory)
+    for index in range(UPDATES * PROMPTS):
+        store.append(group(index))
+    store.seal(UPDATES, PROMPTS)
+    recipe = Recipe.model_validate(
+        {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
+    )
+    run: Any = SimpleNamespace(recipe=recipe)
+    updates = [read_update(run, store, Cursor(0, age)) for age in range(UPDATES)]
+    for update in updates:
+        assert len({sample.group for sample in update}) == PROMPTS
+        assert len(update) == PROMPTS * RESPONSES
+    return [[sample.problem for sample in update[::RESPONSES]] for update in updates]
+
+
+@pytest.mark.parametrize("zero_variance", ["count", "mask"])
+def test_a_stage_is_read_as_it_is(tmp_path: Path, zero_variance: str) -> None:
+    assert problems_of_updates(tmp_path, zero_variance) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
+
+
+def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
+    assert problems_of_updates(tmp_path, "leave_out") == [["p1", "p2"], ["p5", "p1"], ["p2", "p5"]]
+
+
+EVERY = 2
+
+
+class Refreshed:
+    """A sealed stage and a run of one rank on it, whose learner gives every token of problem p at update u p + u/10."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str) -> None:
+        self.directory = RunDirectory(path)
+        self.store = StageStore(self.directory.stage(0))
+        for index in range(UPDATES * PROMPTS):
+            self.store.append(group(index))
+        self.store.seal(UPDATES, PROMPTS)
+        recipe = Recipe.model_validate(
+            {
+                "rollout": {"prompts_per_update": PROMPTS},
+                "schedule": {"stages": 1, "updates_per_stage": UPDATES},
+                "objective": {"name": "off_policy_grpo", "reference_every": EVERY, "zero_variance": zero_variance},
+            }
+        )
+        self.run: Any = SimpleNamespace(
+            recipe=recipe,
+            directory=self.directory,
+            learner=None,
+            leads=True,
+            log=SimpleNamespace(phase=lambda *_: nullcontext()),
+            display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
+            title=lambda cursor: "",
+            world=SimpleNamespace(barrier=lambda: None),
+        )
+        self.updates_taken = 0
+        monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
+
+    def _logprobs(self, learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
+        return [(sample.prompt_ids + self.updates_taken / 10).astype(np.float32) for sample in samples]
+
+    def take(self, age: int) -> list[Sample]:
+        self.updates_taken = age
+        refresh_reference(self.run, self.store, Cursor(0, age, age))
+        return read_update(self.run, self.store, Cursor(0, age, age))
+
+    def save(self, age: int) -> None:
+        """A checkpoint as far as it is looked for."""
+        state = self.directory.checkpoints / checkpoint_name(Cursor(0, age)) / STATE
+        state.parent.mkdir(parents=True)
+        state.touch()
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.directory.references.iterdir())
+
+
+@pytest.mark.parametrize("zero_variance", ["mask", "leave_out"])
+def test_samples_carry_the_logprobs_of_the_policy_at_the_refresh(
+    zero_variance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an update is formed of groups that lie in several stored ones; the last stretch is shorter."""
+    refreshed = Refreshed(tmp_path, monkeypatch, zero_variance)
+    for age in range(UPDATES):
+        samples = refreshed.take(age)
+        for sample in samples:
+            assert sample.reference_logprobs is not None
+            assert sample.reference_logprobs == np.float32(int(sample.problem[1:]) + (age - age % EVERY) / 10)
+    assert refreshed.files == ["stage00000-age00000.parquet", "stage00000-age00002.parquet"]
+
+
+def test_a_run_that_resumes_between_refreshes_reads_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Refreshed(tmp_path, monkeypatch, "mask")
+    before.take(0)
+    first = before.take(1)
+    before.updates_taken = 7  # whatever the learner is now, update 1 clips around what update 0 began with
+    assert [s.reference_logprobs for s in read_update(before.run, before.store, Cursor(0, 1, 1))] == [
+        s.reference_logprobs for s in first
+    ]
+    for file in before.directory.references.iterdir():
+        file.unlink()
+    with pytest.raises(
+        UserError, match=r"age00000\.parquet is gone.* remove the checkpoints after stage00000-age00000"
+    ):
+        before.take(1)
+
+
+def test_a_refresh_that_is_cut_short_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed = Refreshed(tmp_path, monkeypatch, "mask")
+    whole = refreshed._logprobs
+
+    def dies(learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
+        if samples[0].problem == "p2":
+            raise KeyboardInterrupt
+        return whole(learner, samples)
+
+    monkeypatch.setattr(optimize, "token_logprobs", dies)
+    with pytest.raises(KeyboardInterrupt):
+        refreshed.take(0)
+    assert refreshed.files == []
+
+
+def test_files_go_once_every_kept_checkpoint_lies_behind_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed = Refreshed(tmp_path, monkeypatch, "mask")
+    refreshed.take(0)
+    refreshed.save(1)
+    refreshed.take(2)
+    assert refreshed.files == ["stage00000-age00000.parquet", "stage00000-age00002.parquet"], "update 1 needs the first"
+    (refreshed.directory.checkpoints / checkpoint_name(Cursor(0, 1)) / STATE).unlink()
+    refreshed.save(2)
+    refreshed.take(2)
+    assert refreshed.files == ["stage00000-age00002.parquet"]

@@ -1,0 +1,96 @@
+"""Off-policy GRPO's clip on whole runs: it binds once the reference is older than the policy, and a resume keeps it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.run.checkpoints import complete
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
+
+pytestmark = pytest.mark.slow
+UPDATES, EVERY = 8, 4
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose learning rate moves the policy far in each update; its run has a sealed stage and no more."""
+    folder = tmp_path_factory.mktemp("generated")
+    recipe = write_recipe(
+        folder / "recipe.toml",
+        save_model(folder / "model"),
+        folder / "run",
+        schedule={"stages": 1, "updates_per_stage": UPDATES},
+        objective={"name": "off_policy_grpo"},
+        optimizer={"lr": 3e-2},
+        checkpoint={"every_updates": 3, "keep": 9},
+        reward=COIN,
+    )
+    mugrpo("generate", recipe)
+    return recipe
+
+
+def optimized(generated: Path, run_dir: Path, *changes: str) -> Path:
+    source = ["--stage", "0", "--from", generated.parent / "run"] if not run_dir.exists() else []
+    mugrpo("optimize", generated, *source, *(word for c in (f"run.dir={run_dir}", *changes) for word in ("--set", c)))
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def clipped(generated: Path) -> Path:
+    return optimized(generated, generated.parent / "clipped", f"objective.reference_every={EVERY}")
+
+
+def clipped_fractions(run_dir: Path) -> list[float]:
+    rows: list[dict[str, Any]] = [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
+    return [row["clipped_fraction"] for row in rows]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
+
+
+def test_the_clip_binds_between_refreshes_and_only_there(generated: Path, clipped: Path, tmp_path: Path) -> None:
+    moving = optimized(generated, tmp_path / "moving")
+    assert clipped_fractions(moving) == [0.0] * UPDATES
+    found = clipped_fractions(clipped)
+    assert found[::EVERY] == [0.0, 0.0], "at a refresh the ratio is exactly the reference's"
+    assert all(share > 0 for age, share in enumerate(found) if age % EVERY)
+    assert weights(clipped) != weights(moving)
+    assert not (moving / "reference").exists()
+
+
+def test_informative_groups_alone_are_lined_up_with_their_reference(generated: Path, tmp_path: Path) -> None:
+    """In a wrong order the first update after a refresh would not be at its reference."""
+    changes = [f"objective.reference_every={EVERY}", "objective.zero_variance=leave_out"]
+    found = clipped_fractions(optimized(generated, tmp_path / "run", *changes))
+    assert found[::EVERY] == [0.0, 0.0]
+    assert max(found) > 0
+
+
+@pytest.mark.parametrize("age", [3, 6])
+def test_a_run_that_resumes_between_refreshes_ends_bitwise_like_the_unbroken_one(
+    age: int, generated: Path, clipped: Path, tmp_path: Path
+) -> None:
+    """What a kill after a refresh and a save leaves: checkpoints up to the save, reference files up to the refresh."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(clipped, run_dir)
+    for path in [*complete(run_dir / "checkpoints"), *(run_dir / "reference").iterdir(), run_dir / "hf"]:
+        if path.stem > f"stage00000-age{age:05d}" or path.name == "hf":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert [path.name for path in complete(run_dir / "checkpoints")][-1] == f"stage00000-age{age:05d}"
+    shutil.copytree(run_dir, tmp_path / "lost")
+    optimized(generated, run_dir, f"objective.reference_every={EVERY}")
+    assert weights(run_dir) == weights(clipped)
+
+    shutil.rmtree(tmp_path / "lost" / "reference")
+    changes = ["--set", f"run.dir={tmp_path / 'lost'}", "--set", f"objective.reference_every={EVERY}"]
+    refused = mugrpo("optimize", generated, *changes, code=2)
+    begun = f"stage00000-age{age - age % EVERY:05d}"
+    assert f"{begun}.parquet is gone" in refused.stderr
+    assert f"remove the checkpoints after {begun}" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,160 @@
+"""Time: against figures worked out by other means, and the properties that a cost model must have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.plan.activations import micro_batches_in_flight
+from mugrpo_megatron.plan.case import Case, make_case
+from mugrpo_megatron.plan.generation import evaluation_seconds, evaluations
+from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
+from mugrpo_megatron.plan.layout import Layout
+from mugrpo_megatron.plan.memory import memory, serving
+from mugrpo_megatron.plan.models import bundled
+from mugrpo_megatron.plan.time import Schedule, schedules, stage_bytes
+from mugrpo_megatron.plan.training import bubble, logprob_seconds, update_seconds, work_of
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.families import architecture
+
+GUESS = Assumptions()
+CONFIG = bundled()["Qwen2.5-Math-7B"]
+MODEL = architecture(CONFIG)
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    table: dict[str, dict[str, Any]] = {
+        "rollout": {"prompts_per_update": 128, "responses_per_prompt": 8, "max_response_tokens": 3072},
+        "schedule": {"stages": 4, "updates_per_stage": 1024},
+        "parallel": {"tensor": 2, "sequence": True},
+    }
+    for name, values in sections.items():
+        table[name] = {**table.get(name, {}), **values}
+    return Recipe.model_validate(table)
+
+
+def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
+    """6 x (parameters - embedding), the usual count; attention apart."""
+    work = work_of(MODEL, 1000)
+    assert 3 * (work.layers + work.head) == pytest.approx(42.4e9, rel=0.005)
+    assert 3 * work.attention == pytest.approx(6 * 28 * 3584 * 1000)
+
+
+def test_only_chosen_experts_cost_work() -> None:
+    work = work_of(architecture(bundled()["Qwen3-30B-A3B"]), 1)
+    assert (work.layers + work.head) / 2 == pytest.approx(3.0e9, rel=0.05)  # "A3B", less the embedding
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "share"),
+    [
+        (Layout(), 8, 0.0),
+        (Layout(pipeline=4), 1, 3 / 4),
+        (Layout(pipeline=4), 9, 3 / 12),
+        (Layout(pipeline=4, virtual=3), 4, 3 / 15),
+    ],
+)
+def test_bubble(layout: Layout, micro_batches: int, share: float) -> None:
+    assert bubble(layout, micro_batches) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "in_flight"),
+    [
+        (Layout(pipeline=4), 16, [4, 3, 2, 1]),
+        (Layout(pipeline=4), 2, [2, 2, 2, 1]),
+        (Layout(pipeline=2, virtual=2), 8, [2.5, 1.5]),
+        (Layout(), 8, [1]),
+    ],
+)
+def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: list[float]) -> None:
+    stages = range(layout.pipeline)
+    assert [micro_batches_in_flight(layout, stage, micro_batches) for stage in stages] == in_flight
+
+
+def on_four_h200(chosen: Recipe, guess: Assumptions = GUESS) -> Case:
+    return make_case(chosen, MODEL, CONFIG, make_cluster(1, 4, "h200"), guess)
+
+
+def costs(**sections: dict[str, Any]) -> list[Schedule]:
+    case = on_four_h200(recipe(**sections))
+    return schedules(case, memory(case, serving(case)))
+
+
+def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stages() -> None:
+    own, grpo, mu = costs()
+    assert (grpo.stages, grpo.updates_per_stage) == (1024, 4)
+    assert (mu.stages, mu.updates_per_stage) == (4, 1024)
+    assert own.seconds == mu.seconds
+    assert grpo.seconds["optimize"] == pytest.approx(mu.seconds["optimize"])
+    assert grpo.seconds["evaluate"] == mu.seconds["evaluate"]
+    assert grpo.seconds["switch"] == pytest.approx(256 * mu.seconds["switch"])
+    assert grpo.tail > mu.tail >= 0
+    assert grpo.total > mu.total
+    assert mu.stage_bytes == pytest.approx(256 * grpo.stage_bytes)
+
+
+def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:
+    def seconds(**sections: dict[str, Any]) -> float:
+        return update_seconds(on_four_h200(recipe(**sections)))
+
+    plain = seconds()
+    assert seconds(objective={"name": "gspo"}) > plain
+    assert seconds(objective={"name": "m2po"}) > 1.2 * plain  # a forward pass more
+    assert seconds(learner={"recompute": "full"}) == pytest.approx(4 / 3 * plain, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stages", "updates", "section", "before", "woken"),
+    [
+        (4, 1024, {"every_stages": 1}, [0, 1024, 2048, 3072], [4096]),
+        (4, 1024, {"every_stages": 0}, [0], [4096]),
+        (2, 8, {"every_stages": 1, "every_updates": 3}, [0, 8], [3, 6, 11, 14, 16]),
+        (2, 8, {"every_stages": 1, "every_updates": 4}, [0, 8], [4, 12, 16]),
+        (8, 4, {"every_stages": 3, "every_updates": 4}, [0, 12, 24], [32]),
+    ],
+)
+def test_evaluations_are_those_that_training_makes(
+    stages: int, updates: int, section: dict[str, int], before: list[int], woken: list[int]
+) -> None:
+    """`before` and `woken`: updates taken at each evaluation."""
+    chosen = recipe(schedule={"stages": stages, "updates_per_stage": updates}, eval=section)
+    assert evaluations(chosen) == (len(before), len(woken))
+
+
+def test_each_held_out_set_costs_what_its_own_samples_do() -> None:
+    def seconds(sources: str, **section: Any) -> float:
+        case = on_four_h200(recipe(data={"eval": sources}, eval=section))
+        return evaluation_seconds(case, serving(case))
+
+    once = seconds("math500")
+    assert seconds("math500", sets={"math500": {"samples": 32}}) > 5 * once
+    assert seconds("math500", samples=32) == seconds("math500", sets={"math500": {"samples": 32}})
+    assert seconds("math500", max_tokens=512) < once / 3
+    both = seconds("math500,aime24", sets={"aime24": {"samples": 32}})
+    assert both == pytest.approx(once + seconds("aime24", samples=32))
+
+
+def test_evaluations_inside_a_stage_cost_their_switches_too() -> None:
+    seldom, often = (costs(eval={"every_updates": every})[0].seconds for every in (0, 256))
+    assert often["evaluate"] > 2 * seldom["evaluate"]
+    assert {name: often[name] for name in ("generate", "optimize", "switch")} == {
+        name: seldom[name] for name in ("generate", "optimize", "switch")
+    }
+
+
+def test_a_reference_policy_costs_a_forward_pass_over_the_stage() -> None:
+    plain = recipe(objective={"name": "off_policy_grpo"})
+    reference = recipe(objective={"name": "off_policy_grpo", "reference_every": 4})
+    behaviour = recipe(objective={"name": "off_policy_grpo"}, rollout={"behaviour": "learner"})
+    seconds = [logprob_seconds(on_four_h200(one)) for one in (plain, reference, behaviour)]
+    assert seconds[1] == seconds[2] > 100 * seconds[0]
+
+
+def test_a_stage_is_as_large_as_its_columns() -> None:
+    small = recipe(
+        schedule={"stages": 1, "updates_per_stage": 2}, rollout={"prompts_per_update": 2, "max_response_tokens": 100}
+    )
+    guess = Assumptions(mean_prompt=0.1, mean_response=0.5)
+    assert stage_bytes(on_four_h200(small, guess)) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))

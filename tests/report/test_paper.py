@@ -1,0 +1,82 @@
+"""The paper's names and times for what a run measures."""
+
+from __future__ import annotations
+
+import re
+from operator import itemgetter
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.observe.metrics import NAMES as METRIC_NAMES
+from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.recipe.objective import VetoScope
+from mugrpo_megatron.report.paper import NAMES, ROLLOUT_PHASES, SCOPES, TRAINING_PHASES, paper_seconds
+
+Phase = dict[str, Any]
+LETTERS = dict(
+    zip(("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval"), "sygclove", strict=True)
+)
+
+
+@st.composite
+def phases(draw: st.DrawFn) -> list[Phase]:
+    """Phases on whole seconds, one after the other, some with others inside, two deep; in the order they end."""
+    rows: list[Phase] = []
+
+    def fill(start: int, depth: int, most: int) -> int:
+        for _ in range(draw(st.integers(0, most))):
+            start += draw(st.integers(0, 2))
+            name = draw(st.sampled_from(sorted(PHASES)))
+            inner_end = fill(start + draw(st.integers(0, 1)), depth + 1, 2) if depth < 2 else start
+            end = inner_end + draw(st.integers(1, 4))
+            rows.append({"phase": name, "start": float(start), "end": float(end)})
+            start = end
+        return start
+
+    fill(0, 0, 6)
+    return rows
+
+
+@given(rows=phases())
+def test_seconds_are_those_in_which_a_phase_of_the_list_runs_alone(rows: list[Phase]) -> None:
+    def alone(row: Phase) -> int:
+        ticks = range(int(row["start"]), int(row["end"]))
+        return sum(sum(other["start"] <= tick < other["end"] for other in rows) == 1 for tick in ticks)
+
+    def is_outer(row: Phase) -> bool:
+        return not any(
+            other is not row and other["start"] <= row["start"] and row["end"] <= other["end"] for other in rows
+        )
+
+    outer = sorted((row for row in rows if is_outer(row)), key=itemgetter("start"))
+    letters = "".join(LETTERS[row["phase"]] for row in outer)
+    rollout = {match.start() for match in re.finditer("y(?=e*g)|g|c", letters)}
+    training = rollout | {match.start() for match in re.finditer("l|o", letters)}
+    assert paper_seconds(rows) == pytest.approx(
+        {
+            "T_rollout": sum(alone(outer[place]) for place in rollout),
+            "T_total": sum(alone(outer[place]) for place in training),
+        }
+    )
+
+
+def test_an_evaluation_inside_a_stage_costs_neither_time() -> None:
+    def row(phase: str, start: float, end: float) -> Phase:
+        return {"phase": phase, "start": start, "end": end}
+
+    stage = [row("sync", 0, 1), row("eval", 1, 3), row("generate", 3, 9), row("optimize", 9, 14)]
+    inside = [row("sync", 14, 15), row("eval", 15, 17), row("save", 20, 22), row("optimize", 17, 25)]
+    assert paper_seconds([*stage, *inside]) == {"T_rollout": 1 + 6, "T_total": 1 + 6 + 5 + 8 - 2}
+
+
+def test_phases_and_scopes_exist() -> None:
+    assert set(ROLLOUT_PHASES) < set(TRAINING_PHASES) < set(PHASES)
+    assert set(SCOPES) == set(get_args(VetoScope))
+
+
+def test_update_metrics_that_have_a_name_in_the_paper_exist() -> None:
+    own = {ours.strip("`") for _, ours, _ in NAMES}
+    assert {"clipped_fraction", "ratio_neg_mean", "vetoed_fraction", "reward_mean"} <= own & METRIC_NAMES["update"]

@@ -1,0 +1,77 @@
+"""The paper's Figures 2 and 3 for one run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.paper_charts import paper_remark
+from mugrpo_megatron.report.payload import draw
+from mugrpo_megatron.report.report import page
+from mugrpo_megatron.report.rundata import RunData, read_run
+from tests.report.synthetic import recipe_of, rows_of, write_run
+
+SETS = ("easy", "hard")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunData:
+    return read_run(write_run(tmp_path, rows_of(2, 32, eval_every=8, sets=SETS), recipe_of(2, 32)))
+
+
+def charts_of(run: RunData) -> dict[str, Chart]:
+    return {chart.id: chart for chart in draw(run).charts}
+
+
+def test_clipping_rate_and_ratio_are_the_updates_own(run: RunData) -> None:
+    charts = charts_of(run)
+    for id, metric in (("paper_clipping", "clipped_fraction"), ("paper_ratio", "ratio_neg_mean")):
+        (curve,) = charts[id].series
+        assert curve.y == pytest.approx([row[metric] for row in run.updates], rel=1e-5)
+
+
+def test_accuracy_has_a_point_for_every_evaluation_inside_a_stage(run: RunData) -> None:
+    drawing = draw(run)
+    assert drawing.axes["eval"]["u"] == [0, 8, 16, 24, 32, 40, 48, 56, 64]
+    *each, mean = charts_of(run)["paper_accuracy"].series
+    assert [curve.label for curve in each] == list(SETS)
+    for curve in each:
+        assert curve.y == pytest.approx([row[f"accuracy/{curve.label}"] for row in run.evals], rel=1e-5)
+    assert mean.bold
+    for drawn, name in ((mean.y, "accuracy/mean"), (mean.low, "low/mean"), (mean.high, "high/mean")):
+        assert drawn == pytest.approx([row[name] for row in run.evals], rel=1e-5)
+
+
+def test_a_single_set_is_drawn_once(run: RunData) -> None:
+    one = [{key: value for key, value in row.items() if not key.endswith("/hard")} for row in run.evals]
+    assert [curve.label for curve in charts_of(replace(run, evals=one))["paper_accuracy"].series] == [
+        "held-out accuracy"
+    ]
+
+
+def test_a_measure_that_is_not_0_or_1_is_called_reward(run: RunData) -> None:
+    scored = [
+        {key.replace("accuracy/", "reward/"): value for key, value in row.items() if key != "accuracy"}
+        for row in run.evals
+    ]
+    chart = charts_of(replace(run, evals=scored))["paper_accuracy"]
+    assert chart.title == "Figures 2 and 3: average reward"
+    assert chart.format == "number"
+    assert chart.series[-1].y == pytest.approx([row["reward/mean"] for row in scored], rel=1e-5)
+
+
+def test_the_page_says_which_line_of_the_papers_figures_the_run_is(run: RunData) -> None:
+    objective = {"name": "grpo", "clip_low": 0.8, "clip_high": 1.2, "veto": "response"}
+    run = replace(run, recipe={**run.recipe, "objective": objective})
+    assert paper_remark(run) == "this run's line: grpo, µ = 32, clip [0.8, 1.2], mask S_seq"
+    html = page(run)
+    assert "this run&#39;s line: grpo" in html
+    for title in (
+        "Figures 2 and 3: average accuracy",
+        "Figure 2: token clipping rate",
+        "Figure 3: E[ρ_t | A_t &lt; 0]",
+    ):
+        assert title in html

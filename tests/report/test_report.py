@@ -1,0 +1,278 @@
+"""The report: every state of a run gives a page, and the page stands alone."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.evaluation.estimators import mean_interval
+from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.evaluations import SetFigures, figures_of
+from mugrpo_megatron.report.figure import write_figure
+from mugrpo_megatron.report.payload import MAX_POINTS, SLICES, Drawing, draw
+from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.report.summary import summarize, summary_table
+from mugrpo_megatron.report.tables import stage_table
+from tests.report.synthetic import Row, recipe_of, rows_of, write_run
+
+
+def chart(drawing: Drawing, id: str) -> Chart:
+    return next(chart for chart in drawing.charts if chart.id == id)
+
+
+def drawn(html: str) -> dict[str, object]:
+    """The data inside the page, as its script reads them."""
+    found = re.search(r'<script type="application/json" id="drawing">(.*?)</script>', html, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+@given(cut=st.integers(min_value=1, max_value=10_000))
+@settings(max_examples=25, deadline=None)
+def test_a_run_broken_off_anywhere_gives_a_page(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rows = rows_of(3, 5)
+    directory = write_run(tmp_path_factory.mktemp("run"), rows[: 1 + cut % len(rows)], recipe_of(3, 5))
+    html = write_report(directory).read_text()
+    assert "unfinished" in html
+    data = drawn(html)
+    axes = data["axes"]
+    assert isinstance(axes, dict)
+    for one in data["charts"]:  # type: ignore[attr-defined]
+        for series in one["series"]:
+            assert len(series["y"]) == len(axes[series["axis"]]["u"])
+
+
+def test_page_stands_alone_and_names_the_run(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "my & run", rows_of(2, 4), recipe_of(2, 4), summary={})
+    html = write_report(directory).read_text()
+    assert "my &amp; run" in html
+    assert '<span class="status finished">' in html
+    outside = re.findall(
+        r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", html
+    )
+    assert outside == []
+
+
+@pytest.mark.parametrize(("stages", "updates"), [(1, 3), (3, 5), (20, 2)])
+def test_every_chart_has_its_one_card(stages: int, updates: int, tmp_path: Path) -> None:
+    directory = write_run(tmp_path, rows_of(stages, updates), recipe_of(stages, updates))
+    cards = re.findall(r'id="chart-(\w+)"', write_report(directory).read_text())
+    assert sorted(cards) == sorted([*(chart.id for chart in draw(read_run(directory)).charts), "timeline"])
+
+
+def test_recipe_is_shown_with_what_differs_from_the_defaults(tmp_path: Path) -> None:
+    html = write_report(write_run(tmp_path, rows_of(1, 1), recipe_of(1, 1))).read_text()
+    assert "<div class=set><dt>seed</dt><dd>3</dd></div>" in html
+    assert "<div><dt>device</dt><dd>auto</dd></div>" in html
+
+
+@pytest.mark.parametrize(
+    ("recipe", "held_out", "training"),
+    [
+        ({"eval": {"temperature": 0.0}, "rollout": {"temperature": 1.0}}, "greedily", "at temperature 1"),
+        (
+            {"eval": {"temperature": 0.6, "sets": {"aime": {"temperature": 1.0}, "amc": {}}}, "rollout": {}},
+            "at temperature 0.6 and 1",
+            "as the recipe says",
+        ),
+    ],
+)
+def test_accuracy_chart_says_how_both_curves_were_sampled(
+    recipe: dict[str, dict[str, object]], held_out: str, training: str, tmp_path: Path
+) -> None:
+    run = read_run(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2)))
+    text = chart(draw(replace(run, recipe=recipe)), "accuracy").explains
+    assert f"Held-out accuracy, sampled {held_out}," in text
+    assert f"of each update, sampled {training} when" in text
+
+
+def test_events_are_listed_with_their_time(tmp_path: Path) -> None:
+    rows = rows_of(1, 1)
+    event = {"kind": "event", "time": rows[0]["time"] + 7.5, "event": "engine_failure", "text": "died <here>"}
+    html = write_report(write_run(tmp_path, [*rows[:2], event, *rows[2:]], recipe_of(1, 1))).read_text()
+    assert '<td class="n">7.5 s</td><td>engine_failure</td><td>died &lt;here&gt;</td>' in html
+
+
+def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
+    rows = rows_of(2, 8)
+    summary = summarize(write_run(tmp_path, rows, recipe_of(2, 8)))
+    evals = [row for row in rows if row["kind"] == "eval"]
+    assert summary["accuracy_before"] == evals[0]["accuracy/mean"] == evals[0]["accuracy/arithmetic"]
+    assert summary["accuracy_after"] == evals[-1]["accuracy/mean"]
+    assert summary["accuracy_interval"] == [evals[-1]["low/mean"], evals[-1]["high/mean"]]
+    assert (summary["stages"], summary["updates"], summary["seed"]) == (2, 16, 3)
+    assert summary["tokens"] == {"generated": 2 * 8 * 256 * 8, "trained": 16 * 2048}
+    assert summary["seconds"]["optimize"] == pytest.approx(2 * 8 * 0.2, abs=1e-4)
+    rollout = sum(summary["seconds"][phase] for phase in ("sync", "generate", "score"))
+    total = rollout + summary["seconds"]["optimize"]
+    assert summary["paper_seconds"] == pytest.approx({"T_rollout": rollout, "T_total": total}, abs=1e-4)
+    ends = [row["end"] for row in rows if row["kind"] == "phase"]
+    assert summary["seconds"]["total"] == pytest.approx(max(ends) - rows[0]["time"], abs=1e-4)
+
+
+SETS = ("math500", "aime24", "own-test")
+
+
+def test_several_sets_stand_side_by_side_and_are_never_pooled(tmp_path: Path) -> None:
+    rows = rows_of(2, 8, sets=SETS)
+    directory = write_run(tmp_path, rows, recipe_of(2, 8))
+    first, *_, last = (row for row in rows if row["kind"] == "eval")
+    summary = summarize(directory)
+    assert summary["accuracy_after"] == pytest.approx(sum(last[f"accuracy/{name}"] for name in SETS) / 3)
+    assert list(summary["sets"]) == list(SETS)
+    for name in SETS:
+        assert summary["sets"][name] == {
+            "before": first[f"accuracy/{name}"],
+            "before_interval": [first[f"low/{name}"], first[f"high/{name}"]],
+            "after": last[f"accuracy/{name}"],
+            "interval": [last[f"low/{name}"], last[f"high/{name}"]],
+            "problems": 500,
+            "samples": 1,
+        }
+    assert summary["problems"] == 1500
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert [series.label for series in accuracy.series] == [*SETS, "mean accuracy", "training reward"]
+    assert len({series.color for series in accuracy.series}) == 5
+    assert [series.low is not None for series in accuracy.series] == [False, False, False, True, False]
+    for series, name in zip(accuracy.series, (*SETS, "mean"), strict=False):
+        assert series.y[-1] == pytest.approx(last[f"accuracy/{name}"], rel=1e-5)
+    table = stage_table(read_run(directory))
+    assert table
+    assert table["head"][-4:] == tuple(f"{name}, after" for name in (*SETS, "mean"))
+    assert table["rows"][-1][-4:] == tuple(f"{100 * last[f'accuracy/{name}']:.1f} %" for name in (*SETS, "mean"))
+    html = write_report(directory).read_text()
+    assert "Held-out accuracy, mean" in html
+    assert "3 sets, unweighted, 1,500 problems" in html
+
+
+def test_the_only_set_stands_for_itself(tmp_path: Path) -> None:
+    directory = write_run(tmp_path, rows_of(2, 8), recipe_of(2, 8))
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert [series.label for series in accuracy.series] == ["held-out accuracy", "training reward"]
+    assert accuracy.series[0].low is not None
+    table = stage_table(read_run(directory))
+    assert table
+    assert table["head"][-1] == "arithmetic, after"
+
+
+def test_mean_rewards_are_called_so_and_are_no_percentages(tmp_path: Path) -> None:
+    rows = rows_of(2, 8)
+    renamed = [
+        {
+            key.replace("accuracy/", "reward/"): 3 * v if key[:3] in ("acc", "low", "hig") else v
+            for key, v in row.items()
+        }
+        for row in rows
+    ]
+    directory = write_run(tmp_path, renamed, recipe_of(2, 8))
+    summary = summarize(directory)
+    assert summary["measure"] == "reward"
+    assert "accuracy_after" not in summary
+    assert summary["reward_after"] == summary["sets"]["arithmetic"]["after"] > 1.0
+    accuracy = chart(draw(read_run(directory)), "accuracy")
+    assert (accuracy.title, accuracy.format) == ("Reward and training reward", "number")
+    html = write_report(directory).read_text()
+    assert "Held-out reward" in html
+    assert "Held-out accuracy" not in html
+    console = Console(width=100, file=io.StringIO(), record=True)
+    console.print(summary_table(summary))
+    said = console.export_text()
+    assert f"{summary['reward_after']:.4g}" in said
+    assert "accuracy" not in said
+
+
+def test_a_set_of_one_problem_has_no_interval_to_draw(tmp_path: Path) -> None:
+    figures = figures_of("reward", {"one": SetFigures(mean_interval([3.0]), 1, 1)})
+    assert figures == {"reward/one": 3.0, "reward/mean": 3.0, "problems/one": 1, "samples/one": 1}
+    rows = [{**row, **figures} if row["kind"] == "eval" else row for row in rows_of(1, 2, sets=())]
+    directory = write_run(tmp_path, rows, recipe_of(1, 2))
+    assert summarize(directory)["reward_interval"] is None
+    assert "Held-out reward" in write_report(directory).read_text()
+    write_figure(directory, tmp_path / "figure.svg")
+
+
+@given(killed_at=st.integers(min_value=12, max_value=60), pause=st.floats(min_value=0, max_value=1e7))
+@settings(max_examples=25, deadline=None)
+def test_resumed_run_counts_every_update_once_and_no_idle_time(
+    killed_at: int, pause: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The first process dies after row `killed_at`; the second goes on from the start of stage 1."""
+    rows = rows_of(3, 10)
+    again = next(i for i, row in enumerate(rows) if row.get("stage") == 1)
+    killed_at = max(killed_at, again)
+    last = max(row["end"] if row["kind"] == "phase" else row["time"] for row in rows[:killed_at])
+    shift = last + pause - rows[again]["start"]
+    later = [
+        {key: value + shift if key in ("time", "start", "end") else value for key, value in row.items()}
+        for row in rows[again:]
+    ]
+    process = {**rows[0], "time": last + pause}
+    run = read_run(write_run(tmp_path_factory.mktemp("run"), [*rows[:killed_at], process, *later], recipe_of(3, 10)))
+    assert [row["update"] for row in run.updates] == list(range(30))
+    assert [row["update"] for row in run.evals] == [0, 10, 20, 30]
+    times = [run.clock(row["time"]) for row in run.updates]
+    assert times == sorted(times)
+    first, second = last - rows[0]["time"], rows[-1]["end"] + shift - process["time"]
+    assert run.seconds == pytest.approx(first + second, abs=1e-2)
+
+
+def test_not_finite_values_are_gaps_and_are_told(tmp_path: Path) -> None:
+    rows = rows_of(1, 6)
+    broken = [row for row in rows if row["kind"] == "update"][2]
+    broken |= {"loss": None, "not_finite": {"loss": "nan"}, "skipped": 1.0}
+    directory = write_run(tmp_path, rows, recipe_of(1, 6))
+    drawing = draw(read_run(directory))
+    assert drawing.not_finite == {"loss": 1}
+    assert [value is None for value in chart(drawing, "loss").series[0].y] == [False, False, True, False, False, False]
+    html = write_report(directory).read_text()
+    assert "loss in 1 of 6 updates" in html
+    assert "1 updates were skipped" in html
+
+
+def test_many_short_stages_stay_small_and_lose_no_extreme(tmp_path: Path) -> None:
+    rows = rows_of(2 * MAX_POINTS // 4, 4)
+    peak = max(rows, key=lambda row: row.get("ratio_neg_max", 0))
+    run = read_run(write_run(tmp_path, rows, recipe_of(MAX_POINTS // 2, 4)))
+    drawing = draw(run)
+    highest = chart(drawing, "ratio_neg").series[0]
+    assert drawing.bucket == 2
+    assert len(highest.y) <= MAX_POINTS
+    assert max(value for value in highest.y if value is not None) == pytest.approx(peak["ratio_neg_max"], rel=1e-5)
+    assert drawing.timeline["spans"] == []
+    busy = [sum(column) for column in zip(*drawing.timeline["slices"], strict=True)]
+    assert len(busy) == SLICES
+    assert all(0 <= share <= 1.01 for share in busy)
+    assert [series.label for series in chart(drawing, "ess_by_age").series] == ["median of 2,048 stages"]
+
+
+def test_phases_cover_the_time_line(tmp_path: Path) -> None:
+    rows = rows_of(2, 3)
+    spans = draw(read_run(write_run(tmp_path, rows, recipe_of(2, 3)))).timeline["spans"]
+    assert len(spans) == sum(row["kind"] == "phase" for row in rows)
+    assert all(0 <= start <= end for _, _, start, end in spans)
+
+
+def test_what_is_missing_or_damaged_is_the_users_to_mend(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"recipe\.toml: no such file"):
+        write_report(tmp_path)
+    (tmp_path / "recipe.toml").write_text("[run]\n")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
+        write_report(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="no rows yet"):
+        write_report(tmp_path)
+    rows: list[Row] = rows_of(1, 1)
+    write_run(tmp_path, rows, recipe_of(1, 1))
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(UserError, match=r"summary\.json: not valid JSON"):
+        write_report(tmp_path)

@@ -1,0 +1,188 @@
+"""Saves go on behind the run's back; damaged checkpoints are named and passed over; a full disk tears nothing."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import INDEX, STATE, publish, read_state
+from mugrpo_megatron.files.durable import digest
+from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.recipe.sections import CheckpointSection
+from mugrpo_megatron.run.checkpoints import complete, newest_cursor, open_saver, restore_newest
+from mugrpo_megatron.run.cursor import Cursor
+from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.ranks import run_ranks
+
+SECTION = CheckpointSection(keep=2)
+CURSORS = [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def take_updates_and_save(model: Path, directory: Path, parallel: dict[str, int], asynchronous: bool) -> list[float]:
+    """A save after each of three updates, none waited for; the loss of the two updates after the second one."""
+    learner = build_learner(recipe(model, parallel=parallel))
+    losses = []
+    with open_saver(learner, directory, CheckpointSection(keep=2, asynchronous=asynchronous)) as saver:
+        for seed, cursor in enumerate(CURSORS):
+            losses.append(update(learner, samples(seed=seed), advantages(24, seed))["loss"])
+            saver.save(cursor)
+        losses.append(update(learner, samples(seed=3), advantages(24, 3))["loss"])
+    return losses[2:]
+
+
+def resume(model: Path, directory: Path) -> tuple[Cursor, list[str], list[float]]:
+    said: list[str] = []
+    learner = build_learner(recipe(model))
+    cursor = restore_newest(learner, directory, said.append)
+    left = [update(learner, samples(seed=s), advantages(24, s))["loss"] for s in range(learner.updates_done, 4)]
+    return cursor, said, left
+
+
+def refused(model: Path, directory: Path) -> str:
+    learner = build_learner(recipe(model))
+    with pytest.raises(UserError) as error:
+        restore_newest(learner, directory, print)
+    return str(error.value)
+
+
+@pytest.fixture(scope="module")
+def saved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    return directory, run_ranks(1, take_updates_and_save, model, directory, {}, True)[0]
+
+
+@pytest.fixture
+def copied(saved: tuple[Path, list[float]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[0], tmp_path / "c"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_saves_in_the_background_hold_the_state_of_their_moment(
+    model: Path, saved: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    directory, losses = saved
+    assert [path.name for path in complete(directory)] == ["stage00000-age00002", "stage00001-age00000"]
+    assert sorted(path.name for path in directory.iterdir()) == [path.name for path in complete(directory)]
+    [(cursor, said, left)] = run_ranks(1, resume, model, directory)
+    assert (cursor, said, left) == (Cursor(1, 0), [], losses[1:])
+    run_ranks(1, take_updates_and_save, model, tmp_path, {}, False)
+    for one, other in zip(complete(directory), complete(tmp_path), strict=True):
+        assert (one / "__0_0.distcp").read_bytes() == (other / "__0_0.distcp").read_bytes()
+
+
+def test_saves_in_the_background_work_on_several_ranks(model: Path, tmp_path: Path) -> None:
+    losses = run_ranks(4, take_updates_and_save, model, tmp_path, {"tensor": 2, "pipeline": 2}, True)[0]
+    [(cursor, _, left)] = run_ranks(1, resume, model, tmp_path)
+    assert cursor == Cursor(1, 0)
+    assert left == pytest.approx(losses[1:], rel=1e-4)
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", STATE, INDEX, "common.pt", "metadata.json"])
+def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_resumes(
+    file: str, model: Path, saved: tuple[Path, list[float]], copied: Path
+) -> None:
+    flip(complete(copied)[-1] / file)
+    [(cursor, [said], left)] = run_ranks(1, resume, model, copied)
+    assert cursor == Cursor(0, 2)
+    assert file in said
+    assert "goes on from stage00000-age00002" in said
+    assert left == saved[1], "updates 2 and 3 as in the unbroken run"
+    assert (copied / "stage00001-age00000.damaged").is_dir(), "set aside, not removed"
+
+
+def test_a_missing_file_is_found(model: Path, copied: Path) -> None:
+    (complete(copied)[-1] / "__0_0.distcp").unlink()
+    [(cursor, [said], _)] = run_ranks(1, resume, model, copied)
+    assert cursor == Cursor(0, 2)
+    assert "missing" in said
+
+
+def test_starting_over_is_not_silent(model: Path, copied: Path) -> None:
+    for path in complete(copied):
+        flip(path / "__0_0.distcp")
+    [message] = run_ranks(1, refused, model, copied)
+    assert "every checkpoint" in message
+    assert [path.name for path in complete(copied)] == ["stage00000-age00002", "stage00001-age00000"]
+
+
+def test_leftovers_of_a_killed_save_go(model: Path, copied: Path) -> None:
+    leftover = copied / ".stage00001-age00003.partial"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    assert newest_cursor(copied) == Cursor(1, 0)
+    [(cursor, _, _)] = run_ranks(1, resume, model, copied)
+    assert cursor == Cursor(1, 0)
+    assert not leftover.exists()
+
+
+class Evil:
+    """A pickle that runs something when it is loaded."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.marker,)
+
+
+def test_a_pickle_that_names_anything_else_is_not_loaded(model: Path, copied: Path, tmp_path: Path) -> None:
+    """Even with fitting checksums: what loads is decided by what it names."""
+    for path in complete(copied):
+        index = path / INDEX
+        index.write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+        state = read_state(path)
+        state["files"][INDEX] = digest(index).sha256
+        publish(path, path.with_name("rewritten"), state)
+        path.with_name("rewritten").rename(path)
+    [message] = run_ranks(1, refused, model, copied)
+    assert "it names" in message
+    assert not (tmp_path / "ran").exists()
+
+
+def fill_the_disk(model: Path, directory: Path) -> str:
+    """Saves until there is no room; the check beforehand is fooled, as by another process that writes meanwhile."""
+    learner = build_learner(recipe(model))
+    checkpoint.make_room = lambda partial, needed: partial.mkdir()  # type: ignore[attr-defined]
+    with pytest.raises(UserError) as error:
+        save_fifty_times(learner, directory)
+    return str(error.value)
+
+
+def save_fifty_times(learner: Learner, directory: Path) -> None:
+    with open_saver(learner, directory, CheckpointSection(keep=50)) as saver:
+        for age in range(1, 51):
+            saver.save(Cursor(0, age))
+
+
+def test_a_full_disk_ends_cleanly_with_the_checkpoints_before_it(model: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=False).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        [message] = run_ranks(1, fill_the_disk, model, disk)
+        assert "no space left" in message
+        assert complete(disk), "what was complete is kept"
+        [(cursor, said, _)] = run_ranks(1, resume, model, disk)
+        assert said == []
+        assert cursor == newest_cursor(disk)
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

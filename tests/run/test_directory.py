@@ -1,0 +1,60 @@
+"""One run directory is one run's: a second process and another recipe are refused, what may change may change."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.run.directory import open_directory
+
+HOLD = """
+import sys
+from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.rundir import open_directory
+with open_directory(load_recipe(None, sys.argv[1:])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def recipe(directory: Path, *overrides: str) -> Recipe:
+    return load_recipe(None, [f"run.dir={directory}", *overrides])
+
+
+def test_a_second_start_is_refused_by_name_and_a_killed_first_one_leaves_nothing_locked(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, f"run.dir={tmp_path}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by process {first.pid}"), open_directory(recipe(tmp_path)):
+            pass
+        first.kill()
+    with open_directory(recipe(tmp_path)) as directory:
+        assert directory.recipe.exists()
+
+
+def test_another_recipe_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path)):
+        pass
+    changed = recipe(tmp_path, "optimizer.lr=1e-3", "objective.trigger_ratio=0.9")
+    with pytest.raises(UserError, match=r"objective\.trigger_ratio, optimizer\.lr"), open_directory(changed):
+        pass
+
+
+def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path)):
+        pass
+    changed = (
+        "parallel.tensor=2",
+        "engine.tensor=2",
+        "checkpoint.keep=9",
+        "schedule.stages=9",
+        "optimizer.max_skipped=1",
+    )
+    with open_directory(recipe(tmp_path, *changed)) as directory:
+        assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")

@@ -1,0 +1,350 @@
+"""The stage store: what is written is read back, order and crashes and damage notwithstanding."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files import durable as durable_module
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages import store as store_module
+from mugrpo_megatron.stages.schema import COLUMNS, SCHEMA
+from mugrpo_megatron.stages.store import StageStore
+from tests.engine.tiny import group
+
+UPDATES, PROMPTS = 3, 5
+GROUPS = UPDATES * PROMPTS
+SHARD = 4
+"""Groups a shard in these tests."""
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SHARD_RESPONSES", SHARD * 4)
+    monkeypatch.setattr(store_module, "SHARDS_IN_MEMORY", 2)
+
+
+def assert_same(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        for name in COLUMNS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        for name in ("prompt_ids", "response_ids", "behaviour_logprobs"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+
+
+def filled(directory: Path, indices: Sequence[int] = range(GROUPS)) -> StageStore:
+    store = StageStore(directory)
+    for index in indices:
+        store.append(group(index))
+    store.flush()
+    return store
+
+
+def sealed(directory: Path) -> StageStore:
+    filled(directory).seal(UPDATES, PROMPTS)
+    return StageStore(directory)
+
+
+def update_of(k: int) -> list[Sample]:
+    return [sample for index in range(k * PROMPTS, (k + 1) * PROMPTS) for sample in group(index)]
+
+
+@given(order=st.permutations(range(GROUPS)), flushes=st.sets(st.integers(0, GROUPS)))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+def test_updates_come_back_in_order_however_groups_completed(
+    order: list[int], flushes: set[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("stage")
+    store = StageStore(directory)
+    for step, index in enumerate(order):
+        store.append(group(index))
+        if step in flushes:  # a crash here and a new process
+            store.flush()
+            store = StageStore(directory)
+            assert store.present() == set(order[: step + 1])
+    store.seal(UPDATES, PROMPTS)
+    reader = StageStore(directory)
+    assert reader.sealed
+    for k in range(UPDATES):
+        assert_same(reader.read_update(k), update_of(k))
+    assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "stage.parquet"]
+
+
+def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(tmp_path: Path) -> None:
+    store = StageStore(tmp_path)
+    for index in range(SHARD + 2):
+        store.append(group(index))
+    assert StageStore(tmp_path).present() == set(range(SHARD))
+    store.flush()
+    assert StageStore(tmp_path).present() == set(range(SHARD + 2))
+
+
+def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StageStore(tmp_path)
+    store.append(group(0))
+    monkeypatch.setattr(store_module, "SHARD_SECONDS", 0.0)
+    store.append(group(1))
+    assert StageStore(tmp_path).present() == {0, 1}
+
+
+def test_no_group_twice(tmp_path: Path) -> None:
+    filled(tmp_path, [0, 1])
+    store = StageStore(tmp_path)
+    store.append(group(2))
+    for index in (1, 2):
+        with pytest.raises(ValueError, match=f"group {index} is in"):
+            store.append(group(index))
+
+
+def test_what_is_incomplete_cannot_be_sealed_and_what_is_sealed_cannot_grow(tmp_path: Path) -> None:
+    store = filled(tmp_path, [*range(4), *range(5, GROUPS)])
+    with pytest.raises(ValueError, match=r"lacks 1 groups, first \[4\]"):
+        store.seal(UPDATES, PROMPTS)
+    with pytest.raises(ValueError, match="not sealed"):
+        store.read_update(0)
+    store.append(group(4))
+    store.seal(UPDATES, PROMPTS)
+    for writer in (store, StageStore(tmp_path)):
+        with pytest.raises(ValueError, match="is sealed"):
+            writer.append(group(GROUPS))
+
+
+def test_a_reader_sees_the_stage_that_another_process_seals(tmp_path: Path) -> None:
+    reader, writer = StageStore(tmp_path / "stage"), StageStore(tmp_path / "stage")
+    assert not reader.sealed
+    assert reader.present() == set()
+    for index in range(GROUPS):
+        writer.append(group(index))
+    writer.seal(UPDATES, PROMPTS)
+    assert reader.sealed
+    assert reader.present() == set(range(GROUPS))
+
+
+class Crash(BaseException):
+    """Stands in for SIGKILL between two steps."""
+
+
+@pytest.mark.parametrize("victim", ["rename", "fsync", "write_manifest"])
+@pytest.mark.parametrize("call", range(1, 14))
+def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
+    victim: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The `call`-th rename, directory sync or manifest write never happens; a new process then finishes the stage."""
+    calls = 0
+
+    def crashing(original):
+        def wrapper(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise Crash
+            return original(*args, **kwargs)
+
+        return wrapper
+
+    with monkeypatch.context() as patch:
+        if victim == "rename":
+            patch.setattr(Path, "replace", crashing(Path.replace))
+            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process tidies nothing up
+        else:
+            owner = durable_module if victim == "fsync" else store_module
+            patch.setattr(owner, victim, crashing(getattr(owner, victim)))
+        store = StageStore(tmp_path)
+        durable: set[int] = set()
+        try:
+            for index in range(GROUPS):
+                durable = StageStore(tmp_path).present()
+                store.append(group(index))
+            store.seal(UPDATES, PROMPTS)
+        except Crash:
+            pass
+
+    resumed = StageStore(tmp_path)
+    present = resumed.present()
+    assert durable <= present
+    if not resumed.sealed:
+        for index in set(range(GROUPS)) - present:
+            resumed.append(group(index))
+        resumed.seal(UPDATES, PROMPTS)
+    for k in range(UPDATES):
+        assert_same(resumed.read_update(k), update_of(k))
+
+
+def test_a_flipped_byte_anywhere_in_a_sealed_stage_is_found_and_named(tmp_path: Path) -> None:
+    sealed(tmp_path)
+    path = tmp_path / "stage.parquet"
+    whole = path.read_bytes()
+    for place in random.Random(0).sample(range(4, len(whole)), 60):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        store = StageStore(tmp_path)
+        with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage anew"):
+            [store.read_update(k) for k in range(UPDATES)]
+
+
+def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None:
+    sealed(tmp_path)
+    path = tmp_path / "stage.parquet"
+    data = bytearray(path.read_bytes())
+    data[pq.read_metadata(path).row_group(1).column(0).data_page_offset + 2] ^= 1
+    path.write_bytes(data)
+    store = StageStore(tmp_path)
+    assert_same(store.read_update(0), update_of(0))
+    assert_same(store.read_update(2), update_of(2))
+    with pytest.raises(UserError, match="damaged"):
+        store.read_update(1)
+
+
+@pytest.mark.parametrize("damage", ["flip", "tear", "remove"])
+def test_the_groups_of_a_damaged_shard_are_generated_anew(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(tmp_path)
+    victim = tmp_path / "shard-00001.parquet"
+    data = victim.read_bytes()
+    if damage == "remove":
+        victim.unlink()
+    else:
+        victim.write_bytes(data[:-1] if damage == "tear" else bytes([*data[:40], data[40] ^ 1, *data[41:]]))
+    store = StageStore(tmp_path)
+    missing = set(range(GROUPS)) - store.present()
+    assert missing == set(range(SHARD, 2 * SHARD))
+    assert "shard-00001.parquet" in caplog.text
+    for index in missing:
+        store.append(group(index))
+    store.seal(UPDATES, PROMPTS)
+    for k in range(UPDATES):
+        assert_same(store.read_update(k), update_of(k))
+
+
+def test_a_shard_that_is_damaged_while_the_stage_is_written_stops_the_seal(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    victim = tmp_path / "shard-00000.parquet"
+    victim.write_bytes(victim.read_bytes()[:-3])
+    with pytest.raises(UserError, match=r"shard-00000\.parquet: damaged.*run the same command again"):
+        store.seal(UPDATES, PROMPTS)
+
+
+def test_any_flipped_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
+    filled(tmp_path)
+    path = tmp_path / "manifest.json"
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"manifest\.json: damaged"):
+            StageStore(tmp_path).present()
+
+
+def test_a_full_disk_is_said_in_one_sentence_and_leaves_nothing_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path, range(SHARD))
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module.pq, "write_table", full)
+        store.append(group(SHARD))
+        with pytest.raises(UserError, match=r"no space left for shard-00001\.parquet"):
+            store.flush()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    store.flush()  # space has been freed
+    assert StageStore(tmp_path).present() == set(range(SHARD + 1))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield directory
+    subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("phase", ["append", "seal"])
+def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
+    stage = small_disk / "stage"
+    long = [group(index, tokens=900) for index in range(GROUPS)]
+    store = StageStore(stage)
+    ballast = small_disk / "ballast"
+    if phase == "seal":
+        for one in long:
+            store.append(one)
+        store.flush()
+    ballast.write_bytes(b"x" * (_free(small_disk) - 20_000))
+    with pytest.raises(UserError, match="no space left"):
+        _finish(store, [] if phase == "seal" else long)
+    kept = StageStore(stage).present()
+    assert {path.suffix for path in stage.iterdir()} <= {".parquet", ".json"}
+    ballast.unlink()
+    resumed = StageStore(stage)
+    _finish(resumed, [one for one in long if one[0].group not in kept])
+    for k in range(UPDATES):
+        assert_same(resumed.read_update(k), [s for one in long[k * PROMPTS : (k + 1) * PROMPTS] for s in one])
+
+
+def _finish(store: StageStore, groups: Sequence[list[Sample]]) -> None:
+    for one in groups:
+        store.append(one)
+    store.seal(UPDATES, PROMPTS)
+
+
+def _free(directory: Path) -> int:
+    disk = os.statvfs(directory)
+    return disk.f_bavail * disk.f_bsize
+
+
+def test_statistics_of_the_sealed_stage(tmp_path: Path) -> None:
+    statistics = sealed(tmp_path).statistics()
+    samples = [sample for index in range(GROUPS) for sample in group(index)]
+    rewards = np.array([sample.reward for sample in samples]).reshape(GROUPS, -1)
+    lengths = [len(sample.response_ids) for sample in samples]
+    assert statistics == {
+        "responses": len(samples),
+        "reward_mean": pytest.approx(rewards.mean()),
+        "response_length_mean": pytest.approx(np.mean(lengths)),
+        "response_length_max": max(lengths),
+        "generated_tokens": sum(lengths),
+        "truncated_fraction": pytest.approx(np.mean([sample.finish_reason == "length" for sample in samples])),
+        "zero_variance_fraction": pytest.approx(np.mean(rewards.min(1) == rewards.max(1))),
+    }
+
+
+def test_other_tools_read_the_stage(tmp_path: Path) -> None:
+    sealed(tmp_path)
+    path = tmp_path / "stage.parquet"
+    expected = [sample for k in range(UPDATES) for sample in update_of(k)]
+    with pq.ParquetFile(path) as file:
+        assert file.schema_arrow.equals(SCHEMA)
+        assert b"Index of the prompt" in file.schema_arrow.field("group").metadata[b"meaning"]
+        assert file.metadata.num_row_groups == UPDATES
+    frame = pytest.importorskip("pandas").read_parquet(path)
+    assert list(frame.columns) == list(COLUMNS)
+    assert frame["response_ids"][7].tolist() == expected[7].response_ids.tolist()
+
+
+def test_hugging_face_datasets_reads_the_stage(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    sealed(tmp_path)
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "stage.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert list(rows["reward"]) == [sample.reward for k in range(UPDATES) for sample in update_of(k)]

@@ -1,0 +1,106 @@
+"""The arithmetic of the table: merging and sharding have inverses, whatever the sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import architecture
+from mugrpo_megatron.weights.table import entries, merge, pad_vocab, shard, split, stored, unshard, whole_shape
+from tests.ranks import run_ranks
+from tests.weights import tiny
+from tests.weights.ranks_work import stored_shapes
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 6},
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
+}
+
+
+BASE = {
+    "vocab_size": 5,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    """Any family with any number of heads, groups and layers, tied or not."""
+    family = draw(st.sampled_from(sorted(CONFIGS)))
+    groups, per_group, head_dim = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.sampled_from([2, 4, 8]))
+    config = {
+        "model_type": family,
+        "vocab_size": draw(st.integers(3, 40)),
+        "hidden_size": groups * per_group * head_dim,
+        "intermediate_size": 8 * draw(st.integers(1, 3)),
+        "num_hidden_layers": draw(st.integers(1, 3)),
+        "num_attention_heads": groups * per_group,
+        "num_key_value_heads": groups,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": draw(st.booleans()),
+        **CONFIGS[family],
+    }
+    return architecture(config)
+
+
+def numbered(shape: tuple[int, ...], start: int) -> torch.Tensor:
+    """No two values of a model are equal, so that every misplaced one shows."""
+    return torch.arange(start, start + torch.Size(shape).numel()).view(shape)
+
+
+@given(architectures(), st.sampled_from([1, 2, 4, 8]))
+def test_merge_shard_unshard_split_is_the_identity(model: Architecture, size: int) -> None:
+    for entry in entries(model).values():
+        shapes = entry.hf_shapes(model)
+        tensors = [numbered(shape, 1000 * place) for place, shape in enumerate(shapes, start=1)]
+        whole = merge(entry, tensors, model)
+        assert tuple(whole.shape) == whole_shape(entry, model)
+        rows = -(-len(whole) // size) * size if entry.row.form == "vocab" else len(whole)
+        padded = pad_vocab(entry, whole, rows)
+        halves = [half.shape[0] for half in padded.chunk(2)] if entry.row.form == "gated" else [padded.shape[0]]
+        dimension = {"rows": min(halves), "columns": padded.shape[-1], "none": size}[entry.row.split]
+        if dimension % size:
+            continue  # a layout that does not divide the model is refused before any weight is touched
+        parts = [shard(entry, padded, size, rank) for rank in range(size)]
+        back = split(entry, unshard(entry, parts), model)
+        for tensor, found in zip(tensors, back, strict=True):
+            assert torch.equal(tensor, found.reshape(tensor.shape)), entry.megatron
+
+
+@given(architectures())
+def test_every_tensor_has_one_place(model: Architecture) -> None:
+    table = entries(model)
+    names = [name for entry in table.values() for name in entry.hf]
+    places = [stored(entry, model) for entry in table.values()]
+    assert len(names) == len(set(names))
+    assert len(places) == len({(place.key, place.index) for place in places})
+    assert ("lm_head.weight" in names) is not model.tied
+
+
+def test_padding_is_zero_and_last() -> None:
+    entry = entries(architecture({**BASE, "model_type": "qwen2"}))["embedding.word_embeddings.weight"]
+    padded = pad_vocab(entry, torch.ones(5, 2), 8)
+    assert torch.equal(padded[:5], torch.ones(5, 2))
+    assert not padded[5:].any()
+
+
+def test_stored_keys_are_megatrons_own(tmp_path: Path) -> None:
+    for family in tiny.FAMILIES:
+        tiny.save_tiny(tmp_path / family, family)
+    (found,) = run_ranks(1, stored_shapes, [tmp_path / family for family in tiny.FAMILIES])
+    for family, (table, megatrons) in zip(tiny.FAMILIES, found, strict=True):
+        assert table == megatrons, family
