@@ -127,7 +127,7 @@ def test_an_engine_killed_while_generating_costs_no_group(model: Path, tmp_path:
         assert process.stdout is not None
         said = process.stdout.read()
     assert process.returncode == 0, said
-    assert "started anew" in said
+    assert "restarted for what is missing" in said
     store = StageStore(tmp_path / "run" / "stages" / "00000")
     assert store.present() == set(range(64 * UPDATES))
     assert [sample.group for sample in store.read_update(1)[::4]] == list(range(64, 128))

@@ -45,7 +45,7 @@ def evaluate_inside_stage(run: Run, cursor: Cursor) -> None:
 def evaluate_weights(run: Run, cursor: Cursor) -> None:
     """Wake the engines with the learner's weights, evaluate, and let them rest; the same weights once.
 
-    Engines that fail are started anew: raises EngineFailure on every rank after `engine.max_failures` failures of one
+    Engines that fail are restarted: raises EngineFailure on every rank after `engine.max_failures` failures of one
     in a row. Raises Stopped, with everything saved, when the run is asked to stop meanwhile; it evaluates on resuming.
     """
     done = _evaluated(run, cursor)

@@ -126,7 +126,7 @@ def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
 
 
 def tell_failures(run: Run) -> None:
-    """Say which engines failed since the last call; each is started anew at the next sync. Collective.
+    """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
     Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
     """
@@ -141,7 +141,7 @@ def tell_failures(run: Run) -> None:
         if report[1] >= run.recipe.engine.max_failures:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
-        run.display.say(f"{text}\nThe engine is started anew for what is missing.")
+        run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
 def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:

@@ -41,7 +41,7 @@ def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]
 def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
     reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, restarts=True)
     measure = measure_in(run.evals)
-    of = ", set by set and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
+    of = " of each set, and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
     by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
     yield Chart(
         "accuracy",

@@ -97,7 +97,7 @@ def _held_out(axes: Axes, run: RunData, theme: Theme) -> None:
     for name in names if len(names) > 1 else ():
         values = [value_in(row, name) for row in run.evals]
         axes.plot(times, values, color=theme.accuracy, linewidth=0.9, alpha=0.55)  # type: ignore[arg-type]
-        axes.annotate(name, (times[-1], values[-1]), color=theme.soft, fontsize=8)  # type: ignore[arg-type]
+        axes.annotate(name, (times[-1], values[-1]), (5, -3), textcoords="offset points", color=theme.soft, fontsize=8)  # type: ignore[arg-type]
     banded = [(time, interval) for time, row in zip(times, run.evals, strict=True) if (interval := interval_in(row))]
     low, high = ([interval[end] for _, interval in banded] for end in (0, 1))
     axes.fill_between([time for time, _ in banded], low, high, color=theme.accuracy, alpha=0.16, linewidth=0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
 from mugrpo_megatron.commands.eval import Benchmark, Record, run, settings_of, table
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
@@ -145,6 +146,20 @@ def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
         run(recipe, [str(files[1])], tmp_path / "other")
     with pytest.raises(UserError, match=r"--data names .*sums.jsonl 2 times"):
         run(recipe, [str(files[1])] * 2, tmp_path / "other")
+
+
+def test_the_command_takes_the_recipes_sampling_and_its_own_options_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Recipe] = []
+    monkeypatch.setattr(eval, "run", lambda recipe, sources, output: found.append(recipe))
+    path = tmp_path / "recipe.toml"
+    path.write_text("[eval]\nsamples = 8\ntemperature = 0.6\n[eval.sets.aime24]\nsamples = 32\n")
+    command = ["eval", "model", "--data", "aime24,amc23"]
+    for options in ([], ["--recipe", str(path)], ["--recipe", str(path), "--samples", "2"]):
+        assert main([*command, *options]) == 0
+    sampled = [[(one.eval.of(n).samples, one.eval.of(n).temperature) for n in ("aime24", "amc23")] for one in found]
+    assert sampled == [[(1, 0.0)] * 2, [(32, 0.6), (8, 0.6)], [(32, 0.6), (2, 0.6)]]
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def test_the_same_weights_are_evaluated_once(stand: Stand) -> None:
 
 
 @pytest.mark.parametrize("lives", [[0], [7], [0, 3], [8, 8]])
-def test_engines_that_fail_are_started_anew_until_every_problem_is_answered(stand: Stand, lives: list[int]) -> None:
+def test_engines_that_fail_are_restarted_until_every_problem_is_answered(stand: Stand, lives: list[int]) -> None:
     stand.engine.lives = list(lives)
     evaluate_weights(stand.run, Cursor(1, 3, 11))
     assert len(stand.syncs) == 1 + len(lives)
