@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files import durable
+from mugrpo_megatron.files.durable import remove_leftovers, resumable, write_json
 from mugrpo_megatron.observe.progress import Bar
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,9 +48,9 @@ def open_partial(out: Path, recipe: dict[str, Any], needed: int) -> Path:
     """
     if out.exists():
         raise UserError(f"{out} exists already; remove it or name another directory")
-    partial = out.with_name(f".{out.name}.partial")
+    partial = resumable(out)
     record = partial / RECORD
-    if not record.is_file() or json.loads(record.read_text(encoding="utf-8")) != recipe:
+    if not _holds(record, recipe):
         shutil.rmtree(partial, ignore_errors=True)
     present = sum(path.stat().st_size for path in partial.glob("*")) if partial.is_dir() else 0
     parent = out.absolute().parent
@@ -58,25 +59,22 @@ def open_partial(out: Path, recipe: dict[str, Any], needed: int) -> Path:
     if free + present < needed:
         raise UserError(f"{parent} has {free / 1e9:.1f} GB free, {out.name} takes {needed / 1e9:.1f} GB; make room")
     partial.mkdir(exist_ok=True)
-    write_text(record, json.dumps(recipe, indent=2))
+    remove_leftovers(partial, "*")
+    write_json(record, recipe)
     return partial
 
 
 def publish(partial: Path, out: Path) -> None:
     """Give the finished directory its name, once everything in it has reached the disk."""
     (partial / RECORD).unlink()
-    for path in [*partial.iterdir(), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-    partial.rename(out)
+    durable.publish(partial, out)
 
 
-def write_text(path: Path, text: str) -> None:
-    """A small file that is whole or absent."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(path)
+def _holds(record: Path, recipe: dict[str, Any]) -> bool:
+    try:
+        return bool(json.loads(record.read_text(encoding="utf-8")) == recipe)
+    except (OSError, ValueError):
+        return False
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:

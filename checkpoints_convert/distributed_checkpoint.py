@@ -8,12 +8,12 @@ nothing larger than one chunk is in memory, and a stopped conversion goes on at 
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import INDEX, read_index
+from mugrpo_megatron.files.durable import durable_file
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 OBJECT = "object"
@@ -51,13 +52,19 @@ class Item:
     length: int
 
 
-class PartWriter:
-    """Writes one data file; `close` returns what lies in it."""
+@contextmanager
+def write_part(path: Path) -> Iterator[PartWriter]:
+    """Write one data file, which is there when the block ends; afterwards `items` tells what lies in it."""
+    with durable_file(path) as stream:
+        yield PartWriter(path.name, stream)
 
-    def __init__(self, directory: Path, file: str) -> None:
-        self._path = directory / file
-        self._stream: BinaryIO = (directory / f"{file}.partial").open("wb")
-        self._items: list[Item] = []
+
+class PartWriter:
+    """Appends chunks to a data file."""
+
+    def __init__(self, file: str, stream: IO[bytes]) -> None:
+        self._file, self._stream = file, stream
+        self.items: list[Item] = []
 
     def tensor(self, key: str, offsets: Sequence[int], shape: Sequence[int], chunk: torch.Tensor) -> None:
         """Append a chunk of the tensor `key` of the given whole shape."""
@@ -65,27 +72,17 @@ class PartWriter:
             chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes all that a view looks into
         start, length = self._save(chunk)
         dtype = str(chunk.dtype).removeprefix("torch.")
-        self._items.append(
-            Item(key, tuple(offsets), tuple(chunk.shape), tuple(shape), dtype, self._path.name, start, length)
-        )
+        self.items.append(Item(key, tuple(offsets), tuple(chunk.shape), tuple(shape), dtype, self._file, start, length))
 
     def object(self, key: str, value: Any) -> None:
         """Append a pickled object."""
         start, length = self._save(value)
-        self._items.append(Item(key, (), (), (), OBJECT, self._path.name, start, length))
+        self.items.append(Item(key, (), (), (), OBJECT, self._file, start, length))
 
     def _save(self, value: Any) -> tuple[int, int]:
         start = self._stream.tell()
         torch.save(value, self._stream)
         return start, self._stream.tell() - start
-
-    def close(self) -> list[Item]:
-        """Bring the file to the disk and give it its name."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._path.with_name(self._path.name + ".partial").rename(self._path)
-        return self._items
 
 
 def write_metadata(directory: Path, items: Sequence[Item]) -> None:

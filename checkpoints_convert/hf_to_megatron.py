@@ -11,9 +11,17 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run, write_text
-from checkpoints_convert.distributed_checkpoint import Item, PartWriter, from_journal, journal, write_metadata
+from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run
+from checkpoints_convert.distributed_checkpoint import (
+    Item,
+    PartWriter,
+    from_journal,
+    journal,
+    write_metadata,
+    write_part,
+)
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
@@ -58,13 +66,12 @@ def convert(hf: Path, out: Path, layout: Layout = Layout(), dtype: torch.dtype |
                 items += from_journal(record.read_text(encoding="utf-8"))
                 advance(bar, done := done + sum(size for _, size in part))
                 continue
-            writer = PartWriter(directory, f"__0_{number}.distcp")
-            for entry, size in part:
-                write_entry(writer, checkpoint, entry, architecture, layout, dtype)
-                advance(bar, done := done + size)
-            written = writer.close()
-            write_text(record, journal(written))
-            items += written
+            with write_part(directory / f"__0_{number}.distcp") as writer:
+                for entry, size in part:
+                    write_entry(writer, checkpoint, entry, architecture, layout, dtype)
+                    advance(bar, done := done + size)
+            write_text(record, journal(writer.items))
+            items += writer.items
     write_metadata(directory, items)
     carry_files(hf, directory, dtype or first_dtype(checkpoint))
     for number in range(len(parts)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run
 from checkpoints_convert.distributed_checkpoint import Reader
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
@@ -64,9 +64,9 @@ def convert(
 
 def compare_configs(megatron: Path, like: Path) -> int:
     """How many config fields agree, 0 for a training checkpoint, which has none; UserError names one that differs."""
-    if not (megatron / "config.json").is_file():
+    if not (megatron / CONFIG).is_file():
         return 0
-    ours, theirs = (json.loads((side / "config.json").read_text(encoding="utf-8")) for side in (megatron, like))
+    ours, theirs = (dict(read_config(side)) for side in (megatron, like))
     names = sorted((ours.keys() | theirs.keys()) - ABOUT_THE_FILE, key=lambda name: (name != "model_type", name))
     for name in names:
         if ours.get(name) != theirs.get(name):

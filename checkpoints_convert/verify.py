@@ -14,11 +14,12 @@ from checkpoints_convert.command import MEGABYTE, advance, run
 from checkpoints_convert.distributed_checkpoint import Reader
 from checkpoints_convert.megatron_to_hf import check_model, compare_configs
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import check_tokenizer
-from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint, raw_bytes
+from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoint
 from mugrpo_megatron.weights.table import entries, merge, stored, whole_shape
 
 TOLERANCE = 1e-4

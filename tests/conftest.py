@@ -1,16 +1,41 @@
-"""Fixtures that every room shares."""
+"""What every room shares: fixtures, and what a test may cost.
+
+Only a test marked `process` starts one, so the quick tier, which leaves those out, starts none. A test that takes more
+than `LIMIT_S` CPU seconds, those of its processes included, has to be marked `slow` or `night`.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import settings
+
+from tests.cpu_seconds import cpu_seconds
+from tests.forked import STARTED
 
 # A property fails for what is wrong, never for a machine that is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# As many workers as cores run side by side; what is computed here is too small to share out.
+torch.set_num_threads(1)
+
+LIMIT_S = 30.0
+SLOWEST = 10
+PROGRAMS = ("python", "bash", "sh", "mugrpo", "node", "chrom", "ip", "mount")
+"""What counts as a process of a test; libraries ask others (ldconfig, fc-list) something at their first import."""
+
+CPU_SECONDS = "CPU seconds"
+STARTS = pytest.StashKey[list[str]]()
+"""What the current test has started."""
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +47,76 @@ def shared_data() -> Path:
     return directory
 
 
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tests.tiny.finish_run`, once for all workers: to be looked at and copied, never written to.
+
+    What the command said is in the file `output` next to it.
+    """
+    from tests.tiny import finish_run
+
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "finished"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "output").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            output = finish_run(folder).stdout
+            (folder / "output").write_text(output, encoding="utf-8")
+    return folder / "run"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Take note of every process that this one starts."""
+    starts = config.stash[STARTS] = []
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == STARTED:
+            starts.append("a fork")
+        elif event == "subprocess.Popen":
+            program = os.path.basename(os.fsdecode(arguments[0]))
+            if program.startswith(PROGRAMS) or program.endswith(".sh"):
+                starts.append(program)
+
+    sys.addaudithook(note)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """`gpu` tests skip where there is none."""
+    item.config.stash[STARTS].clear()
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that passes fails all the same when it started a process, or took long, without being marked so.
+
+    The limit is for the test itself: a fixture that others share is not charged to whichever test comes first.
+    """
+    may_start = item.get_closest_marker("process") is not None
+    before = cpu_seconds(of_children=may_start)
+    result = yield
+    spent = cpu_seconds(of_children=may_start) - before
+    item.user_properties.append((CPU_SECONDS, spent))
+    starts = item.config.stash[STARTS]
+    if starts and not may_start:
+        pytest.fail(f"it started {starts[0]}: mark it `process`", pytrace=False)
+    if spent > LIMIT_S and not any(map(item.get_closest_marker, ("slow", "night"))):
+        pytest.fail(f"it took {spent:.0f} CPU seconds: make it cheaper, or mark it `slow` or `night`", pytrace=False)
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The tests that took the most CPU seconds."""
+    spent = [
+        (value, report.nodeid)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == CPU_SECONDS and report.when == "call"
+    ]
+    if sum(value for value, _ in spent) > LIMIT_S:
+        terminalreporter.section("most CPU seconds")
+        for value, nodeid in sorted(spent, reverse=True)[:SLOWEST]:
+            terminalreporter.write_line(f"{value:6.1f}  {nodeid}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import queue
 import tempfile
@@ -13,8 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch", "mugrpo_megatron.learner.update", "mugrpo_megatron.learner.learner"]
-"""Imported once by the fork server: a rank then starts in milliseconds instead of seconds."""
+from tests.forked import fork, fork_server
 
 
 class RankFailure(AssertionError):
@@ -27,19 +25,12 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     `function`, `args` and what is returned travel by pickle, so `function` is one of a module. The ranks meet through a
     file, not a port. Raises RankFailure with the first rank's traceback when one raises, dies or exceeds `timeout_s`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    results = context.Queue()
+    results = fork_server().Queue()
     with tempfile.TemporaryDirectory() as directory:
         meeting = Path(directory) / "rendezvous"
         ranks = [
-            context.Process(
-                target=_rank, args=(rank, world_size, meeting, timeout_s, results, function, args), daemon=False
-            )
-            for rank in range(world_size)
+            fork(_rank, rank, world_size, meeting, timeout_s, results, function, args) for rank in range(world_size)
         ]
-        for process in ranks:
-            process.start()
         try:
             return _collect(ranks, results, timeout_s)
         finally:

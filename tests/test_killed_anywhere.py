@@ -20,6 +20,8 @@ import pytest
 from mugrpo_megatron.observe.log import read_rows
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
+pytestmark = pytest.mark.process
+
 STAGES, UPDATES, PROMPTS = 3, 12, 96
 """Stages of 4,608 responses: a shard is committed while they are generated."""
 
@@ -30,10 +32,10 @@ MOMENTS: dict[str, Moment] = {
     "start": lambda run_dir, rows: True,
     "sync": lambda run_dir, rows: any(row.get("phase") == "start" for row in rows),
     "generate": lambda run_dir, rows: any(row.get("phase") == "sync" for row in rows),
-    "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.tmp")),
+    "shard": lambda run_dir, rows: any(run_dir.glob("stages/*/.shard-*.partial")),
     "score": lambda run_dir, rows: any(row.get("phase") == "generate" for row in rows),
-    "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.tmp")),
-    "reference": lambda run_dir, rows: any(run_dir.glob("reference/.*.tmp")),
+    "seal": lambda run_dir, rows: any(run_dir.glob("stages/*/.stage.parquet.*.partial")),
+    "reference": lambda run_dir, rows: any(run_dir.glob("reference/.*.partial")),
     "optimize": lambda run_dir, rows: any(row["kind"] == "update" for row in rows),
     "save": lambda run_dir, rows: any(run_dir.glob("checkpoints/.*.partial")),
     "published": lambda run_dir, rows: any(row.get("phase") == "save" for row in rows),
@@ -134,7 +136,7 @@ def weights(run_dir: Path) -> bytes:
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_killed_while_generating_sealing_refreshing_optimizing_and_saving(tmp_path: Path) -> None:
     hit = killed_again_and_again(tmp_path, ["shard", "seal", "reference", "optimize", "save"], seed=0)
     assert sum(hit.values()) == 5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,119 +15,106 @@ import pytest
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.stages.store import StageStore
-from tests.tiny import COIN, save_model, write_recipe
+from tests.forked import Command, started
+from tests.tiny import FINISHED, mugrpo, save_model, write_recipe, write_run
 
-MUGRPO = [sys.executable, "-m", "mugrpo_megatron"]
-UPDATES = 40
+UPDATES = FINISHED["updates_per_stage"]
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
+pytestmark = pytest.mark.process
 
 
-def recipe(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
-    """One stage of many small updates, saved every few."""
-    folder.mkdir(exist_ok=True)
-    schedule = {"stages": 1, "updates_per_stage": UPDATES}
-    return write_recipe(
-        folder / "recipe.toml",
-        model,
-        folder / "run",
-        schedule=schedule,
-        checkpoint={"every_updates": 3},
-        reward=COIN,
-        **sections,
-    )
+@pytest.fixture
+def recipe(finished_run: Path, tmp_path: Path) -> Path:
+    """That of the finished run, for a run which has the same sealed stages and no update yet."""
+    shutil.copytree(finished_run / "stages", tmp_path / "run" / "stages")
+    return write_run(tmp_path, finished_run.parent / "model")
 
 
-def start(path: Path) -> subprocess.Popen[str]:
-    command = [*MUGRPO, "train", str(path)]
-    output = subprocess.PIPE
-    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+def update_rows(run_dir: Path) -> list[int]:
+    log = run_dir / "metrics.jsonl"
+    return [row["update"] for row in read_rows(log) if row["kind"] == "update"] if log.exists() else []
 
 
-def finish(path: Path) -> None:
-    done = subprocess.run([*MUGRPO, "train", str(path)], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def wait_for(process: subprocess.Popen[str], run_dir: Path, kind: str, count: int) -> None:
+def wait_for(command: Command, run_dir: Path, kind: str, count: int) -> None:
     """Until the run has logged `count` rows of a kind."""
     log = run_dir / "metrics.jsonl"
     while not log.exists() or sum(row["kind"] == kind for row in read_rows(log)) < count:
-        try:
-            process.wait(0.05)
-        except subprocess.TimeoutExpired:
-            continue
-        raise AssertionError(f"ended before {count} {kind} rows: {process.stdout.read() if process.stdout else ''}")
+        assert command.wait(0.05) is None, f"ended before {count} {kind} rows: {command.said}"
+
+
+@contextmanager
+def interrupted(name: str, recipe: Path, updates: int) -> Iterator[Command]:
+    """A command on its way, `updates` updates into the run; every process of it is gone when the block ends."""
+    with started(name, recipe) as command:
+        wait_for(command, recipe.parent / "run", "update", updates)
+        offspring = command.offspring
+        yield command
+        command.wait()
+    _, alive = psutil.wait_procs(offspring, timeout=30)
+    assert alive == []
+
+
+def kill(name: str, recipe: Path, updates: int) -> int:
+    """Kill the command after as many updates; how many rows its next start may repeat."""
+    run_dir = recipe.parent / "run"
+    with interrupted(name, recipe, updates) as command:
+        command.process.kill()
+    repeated = len(update_rows(run_dir)) - newest_cursor(run_dir / "checkpoints").updates
+    assert repeated <= 6, "no more is repeated than the checkpoint before the one under way lacks"
+    return repeated
 
 
 def weights(run_dir: Path) -> bytes:
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
-@pytest.fixture(scope="module")
-def unbroken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
-    finish(recipe(folder, model))
-    return folder / "run"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("updates", [1, 14, 37])
-def test_a_run_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
-    updates: int, unbroken: Path, model: Path, tmp_path: Path
+@pytest.mark.parametrize("updates", [1, 17])
+def test_a_stage_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
+    updates: int, finished_run: Path, recipe: Path
 ) -> None:
-    path = recipe(tmp_path, model)
-    shutil.copytree(unbroken / "stages", tmp_path / "run" / "stages")
-    with start(path) as process:
-        wait_for(process, tmp_path / "run", "update", updates)
-        offspring = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-    _, alive = psutil.wait_procs(offspring, timeout=30)
-    assert alive == []
-    logged = sum(row["kind"] == "update" for row in read_rows(tmp_path / "run" / "metrics.jsonl"))
-    saved = newest_cursor(tmp_path / "run" / "checkpoints").updates
-    finish(path)
-    assert weights(tmp_path / "run") == weights(unbroken)
-    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
-    assert {row["update"] for row in rows} == set(range(UPDATES))
-    repeated = len(rows) - UPDATES
-    assert repeated == logged - saved, "a resume goes on from the newest checkpoint that was complete"
-    assert repeated <= 6, "no more is repeated than the checkpoint before the one under way lacks"
+    run_dir = recipe.parent / "run"
+    repeated = kill("optimize", recipe, updates)
+    mugrpo("optimize", recipe)
+    end = "checkpoints/stage00001-age00000/__0_0.distcp"
+    assert (run_dir / end).read_bytes() == (finished_run / end).read_bytes()
+    rows = update_rows(run_dir)
+    assert set(rows) == set(range(UPDATES))
+    assert len(rows) - UPDATES == repeated, "a resume goes on from the newest checkpoint that was complete"
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(unbroken: Path, model: Path, tmp_path: Path) -> None:
-    path = recipe(tmp_path, model)
-    shutil.copytree(unbroken / "stages", tmp_path / "run" / "stages")
-    with start(path) as process:
-        wait_for(process, tmp_path / "run", "update", 7)
-        process.send_signal(signal.SIGTERM)
-        assert process.stdout is not None
-        said = process.stdout.read()
-    assert process.returncode == 0, said
-    assert "stopped as asked" in said
-    finish(path)
-    rows = [row["update"] for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
-    assert rows == list(range(UPDATES)), "nothing is repeated after an orderly stop"
-    assert weights(tmp_path / "run") == weights(unbroken)
+def test_a_run_asked_to_stop_and_then_killed_ends_bitwise_like_the_unbroken_one(
+    finished_run: Path, recipe: Path
+) -> None:
+    """SIGTERM in the first stage, SIGKILL in the second."""
+    run_dir = recipe.parent / "run"
+    with interrupted("train", recipe, 7) as command:
+        psutil.Process(command.pid).send_signal(signal.SIGTERM)
+        assert command.wait() == 0, command.said
+        assert "stopped as asked" in command.stdout
+    assert update_rows(run_dir) == list(range(newest_cursor(run_dir / "checkpoints").updates))
+    repeated = kill("train", recipe, UPDATES + 7)
+    mugrpo("train", recipe)
+    rows = update_rows(run_dir)
+    assert set(rows) == set(range(2 * UPDATES))
+    assert len(rows) - 2 * UPDATES == repeated, "nothing is repeated after an orderly stop"
+    assert weights(run_dir) == weights(finished_run)
 
 
 @pytest.mark.slow
-def test_an_engine_killed_while_generating_costs_no_group(model: Path, tmp_path: Path) -> None:
-    path = recipe(tmp_path, model, rollout={"prompts_per_update": 64})
-    with start(path) as process:
-        wait_for(process, tmp_path / "run", "eval", 1)
-        children = psutil.Process(process.pid).children()
-        engines = [child for child in children if "mugrpo_megatron.engine.host" in child.cmdline()]
-        assert len(engines) == 1
-        engines[0].kill()
-        assert process.stdout is not None
-        said = process.stdout.read()
-    assert process.returncode == 0, said
-    assert "restarted for what is missing" in said
+def test_an_engine_killed_while_generating_costs_no_group(tmp_path: Path) -> None:
+    prompts, updates = 64, 20
+    shape: dict[str, dict[str, Any]] = {
+        "schedule": {"stages": 1, "updates_per_stage": updates},
+        "rollout": {"prompts_per_update": prompts},
+    }
+    recipe = write_recipe(tmp_path / "recipe.toml", save_model(tmp_path / "model"), tmp_path / "run", **shape)
+    with started("generate", recipe) as command:
+        wait_for(command, tmp_path / "run", "eval", 1)
+        [engine] = [child for child in command.offspring if "mugrpo_megatron.engine.host" in child.cmdline()]
+        engine.kill()
+        assert command.wait() == 0, command.said
+        assert "restarted for what is missing" in command.said
     store = StageStore(tmp_path / "run" / "stages" / "00000")
-    assert store.present() == set(range(64 * UPDATES))
-    assert [sample.group for sample in store.read_update(1)[::4]] == list(range(64, 128))
+    assert store.present() == set(range(prompts * updates))
+    assert [sample.group for sample in store.read_update(1)[::4]] == list(range(prompts, 2 * prompts))

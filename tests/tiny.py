@@ -11,6 +11,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from tests.forked import started
 
 COIN = {"function": "tests.rewards.functions:parity"}
 """A reward section that moves the weights: the tiny model's answers are never right."""
@@ -59,9 +60,34 @@ def write_recipe(path: Path, model: Path, run_dir: Path, **sections: dict[str, A
     return path
 
 
-def mugrpo(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end, which has to come with exit code `code`."""
-    command = [sys.executable, "-m", "mugrpo_megatron", *map(str, arguments)]
+FINISHED = {"stages": 2, "updates_per_stage": 20}
+"""The schedule of `finish_run`."""
+
+
+def write_run(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    """The recipe of `finish_run` for a run in `folder`, which is made; `sections` are merged over it."""
+    folder.mkdir(exist_ok=True)
+    shape: dict[str, dict[str, Any]] = {
+        "schedule": FINISHED,
+        "rollout": {"behaviour": "learner"},
+        "checkpoint": {"every_updates": 3, "keep": 50},
+        "reward": COIN,
+    }
+    merged = {name: {**shape.get(name, {}), **sections.get(name, {})} for name in {*shape, *sections}}
+    return write_recipe(folder / "recipe.toml", model, folder / "run", **merged)
+
+
+def finish_run(folder: Path) -> subprocess.CompletedProcess[str]:
+    """`mugrpo train` to its end in an interpreter of its own, as a user runs it: `folder/model` -> `folder/run`."""
+    recipe = write_run(folder, save_model(folder / "model"))
+    command = [sys.executable, "-m", "mugrpo_megatron", "train", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def mugrpo(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run the command to its end in a forked process; it has to come with exit code `code`."""
+    with started(*arguments) as command:
+        assert command.wait() == code, command.said
+        return subprocess.CompletedProcess([], code, command.stdout, command.stderr)

@@ -22,6 +22,7 @@ from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.algorithm.veto import initial_state, veto
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
@@ -53,11 +54,12 @@ class LaterPolicy:
 
     def __init__(self, checkpoint: Path, temperature: float) -> None:
         """Raises UserError when `checkpoint` holds no model."""
-        if not (checkpoint / "config.json").is_file():
-            raise UserError(f"{checkpoint}: no Hugging Face checkpoint (it has no config.json); name one with --policy")
+        read_config(checkpoint, remedy="name one with --policy")
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto", use_safetensors=True)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", use_safetensors=True, trust_remote_code=False
+        )
         self._model = model.to(self._device).eval()
         self._temperature = temperature
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.recipe.sections import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
@@ -58,22 +59,17 @@ def run(input_path: Path, output_path: Path, section: RewardSection, strict: boo
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     total, reward, without_answer = 0, 0.0, 0
-    unfinished = output_path.with_name(f"{output_path.name}.part")
     source = _well_formed(input_path, strict, malformed)
     output_path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with Verifier(section) as verifier, unfinished.open("w", encoding="utf-8") as output:
-            for row, score in _scored(source, verifier):
-                output.write(json.dumps(row | asdict(score)) + "\n")
-                total += 1
-                reward += score.reward
-                without_answer += not score.extracted and section.function == "math"
-                counts[score.why] += 1
+    with durable_file(output_path) as output, Verifier(section) as verifier:
+        for row, score in _scored(source, verifier):
+            output.write(json.dumps(row | asdict(score)).encode() + b"\n")
+            total += 1
+            reward += score.reward
+            without_answer += not score.extracted and section.function == "math"
+            counts[score.why] += 1
         if not total:
             raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
-        unfinished.replace(output_path)
-    finally:
-        unfinished.unlink(missing_ok=True)
     whys = dict(counts.most_common())
     return ScoreSummary(total, len(malformed), reward / total, without_answer, whys, time.perf_counter() - start)
 

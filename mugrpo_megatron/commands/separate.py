@@ -8,12 +8,13 @@ import shutil
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.phases.finish import export
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory, write_json
+from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
 from mugrpo_megatron.run.run import open_run, rank_of_environment
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import generate_stage, optimize_stage

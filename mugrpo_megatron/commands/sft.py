@@ -20,6 +20,7 @@ from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import shutdown
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, predicting
@@ -30,7 +31,6 @@ from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
-from mugrpo_megatron.run.directory import write_atomically
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -72,7 +72,7 @@ def train(recipe: Recipe) -> None:
                 _imitate(learner, tokenizer, display)
             save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
             if learner.ranks.rank == 0:
-                write_atomically(out / "recipe.toml", dump_recipe(recipe))
+                write_text(out / "recipe.toml", dump_recipe(recipe))
         finally:
             shutdown()
 

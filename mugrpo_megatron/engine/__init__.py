@@ -1,0 +1,1 @@
+"""The SGLang engine's life and what is sampled; never imports Megatron."""

@@ -13,6 +13,7 @@ from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt, Response
 
@@ -119,11 +120,8 @@ class Engine:
         """The weight version that the engine serves; EngineFailure when it does not answer."""
         return self._call("health")
 
-    def checksums(self) -> list[dict[str, str]]:
-        """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> SHA-256 of its bytes.
-
-        The engine writes its weights to the temporary folder for this: a check, not something for every sync.
-        """
+    def checksums(self) -> list[Sums]:
+        """Per tensor parallel rank: SGLang's name of each weight (q, k, v and gate, up fused) -> type and SHA-256."""
         return self._call("checksums")
 
     def generate(

@@ -10,23 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import hashlib
 import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-
+from mugrpo_megatron.engine.launch import SUMMING
+from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack
+from mugrpo_megatron.files.tensors import Sums
 
 PR_SET_PDEATHSIG = 1
 FLUSH_SECONDS = 0.02
@@ -137,14 +135,15 @@ class Host:
                 self._connection.send(("result", getattr(self, name)(*arguments)))
 
     def load_bucket(self, serialized: list[bytes]) -> None:
+        loaders = [name for name in self._engine.server_args.custom_weight_loader if name != SUMMING]
+        self._update_weights(serialized, loaders[0] if loaders else "flattened_bucket")
+
+    def _update_weights(self, serialized: list[bytes], load_format: str) -> None:
         # `Engine.update_weights_from_tensor` would pickle once more what a loader of ours is to read.
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-        loaders = self._engine.server_args.custom_weight_loader
         request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=serialized,
-            load_format=loaders[0] if loaders else "flattened_bucket",
-            flush_cache=False,
+            serialized_named_tensors=serialized, load_format=load_format, flush_cache=False
         )
         manager = self._engine.tokenizer_manager
         accepted, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
@@ -163,26 +162,13 @@ class Host:
     def wake(self, tags: list[str]) -> None:
         self._engine.resume_memory_occupation(tags)
 
-    def checksums(self) -> list[dict[str, str]]:
-        # SGLang's own checksums need CUDA, so it writes its weights to the scratch folder and they are summed here.
-        with tempfile.TemporaryDirectory() as folder:
-            self._engine.save_sharded_model(path=folder, pattern=None, max_size=None)
-            ranks = self._engine.server_args.tp_size
-            return [_tensor_checksums(Path(folder).glob(f"model-rank-{rank}-*")) for rank in range(ranks)]
+    def checksums(self) -> list[Sums]:
+        ranks = self._engine.server_args.tp_size
+        self._update_weights([pickle.dumps([])] * ranks, SUMMING)
+        return read_sums(ranks)
 
     def health(self) -> int:
         return self._version
-
-
-def _tensor_checksums(files: Iterable[Path]) -> dict[str, str]:
-    """Tensor name -> SHA-256 of its bytes in row-major order."""
-    sums = {}
-    for path in files:
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
-                data = tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy()
-                sums[name] = hashlib.sha256(memoryview(data)).hexdigest()
-    return sums
 
 
 def load_engine(arguments: dict[str, Any]) -> Any:

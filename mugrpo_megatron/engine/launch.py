@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
+from mugrpo_megatron.engine.sums import write_sums
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
@@ -20,6 +22,8 @@ CPU_KV_BYTES = 1 << 29
 """KV cache of an engine on CPU, at most; it is written at start, so it costs memory whether used or not."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
+SUMMING = f"{write_sums.__module__}.{write_sums.__name__}"
+"""The "loader of weights" that sums them."""
 SEED_STRIDE = 7_919
 """Between the random seeds of two engines."""
 LENGTH_MARGIN = 8
@@ -40,7 +44,7 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
     config = read_model_config(model_dir)
     response = longest_response(recipe)
     limits = recipe.data.max_prompt_tokens + response
-    positions = config.get("max_position_embeddings", limits + LENGTH_MARGIN)
+    positions = config.get("max_position_embeddings") or limits + LENGTH_MARGIN
     if limits > positions:
         raise UserError(
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} and responses of {response} tokens "
@@ -74,20 +78,21 @@ def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:
         "base_gpu_id": gpu,
         "mem_fraction_static": recipe.engine.memory_fraction,
         "enable_memory_saver": recipe.engine.between_stages == "sleep",
+        "custom_weight_loader": [SUMMING],
     }
     if recipe.engine.max_total_tokens:
         arguments["max_total_tokens"] = recipe.engine.max_total_tokens
     return arguments
 
 
-def _cpu_arguments(recipe: Recipe, config: dict[str, Any], common: dict[str, Any]) -> dict[str, Any]:
+def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, Any]) -> dict[str, Any]:
     batch_tokens = common["max_running_requests"] * common["context_length"]
     affordable = max(CPU_KV_BYTES // kv_bytes_per_token(config, recipe.model.dtype), common["context_length"])
     return {
         "device": "cpu",
         "attention_backend": common.get("attention_backend", "torch_native"),
         "sampling_backend": "pytorch",
-        "custom_weight_loader": ["mugrpo_megatron.engine.cpu.load_mapped"],
+        "custom_weight_loader": ["mugrpo_megatron.engine.cpu.load_mapped", SUMMING],
         "disable_cuda_graph": True,
         # Small models are bound by the host's work per step; overlapping it needs a second thread that CPU cores lack.
         "disable_overlap_schedule": True,
@@ -98,8 +103,11 @@ def _cpu_arguments(recipe: Recipe, config: dict[str, Any], common: dict[str, Any
     }
 
 
-def kv_bytes_per_token(config: dict[str, Any], dtype: str) -> int:
-    """Bytes of keys and values that one token keeps in all layers, from a Hugging Face config."""
+def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
+    """Bytes of keys and values that one token keeps in all layers, from a Hugging Face config; UserError for a gap."""
+    for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
+        if not config.get(name):
+            raise UserError(f"config.json has no field {name!r}, so the size of the engine's KV cache is unknown")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads
@@ -125,7 +133,7 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
     return environment
 
 
-def _other_models(config: dict[str, Any]) -> list[str]:
+def _other_models(config: Mapping[str, Any]) -> list[str]:
     """SGLang's model modules that do not define the checkpoint's architecture; importing all 200 takes seconds.
 
     Empty, so that SGLang looks everywhere, when no module defines it.
@@ -134,7 +142,7 @@ def _other_models(config: dict[str, Any]) -> list[str]:
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
     modules = {path.stem: path.read_text() for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")}
-    wanted = [f"class {architecture}(" for architecture in config.get("architectures", [])]
+    wanted = [f"class {architecture}(" for architecture in config.get("architectures") or []]
     defining = {stem for stem, text in modules.items() if any(line in text for line in wanted)}
     return sorted(modules.keys() - defining) if defining else []
 

@@ -1,0 +1,1 @@
+"""Files that more than one room reads or writes; imports neither torch nor anything slow unless its name says so."""

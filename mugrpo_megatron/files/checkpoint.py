@@ -6,9 +6,7 @@ state.json                                          counters, cursor, model, che
 
 from __future__ import annotations
 
-import hashlib
 import io
-import json
 import pickle
 import shutil
 from pathlib import Path
@@ -17,7 +15,8 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import digest, durable_file, fsync
+from mugrpo_megatron.files import durable
+from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
 
 STATE = "state.json"
 """Written last, so a directory that has it is complete."""
@@ -42,13 +41,8 @@ def checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
 
 def publish(partial: Path, directory: Path, state: dict[str, Any]) -> None:
     """Complete the files in `partial` with their state and give them their name; durable when this returns."""
-    for path in partial.iterdir():
-        fsync(path)
-    with durable_file(partial / STATE) as file:
-        file.write(json.dumps({"sha256": _digest(state), "state": state}, indent=2).encode())
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
-    fsync(directory.parent)
+    write_sealed(partial / STATE, "state", state)
+    durable.publish(partial, directory)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
@@ -57,14 +51,9 @@ def read_state(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{directory} is no complete checkpoint: it has no {STATE}; take an older one or start afresh")
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        state = stored["state"]
-        intact = stored["sha256"] == _digest(state)
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise UserError(f"{path}: damaged, its checksum does not fit; take an older checkpoint")
-    return dict(state)
+        return dict(read_sealed(path, "state"))
+    except ValueError:
+        raise UserError(f"{path}: damaged, its checksum does not fit; take an older checkpoint") from None
 
 
 def damage(directory: Path, rank: int, world: int) -> str | None:
@@ -121,7 +110,3 @@ class _IndexUnpickler(pickle.Unpickler):
         if of_torch or module in PICKLED_MODULES or (module, name) in PICKLED_NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _digest(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()

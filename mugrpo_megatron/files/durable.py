@@ -1,19 +1,32 @@
-"""Files that are whole or absent, whatever happens, and checksums that tell whether they still are what was written."""
+"""Atomic, fsynced writes of files and directories, and checksums that tell whether they are still what was written.
+
+This is the only module that writes what has to be whole or absent. A temporary is named `.NAME.XXXXXXXX.partial`, with
+eight random hexadecimal digits: two writers of one path never share one, and what a killed writer left is recognised.
+Where several ranks or a later command go on with one directory, it is `resumable(path)`, `.NAME.partial`.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
+import json
 import os
+import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from mugrpo_megatron.errors import UserError
 
 HASH_BLOCK = 1 << 20
+TOKEN = "[0-9a-f]" * 8
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of Linux's renameat2(2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,26 +40,117 @@ class Span:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write `path` whole or not at all: a temporary name, fsync of file and directory, rename.
+    """Write `path` whole or not at all: a temporary of its own, fsync, rename, fsync of the directory.
 
-    Raises UserError when the disk is full.
+    Of several writers the last to finish wins. As with `open`, a link is followed and an existing file keeps its
+    permissions. Raises UserError when `path` is not a regular file, cannot be written, or the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    target = path.resolve() if path.is_symlink() else path
+    if target.exists() and not target.is_file():
+        raise UserError(f"{path} exists and is not a regular file; name another")
+    temporary = _temporary(target)
     try:
-        with temporary.open("wb") as file:
+        file = temporary.open("xb")
+    except OSError as error:
+        raise _full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
+    try:
+        with file:
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-        fsync(path.parent)
+        temporary.replace(target)
+        fsync(target.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"{path.parent}: no space left for {path.name}; what was complete before is kept, "
-                "so free some space and run the same command again"
-            ) from error
+        if full := _full_disk(error, path):
+            raise full from error
         raise
+
+
+@contextmanager
+def durable_directory(path: Path) -> Iterator[Path]:
+    """Fill a directory next to `path`, which takes that name once it is complete; what had the name stays until then.
+
+    Raises UserError when the directory cannot be made or the disk is full.
+    """
+    partial = _temporary(path)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise _full_disk(error, path) or UserError(f"{path} cannot be made ({error.strerror})") from error
+    try:
+        yield partial
+        publish(partial, path)
+    except BaseException as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        if full := _full_disk(error, path):
+            raise full from error
+        raise
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give the finished directory `partial` the name `path`, durably, in place of what had it."""
+    for folder, _, names in os.walk(partial):
+        for name in names:
+            fsync(Path(folder, name))
+        fsync(Path(folder))
+    if os.path.lexists(path):
+        _exchange(partial, path)
+        fsync(path.parent)
+        _remove(partial)
+    else:
+        partial.rename(path)
+        fsync(path.parent)
+
+
+def resumable(path: Path) -> Path:
+    """The one place where several processes, or one after another, make the directory `path`; `publish` names it."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def remove_leftovers(directory: Path, names: str) -> None:
+    """Remove what killed writers left of the files and directories whose names match the pattern `names`.
+
+    Only for a caller who knows that no writer of them lives. A directory that had to leave its name for a swap that
+    did not happen gets it back.
+    """
+    for aside in directory.glob(f".{names}.{TOKEN}.old"):
+        path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
+        if os.path.lexists(path):
+            _remove(aside)
+        else:
+            aside.rename(path)
+    for leftover in directory.glob(f".{names}.{TOKEN}.partial"):
+        _remove(leftover)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` so that `path` holds either its old content or the new one, whatever happens."""
+    with durable_file(path) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of a JSON value, for people to read."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_sealed(path: Path, name: str, body: Any, **head: Any) -> None:
+    """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and whatever `head` adds."""
+    write_text(path, json.dumps({**head, "sha256": _sum(body), name: body}))
+
+
+def read_sealed(path: Path, name: str, **head: Any) -> Any:
+    """The body that `write_sealed` wrote; ValueError when it was changed or `head` is another."""
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
+            return stored[name]
+    except (KeyError, TypeError):
+        pass
+    raise ValueError(f"{path}: its checksum does not fit")
 
 
 def fsync(path: Path) -> None:
@@ -69,3 +173,51 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> Span:
             sha.update(block)
             left -= len(block)
     return Span(start, end, sha.hexdigest())
+
+
+def _sum(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two names; in one step where the file system can (not on NFS), else the old one steps aside for a moment."""
+    if _exchanged(new, old):
+        return
+    aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        aside.rename(old)
+        raise
+    aside.rename(new)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
+
+
+def _full_disk(error: BaseException, path: Path) -> UserError | None:
+    """The sentence for a full disk; a library may have hidden it behind an error of its own, as torch.save does."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return UserError(
+                f"{path.parent}: no space left for {path.name}; what was complete before is kept, "
+                "so free some space and run the same command again"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import checksums, damage, make_room, publish, read_state
+from mugrpo_megatron.files.durable import resumable
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
@@ -90,7 +91,7 @@ def begin_save(
     rank, when the disk has no room.
     """
     ranks = learner.ranks
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial = resumable(directory)  # one name on every rank
     layout = ranks.tp_size * ranks.pp_size
     held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
     with named_phase(ranks, f"saving {directory}"):

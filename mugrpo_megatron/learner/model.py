@@ -17,6 +17,7 @@ from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.layers import block_spec, choose_backend
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Rope
+from mugrpo_megatron.weights.rope import frequencies
 
 
 class PolicyModel(GPTModel):
@@ -24,7 +25,7 @@ class PolicyModel(GPTModel):
 
     def __init__(self, rope: Rope, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self.register_buffer("frequencies", torch.tensor(rope.frequencies, dtype=torch.float32), persistent=False)
+        self.register_buffer("frequencies", frequencies(rope), persistent=False)
 
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, packed_seq_params: Packing, **_: Any
@@ -92,6 +93,7 @@ def transformer_config(
         "context_parallel_size": ranks.cp_size,
         "expert_model_parallel_size": recipe.parallel.expert,
         "sequence_parallel": recipe.parallel.sequence,
+        "activation_func": torch.nn.functional.silu,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

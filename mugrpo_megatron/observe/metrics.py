@@ -111,6 +111,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "tokens", "tokens", "Response tokens sampled, of all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, where it did either."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, where it moved any."),
+    Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
 )
 """The table. One line a metric; a name may mean the same thing for rows of several kinds."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 
+from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.evaluate import evaluate_weights
@@ -12,7 +12,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor, total_updates
-from mugrpo_megatron.run.directory import RunDirectory, check_same_run, write_json
+from mugrpo_megatron.run.directory import RunDirectory, check_same_run
 from mugrpo_megatron.run.run import Run, rank_of_environment
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -29,12 +29,9 @@ def finish(run: Run, cursor: Cursor) -> None:
 
 def export(run: Run, cursor: Cursor) -> None:
     """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's; every rank leaves together."""
-    if run.is_main and run.directory.hf.exists():
-        shutil.rmtree(run.directory.hf)
-    run.world.barrier()
     with run.log.phase("save", cursor.stage):
         chunks = [policy(chunk) for chunk in run.learner.chunks]
-        save_hf(chunks, run.learner.architecture, like=run.recipe.model.path, out=run.directory.hf)
+        save_hf(chunks, run.learner.architecture, like=run.recipe.model.path, out=run.directory.hf, replace=True)
     run.world.barrier()
 
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
 from mugrpo_megatron.errors import TrainingFailure, UserError
-from mugrpo_megatron.files.durable import durable_file, fsync
+from mugrpo_megatron.files.durable import durable_file, fsync, remove_leftovers
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
@@ -236,6 +236,7 @@ def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
     if not write:
         yield lambda logprobs: None
         return
+    remove_leftovers(path.parent, path.name)
     with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
 

@@ -8,6 +8,7 @@ from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator, sleep_engine
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
 
@@ -28,11 +29,35 @@ def sync_weights(run: Run, cursor: Cursor) -> None:
         except EngineFailure as failure:
             assert run.generator
             run.generator.failed(failure)
+            engine = None
+        _check_weights(run, engine, facts)
         offload(run.learner, "weights")
         run.world.barrier()
         if run.generator and run.generator.engine.running:
             _wake_kv_cache(run.generator)
         facts["bytes"] = float(run.bridge.plan.bytes)
+
+
+def _check_weights(run: Run, engine: Engine | None, facts: dict[str, float]) -> None:
+    """Compare the engines' weights with the learner's where `engine.check_weights` asks for it. Collective.
+
+    WeightMismatch on every rank ends the run; an engine that fails here is out until the next sync.
+    """
+    mode, generator = run.recipe.engine.check_weights, run.generator
+    due = generator is not None and engine is not None and (mode == "every" or not generator.checked)
+    if mode == "never" or not any(run.world.any_rank(due)):
+        return
+    try:
+        compared = check(run.bridge, engine if due else None)
+    except EngineFailure as failure:
+        assert generator
+        generator.failed(failure)
+        return
+    if generator and due and not generator.checked:
+        generator.checked = True
+        if reason := unchecked(run.bridge):
+            run.display.say(f"The engine's weights are not compared with the learner's: {reason}.")
+    facts["checked"] = float(compared)
 
 
 def _wake_weights(generator: Generator) -> Engine | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import read_config_file
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
@@ -50,10 +50,5 @@ def bundled() -> dict[str, dict[str, Any]]:
 
 
 def _from_file(path: Path) -> Model:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as a model configuration ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: holds no table of settings, so it does not describe a model")
-    return Model(config, architecture(config, str(path)), str(path))
+    config = read_config_file(path)
+    return Model(dict(config), architecture(config, str(path)), str(path))

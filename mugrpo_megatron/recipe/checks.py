@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import ModelConfig, check_weights, read_config
 from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, nearest
 from mugrpo_megatron.recipe.sections import ParallelSection, Recipe
 
@@ -16,26 +16,18 @@ FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """What all sides of a product in fp8 are a multiple of: 16 for the tensor cores, or a block under one scale."""
 
 
-def read_model_config(directory: Path, key: str = "model.path") -> dict[str, Any]:
-    """`config.json` of a Hugging Face checkpoint directory; UserError when `directory` is none."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise UserError(
-            f"{key} = {directory}: not a Hugging Face checkpoint (no config.json there); "
-            "make the bundled small model with `mugrpo sft RECIPE` or point the key at a downloaded model"
-        )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{path}: cannot be read as a model configuration ({error})") from None
-    if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError(f"{path}: has no model_type, so it does not describe a model")
-    if not any(directory.glob("*.safetensors")):
-        raise UserError(f"{key} = {directory}: holds no *.safetensors weights (other formats are not loaded)")
+def read_model_config(directory: Path) -> ModelConfig:
+    """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
+    config = read_config(
+        directory,
+        key="model.path",
+        remedy="make the bundled small model with `mugrpo sft RECIPE` or point the key at a downloaded model",
+    )
+    check_weights(directory, "model.path")
     return config
 
 
-def check_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> None:
+def check_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> None:
     """Everything that a layout can get wrong, found before a process group or an engine exists.
 
     `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError with every problem
@@ -90,7 +82,7 @@ def _check_fp8(recipe: Recipe) -> None:
         raise UserError(f'{asked} needs model.dtype = "bfloat16", which weights and everything else then have')
 
 
-def nearest_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> ParallelSection | None:
+def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
     """The layout closest to the recipe's that nothing here speaks against; None where there is none."""
 
     def allowed(layout: ParallelSection) -> bool:
@@ -99,7 +91,7 @@ def nearest_layout(recipe: Recipe, model: dict[str, Any], world_size: int) -> Pa
     return nearest(recipe.parallel, model, world_size, allowed)
 
 
-def layout_problems(recipe: Recipe, model: dict[str, Any], world_size: int) -> Iterator[str]:
+def layout_problems(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> Iterator[str]:
     """Why the recipe's `parallel` section cannot run this model on so many ranks, a sentence each."""
     parallel = recipe.parallel
     tp, pp, cp, vpp = parallel.tensor, parallel.pipeline, parallel.context, parallel.virtual_pipeline
@@ -146,7 +138,7 @@ def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int
         yield "parallel.tensor above 1 on a model with experts needs parallel.sequence = true (Megatron's MoE layer)"
 
 
-def _shard_problems(name: str, size: int, model: dict[str, Any]) -> Iterator[str]:
+def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
     """Why `size` tensor parallel ranks cannot share the model."""
     heads = model.get("num_attention_heads", 1)
     kv_heads = model.get("num_key_value_heads") or heads
@@ -159,7 +151,7 @@ def _shard_problems(name: str, size: int, model: dict[str, Any]) -> Iterator[str
             yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
 
 
-def _fp8_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
+def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Sides of the model's products that tensor cores cannot take in fp8."""
     multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
@@ -171,7 +163,7 @@ def _fp8_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _other_problems(recipe: Recipe, model: dict[str, Any]) -> Iterator[str]:
+def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong whatever the learner's layout is."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from _fp8_problems(recipe, model)

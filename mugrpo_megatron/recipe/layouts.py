@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
@@ -13,7 +13,7 @@ VIRTUAL = (1, 2, 4)
 """Chunks per pipeline rank that are worth trying."""
 
 
-def experts_of(model: dict[str, Any]) -> int:
+def experts_of(model: Mapping[str, Any]) -> int:
     """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
     return model.get("num_experts") or model.get("num_local_experts") or 0
 
@@ -22,7 +22,7 @@ def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def candidates(model: dict[str, Any], world: int) -> Iterator[ParallelSection]:
+def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
     """Layouts whose sizes divide what they split and the world, whatever else may speak against them."""
     heads, layers, experts = model.get("num_attention_heads", 1), model.get("num_hidden_layers", 1), experts_of(model)
     for tensor, pipeline in product(divisors(heads), divisors(layers)):
@@ -53,7 +53,7 @@ def distance(one: ParallelSection, other: ParallelSection) -> float:
 
 
 def nearest(
-    wanted: ParallelSection, model: dict[str, Any], world: int, allowed: Callable[[ParallelSection], bool]
+    wanted: ParallelSection, model: Mapping[str, Any], world: int, allowed: Callable[[ParallelSection], bool]
 ) -> ParallelSection | None:
     """The candidate closest to `wanted` that is `allowed`; None when the model has no layout on `world` ranks."""
     for candidate in sorted(candidates(model, world), key=lambda one: distance(one, wanted)):

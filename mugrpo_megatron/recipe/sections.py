@@ -176,6 +176,8 @@ class EngineSection(Section):
     """Failures in a row, without a finished response between them, that end the run."""
     bucket_bytes: PositiveInt = 512 * 1024 * 1024
     """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
+    check_weights: Literal["first", "every", "never"] = "first"
+    """Compare the engines' weights with the learner's, bit by bit: after each engine's first sync, or every one."""
 
 
 class RewardSection(Section):

@@ -10,6 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from mugrpo_megatron import __version__
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.report.evaluations import between, difference, shown
 from mugrpo_megatron.report.paper_charts import paper_remark
@@ -18,7 +19,6 @@ from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.report.summary import mean_of, summary_of
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
 from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
-from mugrpo_megatron.run.directory import write_atomically
 
 FILE_NAME = "report.html"
 
@@ -74,7 +74,7 @@ def write_report(run_dir: Path) -> Path:
     Raises UserError when `run_dir` is no run directory, or a file in it is damaged.
     """
     path = run_dir / FILE_NAME
-    write_atomically(path, page(read_run(run_dir)))
+    write_text(path, page(read_run(run_dir)))
     return path
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE, read_state
+from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
@@ -104,8 +105,9 @@ def restore_newest(learner: Learner, directory: Path, say: Callable[[str], None]
     starting over is not something to do silently.
     """
     if learner.ranks.rank == 0:
-        for leftover in directory.glob(f".{NAME}.partial"):  # of a save that was killed
+        for leftover in directory.glob(resumable(Path(NAME)).name):  # of a save that was killed
             shutil.rmtree(leftover)
+        remove_leftovers(directory, NAME)
     found = [complete(directory) if learner.ranks.rank == 0 else []]
     dist.broadcast_object_list(found)
     damaged: list[tuple[Path, str]] = []

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
+WRITTEN = ("recipe.toml", "branch.json", "summary.json", "hf")
+"""What only the holder of the lock writes into a run directory, so that it may remove what a killed one left of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +80,10 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
         raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
     with _locked(directory.path / ".lock"):
         check_same_run(directory, recipe)
-        write_atomically(directory.recipe, dump_recipe(recipe))
+        for name in WRITTEN:
+            remove_leftovers(directory.path, name)
+        write_text(directory.recipe, dump_recipe(recipe))
         yield directory
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds either its old content or the new one, whatever happens."""
-    with durable_file(path) as file:
-        file.write(text.encode())
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 @contextmanager

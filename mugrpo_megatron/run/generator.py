@@ -31,11 +31,14 @@ class Generator:
     """The last failure that nobody has been told of yet."""
     failures_in_a_row: int = 0
     """Failures without a finished group between them."""
+    checked: bool = False
+    """Whether this engine's weights were compared with the learner's after a sync."""
 
     def failed(self, failure: EngineFailure) -> None:
         """Take note of a failure."""
         self.failure = failure
         self.failures_in_a_row += 1
+        self.checked = False
 
 
 def start(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> tuple[EngineSlot, Engine, Verifier]:

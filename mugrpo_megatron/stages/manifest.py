@@ -7,8 +7,6 @@ manifest and shards of its own; the first one's manifest also says that the stag
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import Span, digest, durable_file
+from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
 
 FORMAT = 1
 OTHERS = "manifest-*.json"
@@ -74,13 +72,11 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
     if not path.exists():
         return Manifest([])
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        body = stored["stage"]
-        intact = stored["format"] == FORMAT and stored["sha256"] == _digest_json(body)
-    except (ValueError, KeyError, TypeError):
-        intact = False
-    if not intact:
-        raise UserError(f"{path}: damaged, so what the stage holds is unknown; remove {directory} to generate it anew")
+        body = read_sealed(path, "stage", format=FORMAT)
+    except ValueError:
+        raise UserError(
+            f"{path}: damaged, so what the stage holds is unknown; remove {directory} to generate it anew"
+        ) from None
     shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     if sealed is not None:
@@ -97,10 +93,7 @@ def other_shards(directory: Path, writer: int) -> list[Shard]:
 
 def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_name(0)) -> None:
     """Replace a manifest of the stage durably."""
-    body = asdict(manifest)
-    stored = {"format": FORMAT, "sha256": _digest_json(body), "stage": body}
-    with durable_file(directory / name) as file:
-        file.write(json.dumps(stored).encode())
+    write_sealed(directory / name, "stage", asdict(manifest), format=FORMAT)
 
 
 def verify(path: Path, span: Span, remedy: str) -> None:
@@ -123,7 +116,3 @@ def parquet_spans(path: Path) -> tuple[list[Span], Span]:
         ends.append(ends[-1] + sum(chunk.total_compressed_size for chunk in chunks))
     row_groups = [digest(path, start, end) for start, end in pairwise(ends)]
     return row_groups, digest(path, ends[-1])
-
-
-def _digest_json(body: object) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import digest, durable_file, fsync
+from mugrpo_megatron.files.durable import digest, durable_file, fsync, remove_leftovers
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
     OTHERS,
@@ -181,9 +181,10 @@ class StageStore:
         row_groups, footer = parquet_spans(path)
         self._final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
         self._replace(Manifest([], self._final))
-        for pattern in ("shard-*.parquet", OTHERS, ".shard-*.tmp", ".manifest-*.tmp"):
-            for leftover in self.directory.glob(pattern):
-                leftover.unlink()
+        for pattern in ("shard-*.parquet", OTHERS):
+            for merged in self.directory.glob(pattern):
+                merged.unlink()
+            remove_leftovers(self.directory, pattern)
 
     def read_update(self, update: int) -> list[Sample]:
         """The samples of one update of the sealed stage, groups in order; reads and verifies that row group alone.
@@ -232,8 +233,7 @@ class StageStore:
             if path.name not in named:
                 path.unlink()
         for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
-            for path in self.directory.glob(f".{name}.tmp"):
-                path.unlink()
+            remove_leftovers(self.directory, name)
 
     def _replace(self, manifest: Manifest) -> None:
         write_manifest(self.directory, manifest, manifest_name(self._writer))

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mugrpo_megatron.weights.blocks import Row
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding: per-pair frequencies and the factor that yarn puts on cos and sin."""
+    """Rotary position embedding; `rope.frequencies` computes its radians per token."""
 
-    frequencies: tuple[float, ...]
-    """[head_dim / 2] radians per token."""
+    kind: Literal["default", "linear", "llama3", "yarn"]
+    base: float
+    dim: int
+    """Of a head."""
+    settings: tuple[Any, ...] = ()
+    """What the function of this kind in `rope` takes after base and dim, in its order."""
     attention_factor: float = 1.0
+    """What yarn multiplies cos and sin by."""
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
-
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.weights import rope
 from mugrpo_megatron.weights.architecture import Architecture, Rope
 from mugrpo_megatron.weights.blocks import Row
 
@@ -59,7 +56,7 @@ class Fields:
     def no_window(self, absent: int | None) -> None:
         """No `sliding_window`, or one as long as the model; `absent` is what leaving it out means to the family."""
         window = self._left.pop("sliding_window", absent)
-        context = self._left.get("max_position_embeddings", 0)
+        context = self._left.get("max_position_embeddings") or 0
         if window is not None and window < context:
             raise self.error(
                 f"sliding_window {window} is shorter than max_position_embeddings {context} and the learner's "
@@ -106,7 +103,12 @@ def decoder(
     Raises UserError for a field that is missing, malformed or not honoured.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    head_dim = fields.take("head_dim", head_dim or hidden // heads)
+    head_dim = fields.take("head_dim", head_dim)
+    if not head_dim and hidden % heads:
+        raise fields.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
+    head_dim = head_dim or hidden // heads
+    if head_dim % 2:
+        raise fields.error(f"head_dim {head_dim} is odd, but rotary positions turn pairs")
     groups = fields.take("num_key_value_heads", heads)
     if heads % groups:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
@@ -128,7 +130,6 @@ def decoder(
             "normalization": "RMSNorm",
             "layernorm_epsilon": fields.take("rms_norm_eps", rms_norm_eps),
             "gated_linear_unit": True,
-            "activation_func": torch.nn.functional.silu,
             "add_bias_linear": False,
             "add_qkv_bias": False,
             "qk_layernorm": False,
@@ -157,9 +158,12 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     Softmax over the chosen logits alone is the same as renormalising the softmax over all.
     """
     count = fields.take("num_experts", 0) or fields.size("num_local_experts")
+    chosen = fields.size("num_experts_per_tok")
+    if chosen > count:
+        raise fields.error(f"num_experts_per_tok {chosen} is more than the model's {count} experts")
     return {
         "num_moe_experts": count,
-        "moe_router_topk": fields.size("num_experts_per_tok"),
+        "moe_router_topk": chosen,
         "moe_ffn_hidden_size": ffn,
         "moe_router_pre_softmax": not renormalised,
         "moe_router_load_balancing_type": "none",
@@ -168,41 +172,44 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
 
 
 def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` beside `rope_scaling` (transformers 4)."""
+    """`rope_parameters` (transformers 5) or `rope_theta` next to `rope_scaling` (transformers 4)."""
     parameters = dict(fields.take("rope_scaling", {})) | dict(fields.take("rope_parameters", {}))
     outer_theta = fields.take("rope_theta", default_theta)
     scaling = Fields(parameters, "config.json, rope scaling")
     theta = float(scaling.take("rope_theta", outer_theta))
     legacy = scaling.take("type", "default")
     kind = scaling.take("rope_type", legacy)
-    frequencies, factor = rope.plain(theta, head_dim), 1.0
+    settings: tuple[Any, ...] = ()
+    factor = 1.0
     if kind == "linear":
-        frequencies = rope.linear(theta, head_dim, scaling.need("factor"))
+        settings = (scaling.need("factor"),)
     elif kind == "llama3":
-        frequencies = rope.llama3(
-            theta,
-            head_dim,
-            scaling.need("factor"),
-            scaling.need("low_freq_factor"),
-            scaling.need("high_freq_factor"),
-            scaling.need("original_max_position_embeddings"),
-        )
+        stretch, low, high = (scaling.need(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
+        if high <= low:
+            raise scaling.error(f"high_freq_factor {high} is not above low_freq_factor {low}")
+        settings = (stretch, low, high, scaling.need("original_max_position_embeddings"))
     elif kind == "yarn":
         original = scaling.take("original_max_position_embeddings", context)
         stretch = float(scaling.take("factor", context / original))
-        factor = rope.attention_factor(
+        factor = attention_factor(
             {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}, stretch
         )
-        frequencies = rope.yarn(
-            theta,
-            head_dim,
-            stretch,
-            scaling.take("beta_fast", 32.0),
-            scaling.take("beta_slow", 1.0),
-            original,
-            scaling.take("truncate", True),
-        )
+        fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
+        settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
         raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are honoured")
     scaling.finish()
-    return rope.as_rope(frequencies, factor)
+    return Rope(kind, theta, head_dim, settings, factor)
+
+
+def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+    """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22)."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
+    return mscale(1.0)

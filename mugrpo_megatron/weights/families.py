@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import CONFIG, checked, read_config
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.blocks import GATED_MLP, QK_NORM, QKV_BIAS, TRUNK, experts
 from mugrpo_megatron.weights.config import Fields, decoder, routing
@@ -107,7 +107,7 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
 
     Raises UserError for a family that has no table, and for any field that is missing, malformed or unknown.
     """
-    family = config.get("model_type")
+    family = checked(config, where)["model_type"]
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"{where}: model_type is {family!r}; the families with a table here are {known}")
@@ -116,11 +116,4 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
 
 def read_architecture(directory: Path) -> Architecture:
     """`architecture` of the config.json in a checkpoint directory."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise UserError(f"{directory} is no Hugging Face checkpoint: it has no config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not valid JSON ({error.msg})") from error
-    return architecture(config, str(path))
+    return architecture(read_config(directory), str(directory / CONFIG))

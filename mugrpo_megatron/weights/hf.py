@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from itertools import islice
@@ -18,6 +17,8 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_directory
+from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group
@@ -51,10 +52,10 @@ def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
     for name in CARRIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
-    config = json.loads((like / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = dict(read_config(like))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
-    (out / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (out / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def check_tokenizer(directory: Path, architecture: Architecture) -> None:
@@ -130,27 +131,25 @@ def save_hf(
     like: Path,
     out: Path,
     shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
 ) -> None:
     """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
 
-    The directory appears complete or not at all: it is written beside its place and renamed. Beside the model one
-    bucket is held at a time. Raises UserError on every rank when `out` exists.
+    The directory appears complete or not at all; with `replace` an earlier one is there until then. Next to the model
+    one bucket is held at a time. Raises UserError on every rank when `out` exists and is not to be replaced.
     """
-    if out.exists():
+    if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
     plan = build_plan(chunks, architecture, BUCKET_BYTES)
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
     if dist.get_rank() == 0:
         specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
         shards = divide(specs, shard_bytes)
-        partial = out.with_name(f".{out.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for shard in shards:
-            write_shard(partial, shard, islice(tensors, len(shard.specs)))
-        write_index(partial, shards)
-        carry_files(like, partial, specs[0].dtype)
-        os.replace(partial, out)
+        with durable_directory(out) as partial:
+            for shard in shards:
+                write_shard(partial, shard, islice(tensors, len(shard.specs)))
+            write_index(partial, shards)
+            carry_files(like, partial, specs[0].dtype)
     for _ in tensors:
         pass  # the other ranks take part in every gather
     dist.barrier()

@@ -9,12 +9,16 @@ Equations: RoFormer (Su et al. 2021, arXiv 2104.09864); linear interpolation (Ch
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from mugrpo_megatron.weights.architecture import Rope
+
+
+def frequencies(rope: Rope) -> torch.Tensor:
+    """float32 [head_dim / 2] radians per token."""
+    return KINDS[rope.kind](rope.base, rope.dim, *rope.settings)
 
 
 def plain(base: float, dim: int) -> torch.Tensor:
@@ -29,9 +33,9 @@ def linear(base: float, dim: int, factor: float) -> torch.Tensor:
 
 def llama3(base: float, dim: int, factor: float, low: float, high: float, original: int) -> torch.Tensor:
     """Long wavelengths slowed by `factor`, short ones kept, a smooth band from `original`/high to `original`/low."""
-    frequencies = plain(base, dim)
-    wavelengths = 2 * math.pi / frequencies
-    slowed = torch.where(wavelengths > original / low, frequencies / factor, frequencies)
+    unscaled = plain(base, dim)
+    wavelengths = 2 * math.pi / unscaled
+    slowed = torch.where(wavelengths > original / low, unscaled / factor, unscaled)
     smooth = (original / wavelengths - low) / (high - low)
     blended = (1 - smooth) * slowed / factor + smooth * slowed
     between = ~(wavelengths < original / high) & ~(wavelengths > original / low)
@@ -57,18 +61,4 @@ def yarn(
     return 1.0 / (factor * powers) * (1 - untouched) + 1.0 / powers * untouched
 
 
-def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22)."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return mscale(1.0)
-
-
-def as_rope(frequencies: torch.Tensor, factor: float = 1.0) -> Rope:
-    return Rope(tuple(frequencies.tolist()), factor)
+KINDS: dict[str, Callable[..., torch.Tensor]] = {"default": plain, "linear": linear, "llama3": llama3, "yarn": yarn}

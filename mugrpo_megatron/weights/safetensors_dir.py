@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import entries
 
@@ -81,21 +82,12 @@ def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) 
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
     encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
-    partial = directory / f"{shard.file}.partial"
-    with partial.open("wb") as file:
+    with durable_file(directory / shard.file) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for spec, tensor in zip(shard.specs, tensors, strict=True):
             if tuple(tensor.shape) != spec.shape:
                 raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, planned was {spec.shape}")
             file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(directory / shard.file)
-
-
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, without a copy where it is contiguous."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def write_index(directory: Path, shards: Sequence[Shard]) -> None:

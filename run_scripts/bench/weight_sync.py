@@ -3,6 +3,8 @@
     python run_scripts/bench/weight_sync.py [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
     python run_scripts/bench/weight_sync.py --convert --megabytes 1000      # conversion both ways instead, with memory
 
+`check` is what `engine.check_weights` asks for: sums of every tensor on both sides.
+
 A random Qwen2 of about the asked size; learner and engine on CUDA where there is a device, else on CPU. The copy is
 `Tensor.copy_` between two buffers of the device that exist already, on as many threads as the learner uses.
 """
@@ -89,17 +91,19 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     from mugrpo_megatron.weights.check import check
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
-    size = make_model(directory / "hf", options.megabytes, options.dtype)
+    hf = options.hf or directory / "hf"
+    if not options.hf:
+        make_model(hf, options.megabytes, options.dtype)
     recipe = Recipe.model_validate(
         {
-            "model": {"path": directory / "hf", "dtype": options.dtype},
+            "model": {"path": hf, "dtype": options.dtype},
             "engine": {"max_running_requests": 4, "max_total_tokens": 2048},
             "learner": {"threads": options.threads},
             "data": {"max_prompt_tokens": 128},
             "rollout": {"max_response_tokens": 128},
         }
     )
-    engine = Engine.start(recipe, directory / "hf", directory / "engine.log")
+    engine = Engine.start(recipe, hf, directory / "engine.log")
     with ExitStack() as stack:
         stack.callback(engine.stop)
         learner = build_learner(recipe)
@@ -112,14 +116,15 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
         )
         planning = time.perf_counter() - start
         engine.wait_ready()
-        compared = check(bridge, engine)
-        copies, syncs = timed([plain_copy(size), lambda: sync(bridge, engine, version=0)], options.repeats)
+        compared, size = check(bridge, engine), bridge.plan.bytes
+        actions = [plain_copy(size), lambda: sync(bridge, engine, version=0), lambda: check(bridge, engine)]
+        copies, syncs, checks = timed(actions, options.repeats)
     shutdown()
     report(
         f"{size / 1e6:.0f} MB of {options.dtype}, {len(bridge.plan.buckets)} buckets of at most "
         f"{bridge.plan.largest / 1e6:.0f} MB, {compared} tensors equal in the engine, plan {planning * 1e3:.0f} ms",
         size,
-        [("plain copy", copies), ("sync", syncs)],
+        [("plain copy", copies), ("sync", syncs), ("check", checks)],
     )
 
 
@@ -181,6 +186,7 @@ def report(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--hf", type=Path, metavar="DIR", help="sync this checkpoint instead of a random one")
     parser.add_argument("--dtype", choices=ITEM, default="float32")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--bucket-megabytes", type=int, default=512)

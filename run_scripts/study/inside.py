@@ -21,8 +21,8 @@ from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.report.rundata import read_run
-from mugrpo_megatron.run.directory import write_atomically
 from run_scripts.study.collect import DOCS
 from run_scripts.study.grid import EVALUATIONS, Cell, load_grid
 from run_scripts.study.results import INSIDE, read_results
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     raise UserError(f"{variant} has not run: python -m run_scripts.study.run --part one_stage")
                 cell = Cell(variant, rate, seed)
                 found[cell.name] = points(study, cell, results.grid.variants()[variant].updates // EVALUATIONS)
-                write_atomically(options.docs / INSIDE, json.dumps(found) + "\n")
+                write_text(options.docs / INSIDE, json.dumps(found) + "\n")
     except UserError as error:
         print(f"inside: {error}", file=sys.stderr)
         return 2

@@ -22,8 +22,8 @@ from typing import Any
 
 from mugrpo_megatron.engine.host import load_engine
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.directory import write_atomically
 from run_scripts.study.collect import DOCS
 from run_scripts.study.heavy_tail import PROMPTS, long_lengths, places_table, straggler_table
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "seconds": seconds,
         "places": places,
     }
-    write_atomically(options.out, json.dumps(found) + "\n")
+    write_text(options.out, json.dumps(found) + "\n")
     print(straggler_table(found), places_table(found), sep="\n\n")
     return 0
 

@@ -189,8 +189,11 @@ def drop_tensor(directory: Path, name: str) -> None:
 
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
-    "config is no JSON": (lambda d: (d / "config.json").write_text('{\n"a": 1,\n'), "config.json:3: not valid JSON"),
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json there"),
+    "config is no JSON": (
+        lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
+        "config.json: cannot be read as a model configuration",
+    ),
     "no weights": (lambda d: [f.unlink() for f in d.glob("model*")], "only safetensors checkpoints are read"),
     "missing shard": (
         lambda d: (d / "model-00002-of-00003.safetensors").unlink(),

@@ -13,6 +13,8 @@ from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.ranks_work import Layout, reload_megatron, save_training_checkpoint
 
+pytestmark = pytest.mark.process
+
 MODELS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}),
     "llama": ("llama", {"vocab_size": 131}),

@@ -18,6 +18,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.process
 def test_imports_that_fail_or_crash_are_told_and_spare_the_ones_before(site: Path) -> None:
     (site / "sound.py").write_text("print('imports may print')")
     (site / "broken.py").write_text("raise RuntimeError('operator nms does not exist')")
@@ -30,6 +31,7 @@ def test_imports_that_fail_or_crash_are_told_and_spare_the_ones_before(site: Pat
     assert "status 7" in errors["later"]
 
 
+@pytest.mark.process
 def test_nvidias_apex_is_told_apart_from_the_unrelated_package(site: Path) -> None:
     package = site / "apex"
     package.mkdir()
@@ -53,7 +55,7 @@ def test_table_names_the_way_out_of_what_is_missing_and_only_that() -> None:
     assert "never shown" not in capture.get()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_this_machine_has_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor() == 0
     assert "megatron-core" in capsys.readouterr().out

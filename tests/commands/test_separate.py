@@ -15,29 +15,7 @@ from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose first stage was generated and optimized by commands of their own, the second by `mugrpo train`."""
-    folder = tmp_path_factory.mktemp("trained")
-    recipe = write_recipe(
-        folder / "recipe.toml",
-        save_model(folder / "model"),
-        folder / "run",
-        schedule={"stages": 2, "updates_per_stage": 3},
-        checkpoint={"keep": 5},
-        reward=COIN,
-    )
-    assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
-    generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
-    with pytest.raises(UserError, match="stands at stage 0"):
-        generate_alone(load_recipe(recipe), 1)
-    mugrpo("optimize", recipe)
-    assert (folder / "run" / "hf" / "model.safetensors").exists()
-    with pytest.raises(UserError, match="mugrpo generate"):
-        optimize_alone(load_recipe(recipe), None)
-    mugrpo("train", recipe)
-    return recipe
+pytestmark = pytest.mark.process
 
 
 def weights(run_dir: Path) -> bytes:
@@ -45,42 +23,60 @@ def weights(run_dir: Path) -> bytes:
 
 
 @pytest.mark.slow
-def test_phases_apart_leave_what_train_leaves(trained: Path) -> None:
-    rows = read_rows(trained.parent / "run" / "metrics.jsonl")
+def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
+    """The first stage is generated and optimized by commands of their own, the second by `mugrpo train`."""
+    recipe = write_recipe(
+        tmp_path / "recipe.toml",
+        save_model(tmp_path / "model"),
+        tmp_path / "run",
+        schedule={"stages": 2, "updates_per_stage": 3},
+        reward=COIN,
+    )
+    assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
+    generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
+    with pytest.raises(UserError, match="stands at stage 0"):
+        generate_alone(load_recipe(recipe), 1)
+    mugrpo("optimize", recipe)
+    assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
+    with pytest.raises(UserError, match="mugrpo generate"):
+        optimize_alone(load_recipe(recipe), None)
+    mugrpo("train", recipe)
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["update"] for row in rows if row["kind"] == "update"] == list(range(6))
-    assert [path.name for path in complete(trained.parent / "run" / "checkpoints")] == [
+    assert [path.name for path in complete(tmp_path / "run" / "checkpoints")] == [
         "stage00001-age00000",
         "stage00002-age00000",
     ]
     with pytest.raises(UserError, match="taken all of its 6 updates"):
-        optimize_alone(load_recipe(trained), None)
+        optimize_alone(load_recipe(recipe), None)
 
 
-@pytest.mark.slow
+def branched(finished_run: Path, stage: int, target: Path, *changes: str, code: int = 0) -> str:
+    """`mugrpo optimize` of a stage of the finished run in a directory of its own; what it said on stderr."""
+    command = ["optimize", finished_run.parent / "recipe.toml", "--stage", stage, "--from", finished_run]
+    overrides = [word for change in (f"run.dir={target}", *changes) for word in ("--set", change)]
+    return mugrpo(*command, *overrides, code=code).stderr
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_branch_with_the_same_objective_ends_bitwise_like_its_source(
-    stage: int, trained: Path, tmp_path: Path
+    stage: int, finished_run: Path, tmp_path: Path
 ) -> None:
     """Stage 1 begins from a checkpoint, stage 0 from the model; each gives back what the run had after it."""
-    source = trained.parent / "run"
-    command = ["optimize", trained, "--stage", str(stage), "--from", source, "--set", f"run.dir={tmp_path / 'b'}"]
-    mugrpo(*command)
+    branched(finished_run, stage, tmp_path / "b")
     if stage == 1:
-        assert weights(tmp_path / "b") == weights(source)
+        assert weights(tmp_path / "b") == weights(finished_run)
     else:
         end = "checkpoints/stage00001-age00000/__0_0.distcp"
-        assert (tmp_path / "b" / end).read_bytes() == (source / end).read_bytes()
+        assert (tmp_path / "b" / end).read_bytes() == (finished_run / end).read_bytes()
     stages = f"stages/{stage:05d}/stage.parquet"
-    assert (tmp_path / "b" / stages).samefile(source / stages), "hard links, no bytes are copied"
+    assert (tmp_path / "b" / stages).samefile(finished_run / stages), "hard links, no bytes are copied"
     assert write_report(tmp_path / "b").exists()
 
 
-@pytest.mark.slow
-def test_another_objective_on_the_same_stage_ends_elsewhere(trained: Path, tmp_path: Path) -> None:
-    source = trained.parent / "run"
-    changed = ["--set", "objective.name=dr_grpo", "--set", f"run.dir={tmp_path / 'b'}"]
-    mugrpo("optimize", trained, "--stage", "1", "--from", source, *changed)
-    assert weights(tmp_path / "b") != weights(source)
+def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, tmp_path: Path) -> None:
+    branched(finished_run, 1, tmp_path / "b", "objective.name=dr_grpo")
+    assert weights(tmp_path / "b") != weights(finished_run)
 
 
 @pytest.mark.parametrize(
@@ -96,34 +92,28 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(trained: Path, tmp_p
         (0, "run", ["run.dir={run}"], "holds a run already"),
     ],
 )
-@pytest.mark.slow
 def test_a_branch_that_cannot_be_is_refused(
-    stage: int | None, source: str, changed: list[str], words: str, trained: Path, tmp_path: Path
+    stage: int | None, source: str, changed: list[str], words: str, finished_run: Path, tmp_path: Path
 ) -> None:
-    overrides = [f"run.dir={tmp_path / 'b'}", *(one.format(run=trained.parent / "run") for one in changed)]
+    overrides = [f"run.dir={tmp_path / 'b'}", *(one.format(run=finished_run) for one in changed)]
     with pytest.raises(UserError, match=words):
-        optimize_alone(load_recipe(trained, overrides), stage, trained.parent / source)
+        optimize_alone(load_recipe(finished_run.parent / "recipe.toml", overrides), stage, finished_run.parent / source)
 
 
-@pytest.mark.slow
-def test_a_worn_out_stage_ends_early(trained: Path, tmp_path: Path) -> None:
+def test_a_worn_out_stage_ends_early(finished_run: Path, tmp_path: Path) -> None:
     """The first update is on policy, the second no longer."""
-    changed = ["--set", "schedule.min_ess=0.9999999", "--set", f"run.dir={tmp_path / 'b'}"]
-    mugrpo("optimize", trained, "--stage", "0", "--from", trained.parent / "run", *changed)
+    branched(finished_run, 0, tmp_path / "b", "schedule.min_ess=0.9999999")
     assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(stage=1, age=0, updates=2)
     rows = [row for row in read_rows(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "update"]
     assert [row["age"] for row in rows] == [0, 1]
 
 
-@pytest.mark.slow
-def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(trained: Path, tmp_path: Path) -> None:
+def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(finished_run: Path, tmp_path: Path) -> None:
     """At this learning rate the first step leaves nothing finite behind."""
-    source = trained.parent / "run"
-    changed = ["optimizer.lr=1e30", "optimizer.max_skipped=2", f"run.dir={tmp_path / 'b'}"]
-    command = ["optimize", trained, "--stage", "0", "--from", source]
-    ended = mugrpo(*command, *[word for change in changed for word in ("--set", change)], code=1)
-    assert "2 updates in a row" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    changes = ["optimizer.lr=1e30", "optimizer.max_skipped=2"]
+    said = branched(finished_run, 0, tmp_path / "b", *changes, code=1)
+    assert "2 updates in a row" in said
+    assert "Traceback" not in said
     [batch] = (tmp_path / "b" / "poisoned").iterdir()
     assert batch.name == "stage00000-age00002.parquet"
-    assert [path.name for path in complete(tmp_path / "b" / "checkpoints")] == ["stage00001-age00000"]
+    assert [path.name for path in complete(tmp_path / "b" / "checkpoints")] == ["stage00000-age00003"]

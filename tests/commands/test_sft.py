@@ -17,6 +17,8 @@ from mugrpo_megatron.recipe import Recipe
 from tests.learner.tiny import VOCAB, recipe, save_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 
 def warm_start(out: str, **changes: object) -> Recipe:
     sft = {"output": out, "layers": 2, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 2, "max_updates": 30}

@@ -19,6 +19,7 @@ def write(path: Path, rows: list[tuple[str, str]]) -> str:
     return str(path)
 
 
+@pytest.mark.process
 def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     train = [("one plus one", "2"), ("One plus one?", "3"), ("held out", "1"), ("gold", "$ $"), ("x" * 99, "1")]
     data = DataSection(
@@ -51,6 +52,7 @@ def test_contamination_is_reported_and_kept_by_default(tmp_path: Path) -> None:
     assert made.notes[0].startswith("2 training problems share half of their wording")
 
 
+@pytest.mark.process
 def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.jsonl", [("fine", "2"), ("bad", "$ $")])
     with pytest.raises(UserError, match=r"bad\.jsonl:2: the answer .* does not verify"):

@@ -20,6 +20,8 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
 
+pytestmark = pytest.mark.process
+
 LONG = Sampling(temperature=1.0, top_p=1.0, max_tokens=64, stop_ids=())
 PATIENCE_S = 30.0
 

@@ -9,6 +9,7 @@ import pytest
 
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, engine_arguments, engine_environment, kv_bytes_per_token
 from mugrpo_megatron.engine.placement import ALONE
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import recipe
 
@@ -63,6 +64,8 @@ def test_cuda_arguments(section: dict[str, object], fact: dict[str, object], che
 def test_kv_bytes_of_qwen2_5_7b() -> None:
     config = {"num_hidden_layers": 28, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     assert kv_bytes_per_token(config, "bfloat16") == 57_344
+    with pytest.raises(UserError, match="no field 'hidden_size'"):
+        kv_bytes_per_token({"num_attention_heads": 4}, "bfloat16")
 
 
 def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -102,6 +103,7 @@ def drain(groups: range) -> list[int]:
     return claimed
 
 
+@pytest.mark.process
 def test_ranks_share_the_queue_through_the_store(tmp_path: Path) -> None:
     shares = run_ranks(2, drain, range(500))
     assert sorted(group for share in shares for group in share) == list(range(500))

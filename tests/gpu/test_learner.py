@@ -22,7 +22,11 @@ from mugrpo_megatron.plan.memory import Batch, learning
 from mugrpo_megatron.samples import Sample
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 HERE = "from tests.gpu.test_learner import two_updates; import json, sys; print(json.dumps(two_updates(sys.argv[1])))"
 

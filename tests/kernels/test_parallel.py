@@ -9,6 +9,8 @@ from tests.kernels import parallel
 from tests.kernels.problems import OBJECTIVES
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 
 def tolerance(name: str) -> float:
     """exp of a sum of log-ratios enlarges their rounding."""

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+@pytest.mark.process
 def test_under_the_interpreter() -> None:
     """In a process of its own, since Triton decides when a kernel is defined whether it is interpreted."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_ops.py"]
@@ -22,6 +23,7 @@ def test_under_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("narrow", ["fp32", "bf16"])
 def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
     """Sizes divisible by 16, as a learner's are, let every thread move 16 bytes at a time."""

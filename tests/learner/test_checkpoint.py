@@ -16,6 +16,8 @@ from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 CURSOR = {"stage": 3, "update": 2}
 Sections = dict[str, dict[str, Any]]
 

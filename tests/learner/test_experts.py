@@ -17,6 +17,8 @@ from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 
 def two_updates(
     model: str, sections: dict[str, dict[str, Any]]

@@ -16,6 +16,8 @@ from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 
 def left_alone() -> str:
     """Rank 0 waits for a collective that rank 1 never joins."""

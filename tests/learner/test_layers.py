@@ -79,6 +79,7 @@ def refusal(model: str, chosen: str) -> str:
     return str(refused.value)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_names_are_those_of_the_modules_and_come_back(models: Path, family: str) -> None:
     model = architecture(json.loads((models / family / "config.json").read_text()))
@@ -94,6 +95,7 @@ def test_names_are_those_of_the_modules_and_come_back(models: Path, family: str)
 LAYOUTS: dict[str, Layout] = {"tp2 pp2": {"tensor": 2, "pipeline": 2}, "pp2 ep2": {"pipeline": 2, "expert": 2}}
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_round_trip_is_bitwise(models: Path, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
@@ -107,6 +109,7 @@ def test_round_trip_is_bitwise(models: Path, tmp_path: Path, name: str) -> None:
             assert torch.equal(value, found[tensor]), f"{family}: {tensor}"
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "parallel"), [("dense", {"tensor": 2, "sequence": True}), ("routed", {"expert": 2})])
 def test_updates_are_those_of_the_local_layers(kind: str, parallel: Layout, request: pytest.FixtureRequest) -> None:
     model: str = request.getfixturevalue(kind)
@@ -118,6 +121,7 @@ def test_updates_are_those_of_the_local_layers(kind: str, parallel: Layout, requ
         np.testing.assert_allclose(found[2], alone[2], atol=2e-3)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("kind", "saved_in"), [("dense", {"parallel": {"tensor": 2}}), ("routed", {"parallel": {"expert": 2}})]
 )
@@ -160,6 +164,7 @@ def test_fp8_without_what_it_needs_is_refused(dense: str, sections: dict[str, An
         check_layers(recipe(Path(dense), learner={"fp8": "tensorwise", **sections}), cuda=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "asked"), [("dense", "tensorwise"), ("dense", "blockwise"), ("routed", "tensorwise")])
 def test_fp8_is_what_megatron_is_told_and_rows_are_whole_blocks(
     kind: str, asked: str, request: pytest.FixtureRequest
@@ -180,6 +185,7 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
     return (config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization), row_multiple(chosen, ranks)
 
 
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 def test_a_learner_without_cuda_is_refused_them(dense: str) -> None:
     assert "needs CUDA" in run_ranks(1, refusal, dense, "transformer_engine")[0]

@@ -13,6 +13,8 @@ from mugrpo_megatron.learner.update import token_logprobs, update
 from tests.learner.tiny import advantages, left_behind, recipe, samples, save_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 
 def two_updates(
     model: str, sections: dict[str, dict[str, Any]]

@@ -35,6 +35,7 @@ def logprobs_and_first_update(model: str, sections: dict[str, Any]) -> tuple[lis
     return own, update(learner, data, advantages(len(data)))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("world", "sections"),
     [
@@ -52,6 +53,7 @@ def test_ratio_is_exactly_one_at_the_first_update(model: str, world: int, sectio
         assert metrics["kl_k3"] == 0.0
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_transformers(model: str, temperature: float) -> None:
     [(found, _)] = run_ranks(1, logprobs_and_first_update, model, {"rollout": {"temperature": temperature}})
@@ -73,6 +75,7 @@ def corrected(model: str, name: str, doubt: float) -> list[float]:
     return [metrics["loss"], metrics["grad_norm"]]
 
 
+@pytest.mark.process
 def test_engine_mismatch_weighs_the_tokens(model: str) -> None:
     [plain], [same] = run_ranks(1, corrected, model, "grpo", 0.0), run_ranks(1, corrected, model, "tis", 0.0)
     [half] = run_ranks(1, corrected, model, "tis", float(np.log(2)))
@@ -123,6 +126,7 @@ def with_bad_advantage(model: str) -> tuple[bool, int, int, dict[str, float], di
     return same, learner.updates_done, learner.steps_done, skipped, update(learner, samples(), advantages(24))
 
 
+@pytest.mark.process
 def test_a_non_finite_gradient_skips_the_update(model: str) -> None:
     [(same, updates, steps, skipped, after)] = run_ranks(1, with_bad_advantage, model)
     assert same
@@ -146,6 +150,7 @@ def decayed(model: str) -> list[tuple[int, bool, float]]:
     ]
 
 
+@pytest.mark.process
 def test_norms_and_biases_do_not_decay(model: str) -> None:
     [found] = run_ranks(1, decayed, model)
     assert {dimensions for dimensions, _, _ in found} == {1, 2}

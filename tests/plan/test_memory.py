@@ -80,39 +80,35 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
         assert planned.update == pytest.approx(peak, rel=0.1)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("name", "world", "changes"),
     [
         ("dense", 1, {}),
-        ("dense", 1, {"learner": {"recompute": "full"}}),
-        ("dense", 2, {"parallel": {"pipeline": 2}}),
-    ],
-    ids=str,
-)
-def test_state_and_update_within_a_tenth(name: str, world: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    check(name, tmp_path, world, changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world", "changes"),
-    [
-        ("larger", 1, {}),
-        ("larger", 1, {"learner": {"recompute": "full"}}),
         ("dense", 1, {"model": {"dtype": "bfloat16"}}),
-        ("larger", 2, {"parallel": {"tensor": 2, "sequence": True}}),
         ("dense", 1, {"learner": {"recompute": "selective"}}),
+        ("dense", 1, {"learner": {"recompute": "full"}}),
         ("dense", 2, {}),
         ("dense", 2, {"parallel": {"tensor": 2}}),
+        ("dense", 2, {"parallel": {"tensor": 2, "sequence": True}}),
+        ("dense", 2, {"parallel": {"pipeline": 2}}),
         ("dense", 2, {"parallel": {"pipeline": 2, "virtual_pipeline": 2}}),
         ("dense", 2, {"parallel": {"context": 2}}),
         ("qk norm", 1, {}),
         ("experts", 1, {}),
         ("experts", 2, {"parallel": {"expert": 2}}),
+        *(
+            pytest.param("larger", world, changes, marks=pytest.mark.night)
+            for world, changes in [
+                (1, {}),
+                (1, {"learner": {"recompute": "full"}}),
+                (2, {"parallel": {"tensor": 2, "sequence": True}}),
+            ]
+        ),
     ],
     ids=str,
 )
-def test_more_layouts_within_a_tenth(name: str, world: int, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_state_and_update_within_a_tenth(name: str, world: int, changes: dict[str, Any], tmp_path: Path) -> None:
     check(name, tmp_path, world, changes)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout, read_model_config
+from mugrpo_megatron.recipe.checks import check_layout
 
 MODEL = {
     "model_type": "qwen2",
@@ -69,17 +67,3 @@ def test_impossible_layouts_are_refused(sections: dict[str, Any], world: int, sa
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"attention heads.*layers"):
         check_layout(recipe(parallel={"tensor": 3, "pipeline": 3}), MODEL, 9)
-
-
-def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config.json there"):
-        read_model_config(tmp_path / "nowhere")
-    (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"cannot be read as a model configuration"):
-        read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(UserError, match=r"has no model_type"):
-        read_model_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(MODEL), encoding="utf-8")
-    with pytest.raises(UserError, match=r"holds no \*.safetensors"):
-        read_model_config(tmp_path)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.evaluation.estimators import Interval
+from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
-from mugrpo_megatron.run.directory import write_json
 
 Row = dict[str, Any]
 

@@ -27,6 +27,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @pytest.mark.parametrize(

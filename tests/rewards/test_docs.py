@@ -13,6 +13,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 PAGE = Path(__file__).parents[2] / "docs" / "verifier.md"
 
 
+@pytest.mark.process
 def test_the_example_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert found

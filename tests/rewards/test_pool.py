@@ -13,6 +13,8 @@ from mugrpo_megatron.recipe.sections import RewardSection
 from mugrpo_megatron.rewards.pool import BATCH, Verifier
 from tests.rewards.hostile import KINDS, hostile_answers
 
+pytestmark = pytest.mark.process
+
 BEHAVE = "tests.rewards.functions:behave"
 
 

@@ -22,6 +22,8 @@ from mugrpo_megatron.run.cursor import Cursor
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.process
+
 SECTION = CheckpointSection(keep=2)
 CURSORS = [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0)]
 

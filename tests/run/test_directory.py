@@ -26,6 +26,7 @@ def recipe(directory: Path, *overrides: str) -> Recipe:
     return load_recipe(None, [f"run.dir={directory}", *overrides])
 
 
+@pytest.mark.process
 def test_a_second_start_is_refused_by_name_and_a_killed_first_one_leaves_nothing_locked(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, f"run.dir={tmp_path}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:

@@ -19,6 +19,8 @@ from tests.scaling.nodes import TORCHRUN, kill
 from tests.stages.test_store import assert_same
 from tests.tiny import COIN, save_model, write_recipe
 
+pytestmark = pytest.mark.process
+
 UPDATES, PROMPTS = 40, 64
 GROUPS = UPDATES * PROMPTS
 

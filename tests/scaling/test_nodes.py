@@ -17,6 +17,8 @@ from mugrpo_megatron.stages.store import StageStore
 from tests.scaling.nodes import Cluster, kill, two_nodes
 from tests.tiny import COIN, save_model, write_recipe
 
+pytestmark = pytest.mark.process
+
 RANKS = 4
 UPDATES, EVERY = 12, 2
 TIMEOUT_S = 60

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 SCRIPTS = Path(__file__).parents[2] / "run_scripts"
 SAY_ARGUMENTS = '#!/usr/bin/env bash\nprintf "%s\\n" "$@"\necho "interface=${GLOO_SOCKET_IFNAME:-}"\n'
 

@@ -279,6 +279,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", directory], check=True)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("phase", ["append", "seal"])
 def test_a_disk_that_really_is_full(phase: str, small_disk: Path) -> None:
     stage = small_disk / "stage"

@@ -89,10 +89,10 @@ def test_a_group_that_two_writers_have_counts_once(tmp_path: Path) -> None:
 def test_opening_one_writer_s_files_leaves_the_others_alone(tmp_path: Path) -> None:
     write(tmp_path, 1, [0, 1])
     (tmp_path / "shard-0001-00007.parquet").write_bytes(b"unnamed")
-    (tmp_path / ".shard-0002-00000.parquet.tmp").write_bytes(b"being written")
+    (tmp_path / ".shard-0002-00000.parquet.0123abcd.partial").write_bytes(b"being written")
     write(tmp_path, 0, [2])
     assert (tmp_path / "shard-0001-00007.parquet").exists()
-    assert (tmp_path / ".shard-0002-00000.parquet.tmp").exists()
+    assert (tmp_path / ".shard-0002-00000.parquet.0123abcd.partial").exists()
     write(tmp_path, 1, [3])
     assert not (tmp_path / "shard-0001-00007.parquet").exists()
     assert StageStore(tmp_path).present() == {0, 1, 2, 3}

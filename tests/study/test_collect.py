@@ -20,6 +20,8 @@ from run_scripts.study.processes import CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, WALL, read_results
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
+pytestmark = [pytest.mark.night, pytest.mark.process]
+
 GRID = """
 updates = 16
 rates = [1e-4, 1e-3]

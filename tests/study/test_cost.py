@@ -15,6 +15,8 @@ from run_scripts.study.cost import decode_steps, generation_fit, generation_poin
 from run_scripts.study.heavy_tail import long_lengths, straggler_table
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
+pytestmark = pytest.mark.night
+
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 

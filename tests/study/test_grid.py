@@ -13,6 +13,8 @@ from mugrpo_megatron.recipe import load_recipe
 from run_scripts.study.grid import Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
 from run_scripts.study.run import BASE
 
+pytestmark = pytest.mark.night
+
 GRID = """
 updates = 8
 rates = [1e-3, 1e-4, 1e-2]

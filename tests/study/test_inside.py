@@ -14,6 +14,8 @@ from run_scripts.study import inside, run
 from run_scripts.study.grid import Cell, load_grid
 from tests.study.test_collect import make_cell
 
+pytestmark = pytest.mark.night
+
 GRID = """
 updates = 8
 rates = [1e-4]

@@ -13,6 +13,8 @@ from run_scripts.study.plots import PICTURES
 from run_scripts.study.results import Results, read_results
 from run_scripts.study.stats import Mean
 
+pytestmark = pytest.mark.night
+
 
 @pytest.fixture(scope="module")
 def published() -> Results:

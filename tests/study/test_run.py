@@ -14,6 +14,8 @@ from run_scripts.study import run
 from run_scripts.study.grid import Cell, Grid, load_grid
 from run_scripts.study.states import State, accuracies, state_of
 
+pytestmark = [pytest.mark.night, pytest.mark.process]
+
 GRID = """
 updates = 4
 rates = [1e-4, 1e-3]

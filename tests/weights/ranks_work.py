@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from safetensors.torch import load_file
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.attention import make_packing
 from mugrpo_megatron.learner.groups import Ranks, initialize
@@ -65,6 +68,24 @@ def round_trips(cases: list[tuple[Path, Path]], layout: Layout) -> None:
     for source, target in cases:
         chunks, architecture = build(source, layout, ranks)
         save_hf(chunks, architecture, like=source, out=target)
+
+
+def replaced(first: Path, second: Path, target: Path) -> None:
+    """Save one model, fail to save another in its place, then succeed; the first is whole until then."""
+    ranks = enter({})
+    saved = {path: build(path, {}, ranks) for path in (first, second)}
+    save_hf(*saved[first], like=first, out=target)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(UserError, match="exists already"):
+        save_hf(*saved[second], like=second, out=target)
+    with pytest.raises(UserError, match="not a Hugging Face checkpoint"):  # after the weights were written
+        save_hf(*saved[second], like=target.parent, out=target, replace=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    save_hf(*saved[second], like=second, out=target, replace=True)
+    found, wanted = (load_file(path / "model.safetensors") for path in (target, second))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in found)
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
 def logits_of(sources: list[Path], layout: Layout, ids: list[int]) -> list[np.ndarray]:

@@ -57,6 +57,7 @@ def test_buckets_hold_every_tensor_once(model: Path, bucket_bytes: int, stages: 
         assert end <= bucket.bytes
 
 
+@pytest.mark.process
 def test_stream_is_the_model_for_any_bucket_size(model: Path) -> None:
     expected = load_file(model / "model.safetensors")
     for of_rank in run_ranks(2, streams, model, {"expert": 2}, [1, 5_000, 10**9]):

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights.families import architecture
+from mugrpo_megatron.weights.rope import frequencies
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -131,7 +132,7 @@ def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> N
         expected, factor = 1.0 / rope["rope_theta"] ** (torch.arange(0, 16, 2).float() / 16), 1.0
     else:
         expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    torch.testing.assert_close(torch.tensor(model.rope.frequencies), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(frequencies(model.rope), expected, rtol=1e-6, atol=0)
     assert model.rope.attention_factor == pytest.approx(factor)
     assert model.transformer["softmax_scale"] == pytest.approx(factor**2 / 4)
 

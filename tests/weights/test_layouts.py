@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
 from tests.weights import tiny
-from tests.weights.ranks_work import Layout, logits_of, round_trips
+from tests.weights.ranks_work import Layout, logits_of, replaced, round_trips
+
+pytestmark = pytest.mark.process
 
 MODELS = {
     "qwen2": ("qwen2", {}),
@@ -54,6 +56,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def routed(name: str) -> bool:
     return "moe" in name or "mixtral" in name
+
+
+def test_an_earlier_export_is_whole_until_the_next_one_is(checkpoints: Path, tmp_path: Path) -> None:
+    run_ranks(1, replaced, checkpoints / "qwen2", checkpoints / "llama", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPERT_LAYOUTS])

@@ -11,6 +11,8 @@ from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.engine_work import feed_engine
 
+pytestmark = pytest.mark.process
+
 LARGEST_PARAMETER = 16 * 1024
 """Bytes: smaller buckets than the embedding, so that some hold a single oversized tensor."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +99,7 @@ def test_padding_is_zero_and_last() -> None:
     assert not padded[5:].any()
 
 
+@pytest.mark.process
 def test_stored_keys_are_megatrons_own(tmp_path: Path) -> None:
     for family in tiny.FAMILIES:
         tiny.save_tiny(tmp_path / family, family)

@@ -1,0 +1,33 @@
+"""The bytes of tensors, and checksums of them that two processes can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+Sums = dict[str, tuple[str, str]]
+"""Name of a tensor -> its type (`bfloat16`, ...) and the SHA-256 of its bytes in row-major order."""
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor on any device, without a copy where it is on the CPU and contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def sums(named: Iterable[tuple[str, torch.Tensor]]) -> Sums:
+    """The sum of each tensor, as many at a time as this process has cores."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        pending = [(name, dtype_name(tensor), pool.submit(_sum, tensor)) for name, tensor in named]
+        return {name: (dtype, one.result()) for name, dtype, one in pending}
+
+
+def _sum(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()

@@ -1,0 +1,341 @@
+"""Writers that are whole or absent: tried with a death at every step, with several writers, and with full disks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files import durable
+from mugrpo_megatron.files.durable import (
+    durable_directory,
+    durable_file,
+    publish,
+    read_sealed,
+    remove_leftovers,
+    resumable,
+    write_json,
+    write_sealed,
+    write_text,
+)
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+class Death(BaseException):
+    """Stands in for SIGKILL: whatever runs after it has no effect on the disk."""
+
+
+STEPS = ("fsync", "fchmod", "rename", "replace", "unlink", "rmdir", "mkdir")
+
+
+def deaths(action: Callable[[Path], None], folder: Path, swaps: bool = True) -> Iterator[Path]:
+    """A directory for each step on the disk at which `action` may die, as it is left then."""
+    for last in itertools.count():
+        place = folder / str(last)
+        place.mkdir()
+        with pytest.MonkeyPatch.context() as patch:
+            done = 0
+
+            def step(original: Callable[..., Any], last: int = last) -> Callable[..., Any]:
+                def taken(*args: Any, **kwargs: Any) -> Any:
+                    nonlocal done
+                    done += 1
+                    if done > last:
+                        raise Death
+                    return original(*args, **kwargs)
+
+                return taken
+
+            action(place)  # what is old
+            for name in STEPS:
+                patch.setattr(os, name, step(getattr(os, name)))
+            patch.setattr(durable, "_exchanged", step(durable._exchanged if swaps else lambda one, other: False))
+            try:
+                action(place)
+            except Death:
+                pass
+            else:
+                return
+        yield place
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_content_is_synced_before_it_has_the_name_and_the_directory_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        kind = "directory" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        events.append(f"fsync {kind} of {os.fstat(descriptor).st_size if kind == 'file' else 0} bytes")
+        fsync(descriptor)
+
+    def renamed(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_text(tmp_path / "a", "12345")
+    assert events == ["fsync file of 5 bytes", "rename", "fsync directory of 0 bytes"]
+
+
+def test_a_file_is_old_or_new_whatever_step_a_writer_dies_at(tmp_path: Path) -> None:
+    left = list(deaths(lambda place: write_text(place / "file", revision(place / "file")), tmp_path))
+    assert len(left) >= 4  # permissions, sync, rename, sync of the directory
+    for place in left:
+        assert (place / "file").read_text() in ("old", "new")
+        remove_leftovers(place, "file")
+        assert names(place) == {"file"}
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["exchange", "two renames"])
+def test_a_directory_is_old_or_new_whatever_step_a_writer_dies_at(swaps: bool, tmp_path: Path) -> None:
+    left = list(deaths(lambda place: fill(place / "hf", revision(place / "hf" / "config")), tmp_path, swaps))
+    assert len(left) >= 8
+    assert not swaps or all((place / "hf").exists() for place in left)
+    found = []
+    for place in left:
+        remove_leftovers(place, "hf")
+        assert names(place) == {"hf"}
+        found.append({file.name: file.read_text() for file in (place / "hf").iterdir()})
+    assert all(texts in ({"config": each, "weights": each} for each in ("old", "new")) for texts in found)
+    assert found[0] != found[-1]
+
+
+def revision(path: Path) -> str:
+    return "new" if path.exists() else "old"
+
+
+def fill(path: Path, text: str) -> None:
+    with durable_directory(path) as partial:
+        for name in ("config", "weights"):
+            (partial / name).write_text(text)
+        assert not path.exists() or (path / "weights").read_text() == "old", "the old one is there until the new one is"
+
+
+@pytest.mark.parametrize("writes", ["file", "directory"])
+def test_what_fails_leaves_nothing_and_keeps_the_old(writes: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if writes == "file":
+        write_text(path, "old")
+    else:
+        fill(path, "old")
+    with contextlib.suppress(ZeroDivisionError):
+        if writes == "file":
+            with durable_file(path) as file:
+                file.write(b"half")
+                raise ZeroDivisionError
+        with durable_directory(path) as partial:
+            (partial / "config").write_text("half")
+            raise ZeroDivisionError
+    assert names(tmp_path) == {"x"}
+    assert (path if writes == "file" else path / "config").read_text() == "old"
+
+
+def test_a_writer_that_is_killed_leaves_what_only_its_own_name_removes(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys; from pathlib import Path; from mugrpo_megatron.durable import durable_file\n"
+        "with durable_file(Path(sys.argv[1])) as file:\n"
+        "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "shard-00000.parquet")], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (leftover,) = names(tmp_path)
+    for other in ("shard-00001.parquet", "00000.parquet", "shard-*", "[0-9]*"):
+        remove_leftovers(tmp_path, other) if other != "shard-*" else None
+        assert names(tmp_path) == {leftover}
+    (tmp_path / "shard-00000.parquet.partial").write_text("a user's")
+    resumable(tmp_path / "shard-00000.parquet").write_text("somebody goes on with it")
+    remove_leftovers(tmp_path, "shard-*.parquet")
+    assert leftover not in names(tmp_path)
+    assert len(names(tmp_path)) == 2
+
+
+def test_writers_of_one_path_share_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    with durable_file(path) as slow:
+        slow.write(b"a" * 9)
+        write_text(path, "b")
+        slow.write(b"a" * 9)
+    assert path.read_text() == "a" * 18  # the last to finish
+    failures: list[BaseException] = []
+
+    def write(letter: str) -> None:
+        try:
+            for _ in range(30):
+                write_text(path, letter * 5000)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=write, args=[letter]) for letter in "cdef"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    text = path.read_text()
+    assert text in {letter * 5000 for letter in "cdef"}
+    assert names(tmp_path) == {"report.html"}
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_permissions_are_those_of_a_plain_open(mask: int, tmp_path: Path) -> None:
+    before = os.umask(mask)
+    try:
+        (tmp_path / "plain").write_text("")
+        write_text(tmp_path / "new", "")
+        assert mode(tmp_path / "new") == mode(tmp_path / "plain")
+        (tmp_path / "new").chmod(0o640)
+        write_text(tmp_path / "new", "again")
+        assert mode(tmp_path / "new") == 0o640
+        (tmp_path / "made").mkdir()
+        with durable_directory(tmp_path / "d") as partial:
+            (partial / "inside").write_text("")
+        assert mode(tmp_path / "d") == mode(tmp_path / "made")
+        assert mode(tmp_path / "d" / "inside") == mode(tmp_path / "plain")
+    finally:
+        os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_link_is_followed_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "far" / "file")
+    write_text(link, "through")
+    assert link.is_symlink()
+    assert (tmp_path / "far" / "file").read_text() == "through"
+    assert names(tmp_path / "far") == {"file"}
+
+
+def test_a_linked_directory_is_replaced_and_its_target_kept(tmp_path: Path) -> None:
+    fill(tmp_path / "elsewhere", "old")
+    (tmp_path / "hf").symlink_to(tmp_path / "elsewhere")
+    fill(tmp_path / "hf", "new")
+    assert (tmp_path / "hf" / "config").read_text() == "new"
+    assert (tmp_path / "elsewhere" / "config").read_text() == "old"
+    assert names(tmp_path) == {"hf", "elsewhere"}
+
+
+@pytest.mark.parametrize("place", ["directory", "fifo", "below a file", "nowhere"])
+def test_a_place_that_cannot_take_a_file_is_told_before_anything_is_written(place: str, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    if place == "directory":
+        path.mkdir()
+    elif place == "fifo":
+        os.mkfifo(path)
+    elif place == "below a file":
+        (tmp_path / "file").write_text("")
+        path = tmp_path / "file" / "x"
+    else:
+        path = tmp_path / "missing" / "x"
+    before = names(tmp_path)
+    wanted = pytest.raises(UserError, match=r"x (exists and is not a regular file|cannot be written \()")
+    with wanted, durable_file(path):
+        pytest.fail("the block ran")
+    assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_sentence_even_where_a_library_hides_it(number: int, tmp_path: Path) -> None:
+    class Full:
+        """A stream without room, as torch.save sees it."""
+
+        def write(self, data: bytes) -> int:
+            raise OSError(number, "full")
+
+        def flush(self) -> None: ...
+
+    with pytest.raises(UserError, match=r"no space left for a\.pt"), durable_file(tmp_path / "a.pt"):
+        torch.save(torch.zeros(8), Full())
+    wanted = pytest.raises(UserError, match="no space left for hf")
+    with wanted, durable_directory(tmp_path / "hf") as partial, durable_file(partial / "weights"):
+        raise OSError(number, "full")
+    assert not names(tmp_path)
+
+
+def test_what_another_process_goes_on_with_is_published_in_place_of_the_old(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        partial = resumable(tmp_path / "checkpoint")
+        partial.mkdir()
+        (partial / "nested").mkdir()
+        (partial / "nested" / "file").write_text(text)
+        publish(partial, tmp_path / "checkpoint")
+        assert names(tmp_path) == {"checkpoint"}
+        assert (tmp_path / "checkpoint" / "nested" / "file").read_text() == text
+
+
+@settings(deadline=None, max_examples=50)
+@given(body=JSON, head=st.dictionaries(st.sampled_from(["format", "kind"]), st.integers(0, 3)))
+def test_a_sealed_value_comes_back(tmp_path_factory: pytest.TempPathFactory, body: Any, head: dict[str, int]) -> None:
+    path = tmp_path_factory.mktemp("sealed") / "state.json"
+    write_sealed(path, "state", body, **head)
+    assert read_sealed(path, "state", **head) == body
+    for other in ({**head, "format": 7}, {**head, "unknown": None}):
+        with pytest.raises(ValueError, match="checksum"):
+            read_sealed(path, "state", **other)
+    with pytest.raises(ValueError, match="checksum"):
+        read_sealed(path, "stage")
+
+
+def flips(whole: bytes) -> Iterator[bytes]:
+    for place in range(len(whole)):
+        yield whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
+
+
+def test_a_flipped_bit_in_a_sealed_value_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    body = {"shards": [{"file": "shard-00000.parquet", "rows": [4, 4], "share": 0.5}], "sealed": None}
+    write_sealed(path, "stage", body, format=1)
+    for flipped in flips(path.read_bytes()):
+        path.write_bytes(flipped)
+        try:
+            found = read_sealed(path, "stage", format=1)
+        except ValueError:
+            continue
+        assert found == body  # white space
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", '"stage"', "{}", '{"stage": 1}', '{"sha256": null, "stage": 1}', "\xff"]
+)
+def test_other_json_is_not_taken_for_a_sealed_value(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"checksum|Expecting value|decode"):
+        read_sealed(tmp_path / "x", "stage")
+
+
+def test_json_for_people_ends_with_a_newline(tmp_path: Path) -> None:
+    write_json(tmp_path / "summary.json", {"a": [1, 2]})
+    text = (tmp_path / "summary.json").read_text()
+    assert text.endswith("}\n")
+    assert json.loads(text) == {"a": [1, 2]}

@@ -1,0 +1,99 @@
+"""Processes forked from a server that has imported everything: a rank or a command starts in milliseconds, not seconds.
+
+What happens at a new interpreter's start is left out; `test_train` and `test_cli` run the command as a user does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+STARTED = "tests.forked"
+"""The audit event of every process that is started here."""
+
+
+def fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """A started `multiprocessing.Process` that runs `function(*arguments)`; both travel by pickle."""
+    sys.audit(STARTED)
+    process = fork_server().Process(target=function, args=arguments, daemon=False)
+    process.start()
+    return process
+
+
+def fork_server() -> Any:
+    """The multiprocessing context whose server has imported `tests.preload`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    return context
+
+
+@dataclass(frozen=True)
+class Command:
+    """A `mugrpo` command that runs, or has run, in a forked process."""
+
+    process: Any
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text(encoding="utf-8")
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text(encoding="utf-8")
+
+    @property
+    def said(self) -> str:
+        return self.stdout + self.stderr
+
+    @property
+    def offspring(self) -> list[psutil.Process]:
+        return psutil.Process(self.pid).children(recursive=True)
+
+    def wait(self, timeout_s: float = 600.0) -> int | None:
+        """Its exit code, negative after a signal; None when it is still running after `timeout_s`."""
+        self.process.join(timeout_s)
+        return self.process.exitcode  # type: ignore[no-any-return]
+
+
+@contextmanager
+def started(*arguments: object) -> Iterator[Command]:
+    """`mugrpo *arguments` with this process's environment; what is left of it is killed when the block ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("stdout", "stderr"):
+            (Path(folder) / name).touch()
+        words = [str(argument) for argument in arguments]
+        command = Command(fork(_run, words, dict(os.environ), folder), Path(folder))
+        try:
+            yield command
+        finally:
+            if command.process.is_alive():
+                for process in [*command.offspring, psutil.Process(command.pid)]:
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+            command.process.join()
+
+
+def _run(arguments: list[str], environment: Mapping[str, str], folder: str) -> None:
+    from mugrpo_megatron.cli import main
+
+    os.environ.clear()
+    os.environ.update(environment)
+    for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        with (Path(folder) / name).open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main(arguments))

@@ -1,0 +1,26 @@
+"""What forked processes of the tests need, imported once: the fork server of `tests.forked` loads this module."""
+
+from __future__ import annotations
+
+import gc
+
+import hypothesis
+import pytest
+import torch
+
+import mugrpo_megatron.cli
+import mugrpo_megatron.commands.separate
+import mugrpo_megatron.commands.sft
+import mugrpo_megatron.train
+import mugrpo_megatron.weights.check
+import tests.learner.tiny
+import tests.plan.measured
+import tests.tiny
+import tests.weights.ranks_work
+import tests.weights.tiny
+
+__all__ = ["hypothesis", "mugrpo_megatron", "pytest", "tests", "torch"]
+
+# A collection in a forked process would touch, and so copy, every page that it shares with the others.
+gc.collect()
+gc.freeze()
