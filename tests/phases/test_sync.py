@@ -23,6 +23,7 @@ class Run:
         self.said: list[str] = []
         self.display = SimpleNamespace(say=self.said.append)
         self._other = other_is_due
+        self.world = self
 
     def any_rank(self, *flags: bool) -> list[bool]:
         return [flag or self._other for flag in flags]
