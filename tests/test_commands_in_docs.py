@@ -164,6 +164,7 @@ def mugrpo_commands(command: str) -> list[list[str]]:
 PUBLISHED = [(page, command) for page in PAGES for command in commands_of(Path(page).read_text(encoding="utf-8"))]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("page", "command"), PUBLISHED)
 def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command: str) -> None:
     assert command in STATED, f"{page}: say in STATED what `{command}` resolves to"

@@ -23,7 +23,7 @@ def slots(engine: EngineSection, nodes: int, local_world: int, cores: int | None
 def test_every_device_belongs_to_one_engine_of_its_node(nodes: int, tensor: int, blocks: int) -> None:
     local_world = tensor * blocks
     found = slots(EngineSection(tensor=tensor), nodes, local_world)
-    leaders = [(rank, one) for rank, one in enumerate(found) if one.leads]
+    leaders = [(rank, one) for rank, one in enumerate(found) if one.leads_engine]
     assert [one.number for _, one in leaders] == list(range(nodes * blocks))
     assert all(one.engines == nodes * blocks for one in found)
     used = [(rank // local_world, one.gpu + shift) for rank, one in leaders for shift in range(tensor)]
@@ -39,14 +39,14 @@ def test_a_world_of_one() -> None:
 @pytest.mark.parametrize(("cores", "engines"), [(1, 1), (2, 2), (3, 3), (64, 8)])
 def test_on_cpu_no_more_engines_than_cores(cores: int, engines: int) -> None:
     found = slots(EngineSection(), 2, 8, cores)
-    assert sum(one.leads for one in found) == found[0].engines == 2 * engines
-    assert [rank for rank, one in enumerate(found) if one.leads] == [*range(engines), *range(8, 8 + engines)]
+    assert sum(one.leads_engine for one in found) == found[0].engines == 2 * engines
+    assert [rank for rank, one in enumerate(found) if one.leads_engine] == [*range(engines), *range(8, 8 + engines)]
 
 
 def test_engines_a_node_may_be_fewer() -> None:
     found = slots(EngineSection(tensor=2, per_node=1), 2, 8)
-    assert [rank for rank, one in enumerate(found) if one.leads] == [0, 8]
-    assert [one.number for one in found if one.leads] == [0, 1]
+    assert [rank for rank, one in enumerate(found) if one.leads_engine] == [0, 8]
+    assert [one.number for one in found if one.leads_engine] == [0, 1]
 
 
 def test_what_does_not_fit_is_refused() -> None:

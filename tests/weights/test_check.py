@@ -20,6 +20,8 @@ from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.ranks_work import build, enter
 
+pytestmark = pytest.mark.process
+
 FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
 FUSED["up_proj"] = "gate_up_proj"
 ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
