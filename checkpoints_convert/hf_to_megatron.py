@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +22,10 @@ from checkpoints_convert.distributed_checkpoint import (
 )
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.observe.progress import open_display
+from mugrpo_megatron.recipe.checks import split_problems
+from mugrpo_megatron.recipe.sections import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
@@ -30,32 +33,25 @@ from mugrpo_megatron.weights.safetensors_dir import HFCheckpoint, open_checkpoin
 from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge, stored, whole_shape
 
 PART_BYTES = 256 * 1024**2
+WHOLE = ParallelSection()
+OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "virtual_pipeline": "--vpp", "expert": "--ep"}
 LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The learner's layout that the chunks are cut for; any other loads them as well, chunk by chunk."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    expert: int = 1
-
-
-def convert(hf: Path, out: Path, layout: Layout = Layout(), dtype: torch.dtype | None = None) -> None:
+def convert(hf: Path, out: Path, parallel: ParallelSection = WHOLE, dtype: torch.dtype | None = None) -> None:
     """Write `out` from the checkpoint in `hf`, in its own types or cast to `dtype`; a stopped conversion is continued.
 
-    Peak memory is the largest parameter and its copy. Raises UserError, with nothing written, for a checkpoint that is
-    damaged or does not fit its config or tokenizer, a layout that does not divide the model, or a full disk.
+    The chunks are cut for the layout `parallel`; any other loads them as well, chunk by chunk. Peak memory is the
+    largest parameter and its copy. Raises UserError, with nothing written, for a checkpoint that is damaged or does not
+    fit its config or tokenizer, a layout that does not divide the model, or a full disk.
     """
     architecture = read_architecture(hf)
-    check_layout(architecture, layout)
+    check_layout(parallel, read_config(hf))
     check_tokenizer(hf, architecture)
     checkpoint = open_checkpoint(hf, architecture)
     parts = list(divide(checkpoint, architecture, dtype))
     total = sum(size for part in parts for _, size in part)
-    recipe = {"source": fingerprint(hf), "layout": layout.__dict__, "dtype": str(dtype)}
+    recipe = {"source": fingerprint(hf), "layout": parallel.model_dump(), "dtype": str(dtype)}
     directory = open_partial(out, recipe, total)
     items: list[Item] = []
     done = 0
@@ -68,7 +64,7 @@ def convert(hf: Path, out: Path, layout: Layout = Layout(), dtype: torch.dtype |
                 continue
             with write_part(directory / f"__0_{number}.distcp") as writer:
                 for entry, size in part:
-                    write_entry(writer, checkpoint, entry, architecture, layout, dtype)
+                    write_entry(writer, checkpoint, entry, architecture, parallel.tensor, dtype)
                     advance(bar, done := done + size)
             write_text(record, journal(writer.items))
             items += writer.items
@@ -84,16 +80,16 @@ def write_entry(
     checkpoint: HFCheckpoint,
     entry: Entry,
     architecture: Architecture,
-    layout: Layout,
+    tensor_parallel: int,
     dtype: torch.dtype | None,
 ) -> None:
-    """One whole parameter, cut where the layout's tensor parallel ranks will read it."""
+    """One whole parameter, cut where tensor parallel ranks will read it."""
     place = stored(entry, architecture)
     whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
     whole = whole.to(dtype or whole.dtype)
     shape = place.stack + tuple(whole.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
-    pieces = layout.tensor if entry.row.split != "none" else 1
+    pieces = tensor_parallel if entry.row.split != "none" else 1
     if entry.row.form == "gated" and pieces > 1:
         pieces *= 2  # a rank's gate and up are apart
     start = 0
@@ -124,25 +120,10 @@ def divide(
     yield part
 
 
-def check_layout(architecture: Architecture, layout: Layout) -> None:
-    """Raises UserError when the layout cannot hold the model."""
-    transformer = architecture.transformer
-    stages = layout.pipeline * layout.virtual_pipeline
-    wants = [
-        ("--tp", layout.tensor, "attention heads", transformer["num_attention_heads"]),
-        ("--tp", layout.tensor, "feed-forward width", transformer["ffn_hidden_size"]),
-        ("--pp x --vpp", stages, "layers", architecture.layers),
-    ]
-    if architecture.experts or layout.expert > 1:
-        wants.append(("--ep", layout.expert, "experts", architecture.experts))
-    for option, size, what, extent in wants:
-        if size < 1 or extent == 0 or extent % size:
-            raise UserError(f"{option} {size} does not divide the model's {extent} {what}")
-    groups = transformer["num_query_groups"]
-    if groups % layout.tensor and layout.tensor % groups:
-        raise UserError(f"--tp {layout.tensor} neither divides nor is a multiple of the {groups} key/value heads")
-    if layout.virtual_pipeline > 1 and layout.pipeline == 1:
-        raise UserError(f"--vpp {layout.virtual_pipeline} needs --pp of at least 2")
+def check_layout(parallel: ParallelSection, model: Mapping[str, Any]) -> None:
+    """Raises UserError when the layout cannot split the model."""
+    if problems := list(split_problems(parallel, model, OPTIONS)):
+        raise UserError("; ".join(problems))
 
 
 def first_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
@@ -150,18 +131,25 @@ def first_dtype(checkpoint: HFCheckpoint) -> torch.dtype:
     return next(iter(checkpoint.dtypes.values()))
 
 
+def positive(text: str) -> int:
+    """argparse reports a ValueError as a wrong value."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="hf_to_megatron", description=__doc__)
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="distributed checkpoint to write")
-    parser.add_argument("--tp", type=int, default=1, help="tensor parallel size that the chunks are cut for")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel size, checked against the layers")
-    parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline size, checked against the layers")
-    parser.add_argument("--ep", type=int, default=1, help="expert parallel size, checked against the experts")
+    parser.add_argument("--tp", type=positive, default=1, help="tensor parallel size that the chunks are cut for")
+    parser.add_argument("--pp", type=positive, default=1, help="pipeline parallel size, checked against the layers")
+    parser.add_argument("--vpp", type=positive, default=1, help="virtual pipeline size, checked against the layers")
+    parser.add_argument("--ep", type=positive, default=1, help="expert parallel size, checked against the experts")
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
     options = parser.parse_args(arguments)
-    layout = Layout(options.tp, options.pp, options.vpp, options.ep)
-    return run(parser.prog, partial(convert, options.hf, options.out, layout, DTYPES[options.dtype]))
+    parallel = ParallelSection(tensor=options.tp, pipeline=options.pp, virtual_pipeline=options.vpp, expert=options.ep)
+    return run(parser.prog, partial(convert, options.hf, options.out, parallel, DTYPES[options.dtype]))
 
 
 if __name__ == "__main__":

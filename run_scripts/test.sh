@@ -6,4 +6,4 @@ run_scripts/setup.sh
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
 .venv/bin/mypy
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

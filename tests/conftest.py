@@ -6,9 +6,11 @@ than `LIMIT_S` CPU seconds, those of its processes included, has to be marked `s
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from tests.forked import STARTED
 # A property fails for what is wrong, never for a machine that is busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Engines have temporary folders of their own, in which each would compile the same C++ again.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
 # As many workers as cores run side by side; what is computed here is too small to share out.
 torch.set_num_threads(1)
@@ -63,6 +68,17 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             output = finish_run(folder).stdout
             (folder / "output").write_text(output, encoding="utf-8")
     return folder / "run"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Among several workers the costly modules go first, so that all end at about the same time."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    costs = {item.path: 0 for item in items}
+    for item in items:
+        cost = 1 + (item.get_closest_marker("slow") is not None) if item.get_closest_marker("process") else 0
+        costs[item.path] = max(costs[item.path], cost)
+    items.sort(key=lambda item: -costs[item.path])
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow as pa
@@ -94,7 +95,7 @@ def kill_at(moment: Moment, delay_s: float, recipe: Path, run_dir: Path) -> bool
 def killed_again_and_again(folder: Path, kills: list[str], seed: int) -> dict[str, int]:
     """Kill one run at each of `kills`, let it finish, check it against the unbroken one; how many of each came true."""
     folder.mkdir(exist_ok=True)
-    shape = {
+    shape: dict[str, dict[str, Any]] = {
         "schedule": {"stages": STAGES, "updates_per_stage": UPDATES},
         "rollout": {"prompts_per_update": PROMPTS},
         "objective": {"name": "off_policy_grpo", "reference_every": 5},

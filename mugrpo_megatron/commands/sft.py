@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +27,7 @@ from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens
 from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
 from mugrpo_megatron.learner.update import optimize
+from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection

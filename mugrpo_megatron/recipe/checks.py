@@ -16,6 +16,14 @@ FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """What all sides of a product in fp8 are a multiple of: 16 for the tensor cores, or a block under one scale."""
 
 
+RECIPE_KEYS = {
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "virtual_pipeline": "parallel.virtual_pipeline",
+    "expert": "parallel.expert",
+}
+
+
 def read_model_config(directory: Path) -> ModelConfig:
     """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
     config = read_config(
@@ -94,7 +102,7 @@ def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) ->
 def layout_problems(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> Iterator[str]:
     """Why the recipe's `parallel` section cannot run this model on so many ranks, a sentence each."""
     parallel = recipe.parallel
-    tp, pp, cp, vpp = parallel.tensor, parallel.pipeline, parallel.context, parallel.virtual_pipeline
+    tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp
     if world_size % block:
         yield (
@@ -111,36 +119,46 @@ def layout_problems(recipe: Recipe, model: Mapping[str, Any], world_size: int) -
         )
     if parallel.sequence and tp == 1:
         yield "parallel.sequence = true needs parallel.tensor of at least 2"
-    if vpp > 1 and pp == 1:
-        yield "parallel.virtual_pipeline above 1 needs parallel.pipeline of at least 2"
-    layers = model.get("num_hidden_layers", 1)
-    yield from _shard_problems("parallel.tensor", tp, model)
-    if layers % (pp * vpp):
-        yield (
-            f"parallel.pipeline x virtual_pipeline = {pp * vpp} does not divide the model's {layers} layers; "
-            f"choose one of {divisors(layers)}"
-        )
+    yield from split_problems(parallel, model)
     yield from _expert_problems(parallel, experts_of(model), data_parallel)
 
 
+def split_problems(
+    parallel: ParallelSection, model: Mapping[str, Any], keys: Mapping[str, str] = RECIPE_KEYS
+) -> Iterator[str]:
+    """Why a layout cannot split the model's heads, layers and experts, on any number of ranks; a sentence each.
+
+    `keys` are what the layout's sizes are called where they were given.
+    """
+    pp, vpp, expert = parallel.pipeline, parallel.virtual_pipeline, parallel.expert
+    if vpp > 1 and pp == 1:
+        yield f"{keys['virtual_pipeline']} above 1 needs {keys['pipeline']} of at least 2"
+    yield from _shard_problems(keys["tensor"], parallel.tensor, model)
+    layers, experts = model.get("num_hidden_layers") or 1, experts_of(model)
+    if layers % (pp * vpp):
+        product = f"{keys['pipeline']} x {keys['virtual_pipeline']} = {pp * vpp}"
+        yield f"{product} does not divide the model's {layers} layers; choose one of {divisors(layers)}"
+    if expert > 1 and not experts:
+        yield f"{keys['expert']} = {expert} but the model has no experts"
+    elif experts and experts % expert:
+        yield f"{keys['expert']} = {expert} does not divide the model's {experts} experts"
+
+
 def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int) -> Iterator[str]:
-    if parallel.expert > 1 and not experts:
-        yield f"parallel.expert = {parallel.expert} but the model has no experts"
+    if not experts:
         return
-    if experts and experts % parallel.expert:
-        yield f"parallel.expert = {parallel.expert} does not divide the model's {experts} experts"
     if data_parallel * parallel.context % parallel.expert:
         yield (
             f"parallel.expert = {parallel.expert} does not divide the {data_parallel * parallel.context} data times "
             "context parallel ranks that the experts are spread over"
         )
-    if experts and parallel.tensor > 1 and not parallel.sequence:
+    if parallel.tensor > 1 and not parallel.sequence:
         yield "parallel.tensor above 1 on a model with experts needs parallel.sequence = true (Megatron's MoE layer)"
 
 
 def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
     """Why `size` tensor parallel ranks cannot share the model."""
-    heads = model.get("num_attention_heads", 1)
+    heads = model.get("num_attention_heads") or 1
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % size:
         yield f"{name} = {size} does not divide the model's {heads} attention heads; take one of {divisors(heads)}"

@@ -24,7 +24,8 @@ def divisors(n: int) -> list[int]:
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
     """Layouts whose sizes divide what they split and the world, whatever else may speak against them."""
-    heads, layers, experts = model.get("num_attention_heads", 1), model.get("num_hidden_layers", 1), experts_of(model)
+    heads, layers = model.get("num_attention_heads") or 1, model.get("num_hidden_layers") or 1
+    experts = experts_of(model)
     for tensor, pipeline in product(divisors(heads), divisors(layers)):
         if world % (tensor * pipeline):
             continue

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
+from mugrpo_megatron.megatron import parallel_state
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group
 from mugrpo_megatron.weights.table import Entry, entries, split, unshard

@@ -11,14 +11,13 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.transformer.module import MegatronModule
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.megatron import MegatronModule, dist_checkpointing
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group

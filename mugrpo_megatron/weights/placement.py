@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from mugrpo_megatron.megatron import get_transformer_layer_offset, parallel_state
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import Entry, entries, table_name
 

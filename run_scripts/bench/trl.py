@@ -150,7 +150,9 @@ def _run_trl(options: argparse.Namespace) -> Result:
                 batch = held_out[start : start + 500]
                 asked = tokenizer([p.question for p in batch], return_tensors="pt", padding=True)
                 with torch.no_grad():
-                    ids = model.generate(**asked, max_new_tokens=rollout.max_response_tokens, do_sample=False)
+                    ids = model.generate(  # type: ignore[misc]  # a mixin that mypy cannot see
+                        **asked, max_new_tokens=rollout.max_response_tokens, do_sample=False
+                    )
                 texts = tokenizer.batch_decode(ids[:, asked.input_ids.shape[1] :], skip_special_tokens=True)
                 right += sum(score.reward for score in verifier.score(texts, [p.answer for p in batch]))
             model.train()

@@ -143,7 +143,8 @@ def file_copy(directory: Path) -> list[float]:
 def bench_conversion(options: argparse.Namespace, directory: Path) -> None:
     """Each conversion in a process of its own, so that its peak memory is its own."""
     size = make_model(directory / "hf", options.megabytes, options.dtype)
-    rows = [("plain copy", *timed([plain_copy(size)], options.repeats)), ("file copy", file_copy(directory))]
+    (copied,) = timed([plain_copy(size)], options.repeats)
+    rows = [("plain copy", copied), ("file copy", file_copy(directory))]
     hf, megatron, back = (f"{directory}/{name}" for name in ("hf", "megatron", "back"))
     steps = (
         ("hf_to_megatron", ["--hf", hf, "--out", megatron]),

@@ -29,7 +29,7 @@ def straggler_table(measured: Mapping[str, Any] | None = None, updates: int = 12
     `measured` is what `run_scripts.study.stragglers` wrote: then its updates, places and µ are taken, and the seconds
     that an engine took stand next to the steps.
     """
-    sizes = (1, 4, 16, 32, 128)
+    sizes: tuple[int, ...] = (1, 4, 16, 32, 128)
     if measured:
         updates, running = measured["updates"], measured["running"]
         sizes = tuple(sorted(map(int, measured["seconds"])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -89,8 +90,8 @@ def scopes(results: Results, look: Look) -> Figure:
             ratio.plot(*smooth, color=look.series[color], linewidth=1.6)
     before = mean_of([row["accuracy_before"] for row in results.rows]).value
     ends.axhline(before, color=look.theme.soft, linewidth=1, linestyle="--")
-    place = {"transform": ends.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-    ends.text(0.99, before, "warm start", color=look.theme.soft, fontsize=9, **place)
+    corner: dict[str, Any] = {"transform": ends.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+    ends.text(0.99, before, "warm start", color=look.theme.soft, fontsize=9, **corner)
     drawing.percent(ends)
     ratio.set_yscale("log")
     drawing.finish(ends, look, x=f"dropped, at rate {rate:g}")

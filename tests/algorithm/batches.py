@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,7 @@ class Batch:
         return flat(self.reference) if config.reference_every > 1 else None
 
 
-def flat(rows: list[list[float]]) -> torch.Tensor:
+def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 

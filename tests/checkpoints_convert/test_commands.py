@@ -161,7 +161,7 @@ def edit_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], tor
     save_file(held if changed is None else {**held, name: changed}, file, metadata={"format": "pt"})
 
 
-def edit_index(directory: Path, change: Callable[[dict[str, str]], None]) -> None:
+def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     change(index["weight_map"])
@@ -188,13 +188,18 @@ def drop_tensor(directory: Path, name: str) -> None:
     edit_index(directory, lambda placed: placed.pop(name))
 
 
+def remove_weights(directory: Path) -> None:
+    for file in directory.glob("model*"):
+        file.unlink()
+
+
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json there"),
     "config is no JSON": (
         lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
         "config.json: cannot be read as a model configuration",
     ),
-    "no weights": (lambda d: [f.unlink() for f in d.glob("model*")], "only safetensors checkpoints are read"),
+    "no weights": (remove_weights, "only safetensors checkpoints are read"),
     "missing shard": (
         lambda d: (d / "model-00002-of-00003.safetensors").unlink(),
         "00002-of-00003.safetensors is missing",
@@ -261,16 +266,25 @@ def test_spoiled_checkpoint_is_refused(hf: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--tp", "3"], "--tp 3 does not divide the model's 4 attention heads"),
-        (["--pp", "3"], "--pp x --vpp 3 does not divide the model's 4 layers"),
-        (["--vpp", "2"], "--vpp 2 needs --pp of at least 2"),
-        (["--ep", "2"], "--ep 2 does not divide the model's 0 experts"),
+        (["--tp", "3"], "--tp = 3 does not divide the model's 4 attention heads"),
+        (["--pp", "3"], "--pp x --vpp = 3 does not divide the model's 4 layers"),
+        (["--vpp", "2"], "--vpp above 1 needs --pp of at least 2"),
+        (["--ep", "2"], "--ep = 2 but the model has no experts"),
     ],
 )
 def test_layout_that_does_not_fit_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
 ) -> None:
     assert_refused(capsys, tmp_path, lambda: to_megatron(hf, tmp_path / "out", *options), sentence)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "x"])
+def test_a_size_that_is_not_positive_is_refused(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        to_megatron(hf, tmp_path / "out", "--tp", size)
+    assert f"argument --tp: invalid positive value: '{size}'" in capsys.readouterr().err
 
 
 def test_full_disk_is_refused(

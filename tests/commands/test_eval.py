@@ -190,7 +190,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_greedy_evaluation_says_what_transformers_generates(checkpoint: Path, tmp_path: Path) -> None:
     sums = tmp_path / "sums.jsonl"
     tokenizer = load_tokenizer(checkpoint)

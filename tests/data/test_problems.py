@@ -13,7 +13,10 @@ from mugrpo_megatron.data.problems import final_answer, load, load_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 
-ROWS = [{"problem": "1+1", "answer": 2}, {"problem": "1/2", "answer": "\\frac{1}{2}", "source": "elsewhere"}]
+ROWS: list[dict[str, Any]] = [
+    {"problem": "1+1", "answer": 2},
+    {"problem": "1/2", "answer": "\\frac{1}{2}", "source": "elsewhere"},
+]
 LENIENT = DataSection(strict=False)
 
 

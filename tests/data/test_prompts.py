@@ -12,7 +12,7 @@ PROBLEM = Problem("set:1", "What is $\\frac{1}{2}$ of {4}?", "2")
 
 
 def text(style: str) -> str:
-    return TOKENIZER.decode(render(PROBLEM, TOKENIZER, style))
+    return str(TOKENIZER.decode(render(PROBLEM, TOKENIZER, style)))
 
 
 def test_plain_is_the_question() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,7 @@ def test_prompts_are_pulled_as_capacity_frees_and_closing_early_aborts(engine: E
     pulled = itertools.count()
     endless = (Prompt(i, prompts(1)[0].problem, [3 + i % 500, 5]) for i in pulled)
     groups = engine.generate(endless, 4, SAMPLED)
+    assert isinstance(groups, Generator)
     seen = [next(groups) for _ in range(40)]
     groups.close()
     assert len(seen) == 40

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +94,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(samples: int) -> None:
     covered = 0
     for _ in range(600):
         chances = generator.beta(0.6, 0.9, size=80)
-        interval = clustered_interval(generator.binomial(samples, chances) / samples, samples)
+        interval = clustered_interval((generator.binomial(samples, chances) / samples).tolist(), samples)
         covered += interval.low <= 0.4 <= interval.high
     assert 0.93 <= covered / 600 <= 0.98
 
@@ -138,6 +140,6 @@ def test_the_average_of_one_set_is_that_set(value: float, below: float, above: f
 
 
 @pytest.mark.parametrize("function", [clustered_interval, macro_average, mean_interval])
-def test_nothing_has_no_estimate(function: object) -> None:
+def test_nothing_has_no_estimate(function: Callable[[list[Any]], object]) -> None:
     with pytest.raises(ValueError, match="at least one"):
         function([])

@@ -18,6 +18,7 @@ from tests.kernels.problems import (
     Answer,
     Problem,
     distance,
+    gradient,
     make_problem,
     materialised,
 )
@@ -34,7 +35,7 @@ def errors(found: Answer, expected: Answer) -> dict[str, float]:
 
 def vocabulary_parallel(dtype: torch.dtype) -> dict[str, dict[str, float]]:
     """Largest error of each objective over chunk sizes, every rank holding its rows of the weight."""
-    group = dist.group.WORLD
+    group = everyone()
     rows = own_rows()
     worst: dict[str, dict[str, float]] = {}
     for name, config in OBJECTIVES.items():
@@ -57,7 +58,7 @@ def sequence_parallel() -> float:
     parts = [torch.empty_like(problem.hidden[mine]) for _ in range(world)]
     dist.all_gather(parts, problem.hidden[mine].contiguous())
     gathered = replace(_shard(problem, rows), hidden=torch.cat(parts))
-    found = _fused(gathered, 7, dist.group.WORLD).d_hidden[mine]
+    found = _fused(gathered, 7, everyone()).d_hidden[mine]
     return distance(found, materialised(problem).d_hidden[mine])
 
 
@@ -66,7 +67,7 @@ def logprobs() -> tuple[list[float], float]:
     problem = make_problem(OBJECTIVES["mu_grpo"])
     rows = own_rows()
     found, _ = token_logprobs(
-        problem.hidden, problem.weight[rows], problem.targets, HeadLayout(VOCAB, TEMPERATURE, dist.group.WORLD, 7)
+        problem.hidden, problem.weight[rows], problem.targets, HeadLayout(VOCAB, TEMPERATURE, everyone(), 7)
     )
     return found.tolist(), distance(found, materialised(problem).logprobs)
 
@@ -78,7 +79,7 @@ def context_parallel() -> dict[str, dict[str, float]]:
         problem = make_problem(config)
         expected = materialised(problem)
         index = zigzag(problem)
-        share = ContextShare(dist.group.WORLD, index)
+        share = ContextShare(everyone(), index)
         leaves = replace(problem, hidden=problem.hidden[index], targets=problem.targets[index]).leaves()
         found = fused_policy_loss(
             leaves.hidden,
@@ -94,10 +95,10 @@ def context_parallel() -> dict[str, dict[str, float]]:
             context=share,
         )
         found.loss.backward()
-        loss, d_weight = found.loss.detach().clone(), leaves.weight.grad
+        loss, d_weight = found.loss.detach().clone(), gradient(leaves.weight)
         dist.all_reduce(loss)
         dist.all_reduce(d_weight)
-        answer = Answer(loss, found.logprobs, found.entropy, leaves.hidden.grad, d_weight)
+        answer = Answer(loss, found.logprobs, found.entropy, gradient(leaves.hidden), d_weight)
         expected = replace(
             expected,
             logprobs=expected.logprobs[index],
@@ -115,6 +116,13 @@ def zigzag(problem: Problem) -> torch.Tensor:
         pieces = places.tensor_split(2 * world)
         mine += [pieces[rank], pieces[2 * world - 1 - rank]]
     return torch.cat(mine)
+
+
+def everyone() -> dist.ProcessGroup:
+    """All ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
 
 
 def own_rows() -> slice:
@@ -143,6 +151,6 @@ def _fused(problem: Problem, chunk: int, group: dist.ProcessGroup) -> Answer:
         reference=leaves.reference,
     )
     found.loss.backward()
-    d_hidden = leaves.hidden.grad.float()
+    d_hidden = gradient(leaves.hidden).float()
     dist.all_reduce(d_hidden)
-    return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, leaves.weight.grad)
+    return Answer(found.loss.detach(), found.logprobs, found.entropy, d_hidden, gradient(leaves.weight))

@@ -133,8 +133,16 @@ def materialised(problem: Problem) -> Answer:
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected| in the Euclidean norm; 0 where both are 0."""
+def gradient(leaf: Tensor) -> Tensor:
+    """What `backward` left on a leaf."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def distance(found: Tensor | None, expected: Tensor | None) -> float:
+    """|found - expected| / |expected| in the Euclidean norm; 0 where both are 0. AssertionError where one is None."""
+    assert found is not None
+    assert expected is not None
     found, expected = found.double(), expected.double()
     difference = (found - expected).norm()
     return 0.0 if difference == 0 else (difference / expected.norm()).item()

@@ -19,7 +19,7 @@ def on_cuda(thing: Any) -> Any:
     """A tensor, or the tensors of a dataclass and of those inside it, on the GPU; the recipe's section as it is."""
     if isinstance(thing, torch.Tensor):
         return thing.cuda()
-    if is_dataclass(thing):
+    if is_dataclass(thing) and not isinstance(thing, type):
         moved = {f.name: on_cuda(getattr(thing, f.name)) for f in fields(thing)}
         return replace(thing, **moved)
     return thing

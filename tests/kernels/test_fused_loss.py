@@ -50,7 +50,7 @@ def fused(problem: Problem, chunk: int, **options: Any) -> Answer:
 
 
 def assert_same(found: Answer, expected: Answer, tolerance: float) -> None:
-    assert abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss))
+    assert abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss.item()))
     for name in ("logprobs", "entropy", "d_hidden", "d_weight"):
         assert distance(getattr(found, name), getattr(expected, name)) <= tolerance, name
 

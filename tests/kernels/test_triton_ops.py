@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
     assert ("bar.sync" in found) == (narrow == "bf16")
 
 
-def ptx(kernel: object, signature: dict[str, str]) -> str:
+def ptx(kernel: Any, signature: dict[str, str]) -> str:
     """PTX of a row kernel for compute capability 9.0; compiled to machine code too, or this raises."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -1,4 +1,4 @@
-"""A backend with Transformer Engine's parameter names and Megatron's arithmetic, for layers that it cannot run on CPU.
+"""A backend with the names and the sharding of Transformer Engine's parameters; its layers compute nothing.
 
 What is named and sharded here as Megatron 0.16.1 wraps Transformer Engine: `TELayerNormColumnParallelLinear` and
 `TEGroupedLinear` of `megatron/core/extensions/transformer_engine.py`.
@@ -11,7 +11,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.nn.functional as F
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -32,13 +31,8 @@ class NormAndLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any) -> None:
         super().__init__(input_size, output_size, config=config, **arguments)
-        self.eps = config.layernorm_epsilon
         self.layer_norm_weight = torch.nn.Parameter(torch.empty(input_size, dtype=config.params_dtype))
         self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
-        return super().forward(normed, *arguments, **keywords)
 
 
 class GroupedLinear(torch.nn.Module):
@@ -55,35 +49,22 @@ class GroupedLinear(torch.nn.Module):
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
             self.register_parameter(f"weight{index}", weight)
 
-    def get_extra_state(self) -> None: ...
-    def set_extra_state(self, state: Any) -> None: ...
-
-    def forward(self, x: torch.Tensor, splits: list[int]) -> tuple[torch.Tensor, None]:
-        parts = x.split(splits)
-        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
-
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Each expert's weight at its place in the stack over all experts, with an extra state of its own."""
+        """Each expert's weight at its place in the stack over all experts."""
         found: dict[str, Any] = {}
         experts = self.groups.ep.size() * self.count
         for index in range(self.count):
             place = self.groups.ep.rank() * self.count + index
-            tensors = {f"{index}.weight": getattr(self, f"weight{index}"), f"{index}._extra_state": None}
+            tensors = {f"{index}.weight": getattr(self, f"weight{index}")}
             offsets = (*sharded_offsets, (len(sharded_offsets), place, experts))
             one = make_sharded_tensors_for_checkpoint(
                 tensors, "", {}, offsets, tp_group=self.groups.expt_tp, dp_cp_group=metadata["dp_cp_group"]
             )
             replace_prefix_for_sharding(one, f"{index}.", prefix)
             found[f"{prefix}weight{index}"] = one[f"{index}.weight"]
-            found[f"{prefix}_extra_state{index or ''}"] = one[f"{index}._extra_state"]
         for sharded in found.values():
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
         return found
-
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        for index in range(1, self.count):
-            state.pop(f"{prefix}_extra_state{index}", None)
-        super()._load_from_state_dict(state, prefix, *arguments)
 
 
 class FusedBackend(LocalSpecProvider):

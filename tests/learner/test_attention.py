@@ -34,11 +34,11 @@ def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int]) -> None
     torch.manual_seed(0)
     tokens = sum(lengths)
     shapes = [(tokens, heads[0], 8), (tokens, heads[1], 8), (tokens, heads[1], 8)]
-    qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    q, k, v = qkv = [torch.randn(shape, requires_grad=True) for shape in shapes]
     attention = PackedAttention(None, 1, AttnMaskType.causal, "self")
     packing = make_packing(np.array(lengths), torch.device("cpu"))
     out = attention(*(x.unsqueeze(1) for x in qkv), packed_seq_params=packing).view(tokens, heads[0], 8)
-    expected = alone(*qkv, lengths)
+    expected = alone(q, k, v, lengths)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     weights = torch.randn_like(out)
     found = torch.autograd.grad((out * weights).sum(), qkv)
@@ -75,5 +75,6 @@ def test_softmax_scale_is_honoured() -> None:
     q, k, v = (torch.randn(5, 1, 2, 8) for _ in range(3))
     packing = make_packing(np.array([5]), torch.device("cpu"))
     out = PackedAttention(None, 1, AttnMaskType.causal, "self", softmax_scale=0.5)(q, k, v, packed_seq_params=packing)
-    expected = F.scaled_dot_product_attention(*(x[:, 0].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=0.5)
+    q, k, v = (x[:, 0].transpose(0, 1) for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
     torch.testing.assert_close(out.view(5, 2, 8), expected.transpose(0, 1), atol=1e-5, rtol=1e-5)

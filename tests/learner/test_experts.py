@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=8,  # type: ignore[call-arg]  # the dataclass behind transformers' configs takes more than it declares
         max_position_embeddings=128,
         use_sliding_window=False,
     )

@@ -137,6 +137,6 @@ def test_a_clock_that_goes_back_does_not_bend_the_run(tmp_path: Path, monkeypatc
         with open_log(tmp_path, PLAIN) as log, log.phase("optimize", 0):
             monkeypatch.setattr(time, "time", lambda lost=lost: now - lost - 3600)
             log.event("inside", "while the clock is wrong")
-    times = [row.get("end", row.get("time")) for row in read_rows(tmp_path / FILE_NAME)]
+    times = [row["end"] if "end" in row else row["time"] for row in read_rows(tmp_path / FILE_NAME)]
     assert times == sorted(times)
     assert all(row["start"] <= row["end"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "phase")

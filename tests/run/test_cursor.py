@@ -44,7 +44,7 @@ def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
     schedule: ScheduleSection, ends: list[bool], prompts: int
 ) -> None:
     """What a stage that ended early leaves untouched, the next one samples anew."""
-    taken = []
+    taken: list[int] = []
     for cursor in visited(schedule, ends)[:-1]:
         positions = cursor.stage_positions(schedule, prompts)
         assert len(positions) == cursor.stage_updates(schedule) * prompts

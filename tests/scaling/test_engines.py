@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 from tests.scaling.nodes import TORCHRUN, kill
 from tests.stages.test_store import assert_same
-from tests.tiny import COIN, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -115,10 +114,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
     zero, one = committed(second)
     assert zero.isdisjoint(one), "no group was claimed twice"
     before = groups_on_disk(second, zero | one)
-    alone = subprocess.run(
-        [sys.executable, "-m", "mugrpo_megatron", "train", str(recipe), "--set", "engine.per_node=1"]
-    )
-    assert alone.returncode == 0
+    mugrpo("train", recipe, "--set", "engine.per_node=1")
     store = StageStore(second)
     assert store.present() == set(range(GROUPS))
     after = groups_of(store, zero | one)

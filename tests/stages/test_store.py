@@ -6,8 +6,9 @@ import errno
 import os
 import random
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -146,8 +147,8 @@ def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
     """The `call`-th rename, directory sync or manifest write never happens; a new process then finishes the stage."""
     calls = 0
 
-    def crashing(original):
-        def wrapper(*args, **kwargs):
+    def crashing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == call:

@@ -126,7 +126,7 @@ def test_published_configs_have_the_published_size(name: str) -> None:
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: f"{rope['rope_type']}-{len(rope)}")
 def test_rotary_frequencies_are_those_of_transformers(rope: dict[str, Any]) -> None:
-    config = CONFIG_MAPPING["llama"](**SMALL, rope_parameters=dict(rope))
+    config = CONFIG_MAPPING["llama"](**{**SMALL, "rope_parameters": dict(rope)})
     model = architecture(config.to_dict())
     if rope["rope_type"] == "default":
         expected, factor = 1.0 / rope["rope_theta"] ** (torch.arange(0, 16, 2).float() / 16), 1.0

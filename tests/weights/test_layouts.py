@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tests.weights.ranks_work import Layout, logits_of, replaced, round_trips
 
 pytestmark = pytest.mark.process
 
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}),
     "qwen2-yarn": ("qwen2", {"rope_parameters": tiny.YARN}),
