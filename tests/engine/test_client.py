@@ -102,8 +102,8 @@ def test_weights_and_version_follow_a_sync(engine: Engine, checkpoint: Path, tmp
     _load(engine, other, version=5)
     assert engine.health() == 5
     norm = "model.norm.weight"
-    expected = _sha256(load_file(other / "model.safetensors")[norm])
-    assert engine.checksums()[0][norm] == ("float32", expected)
+    digest = _sha256(load_file(other / "model.safetensors")[norm])
+    assert engine.checksums()[0][norm] == ("float32", digest)
     model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).eval()
     for prompt, responses in engine.generate(prompts(4), 2, SAMPLED):
         for response in responses:

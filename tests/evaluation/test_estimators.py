@@ -124,7 +124,7 @@ def test_a_mean_rewards_interval_moves_and_scales_with_the_rewards(values: list[
 def test_mean_rewards_intervals_cover_the_truth_as_often_as_they_say(problems: int) -> None:
     """Student's interval is exact for normal values: 95 % whatever their number is."""
     generator = np.random.default_rng(1)
-    intervals = [mean_interval(generator.normal(-2.0, 3.0, problems)) for _ in range(4000)]
+    intervals = [mean_interval(generator.normal(-2.0, 3.0, problems).tolist()) for _ in range(4000)]
     assert sum(i.low <= -2.0 <= i.high for i in intervals) / 4000 == pytest.approx(0.95, abs=0.012)
 
 

@@ -127,7 +127,8 @@ def test_odd_values_are_honoured_or_refused_in_a_sentence(
     config = {"model_type": family, **DENSE, **(EXPERTS if "moe" in family or family == "mixtral" else {}), **changes}
     if rope is not None:
         config["rope_scaling"] = rope
-    config.pop(removed, None)
+    if removed is not None:
+        config.pop(removed, None)
     try:
         model = architecture(config)
         recipe = Recipe.model_validate({"parallel": {"tensor": tensor}, "data": {"max_prompt_tokens": 8}})

@@ -48,7 +48,10 @@ class FakeEngine:
     def checksums(self) -> list[Sums]:
         return [
             {
-                name: (str(t.dtype).split(".")[1], hashlib.sha256(t.contiguous().view(torch.uint8).numpy()).hexdigest())
+                name: (
+                    str(t.dtype).split(".")[1],
+                    hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+                )
                 for name, t in part.items()
             }
             for part in self.parts
