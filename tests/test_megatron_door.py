@@ -78,6 +78,6 @@ def test_the_stand_ins_are_there_before_megatron_whatever_is_imported_first() ->
     told = dict(line.split("\t") for line in done.stdout.splitlines())
     assert told.keys() == set(names)
     assert [name for name, when in told.items() if when == "before"] == []
-    for name in ("mugrpo_megatron.weights.plan", "mugrpo_megatron.weights.load", "mugrpo_megatron.sft"):
+    for name in ("mugrpo_megatron.weights.plan", "mugrpo_megatron.weights.load", "mugrpo_megatron.commands.sft"):
         assert told[name] == "after"  # they do step into Megatron
     assert told["mugrpo_megatron.weights.families"] == "not at all"

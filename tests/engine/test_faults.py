@@ -98,7 +98,7 @@ def test_nothing_outlives_the_client_or_the_host(
         import sys
         from pathlib import Path
         from mugrpo_megatron.recipe import Recipe
-        from mugrpo_megatron.rollout.engine import Engine
+        from mugrpo_megatron.engine.client import Engine
 
         recipe = Recipe.model_validate_json(sys.argv[1])
         engine = Engine.start(recipe, recipe.model.path, Path(sys.argv[2]))

@@ -140,6 +140,7 @@ def test_odd_values_are_honoured_or_refused_in_a_sentence(
     assert kv_bytes_per_token(config, "bfloat16") > 0
 
 
+@pytest.mark.process
 def test_nothing_slow_is_imported_to_read_a_model() -> None:
     code = (
         "import sys, mugrpo_megatron.weights.families, mugrpo_megatron.recipe.checks\n"

@@ -15,7 +15,7 @@ from mugrpo_megatron.run.directory import open_directory
 HOLD = """
 import sys
 from mugrpo_megatron.recipe import load_recipe
-from mugrpo_megatron.rundir import open_directory
+from mugrpo_megatron.run.directory import open_directory
 with open_directory(load_recipe(None, sys.argv[1:])):
     print("held", flush=True)
     sys.stdin.read()
