@@ -69,6 +69,8 @@ def test_only_the_door_and_the_learner_import_megatron() -> None:
     assert {place for place in places if not place.startswith(DOOR)} == set()
 
 
+@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing stands in for CUDA where there is CUDA")
 def test_the_stand_ins_are_there_before_megatron_whatever_is_imported_first() -> None:
     names = [name for name, _ in modules()]
@@ -78,6 +80,6 @@ def test_the_stand_ins_are_there_before_megatron_whatever_is_imported_first() ->
     told = dict(line.split("\t") for line in done.stdout.splitlines())
     assert told.keys() == set(names)
     assert [name for name, when in told.items() if when == "before"] == []
-    for name in ("mugrpo_megatron.weights.plan", "mugrpo_megatron.weights.load", "mugrpo_megatron.commands.sft"):
+    for name in ("mugrpo_megatron.weights.buckets", "mugrpo_megatron.weights.hf", "mugrpo_megatron.commands.sft"):
         assert told[name] == "after"  # they do step into Megatron
     assert told["mugrpo_megatron.weights.families"] == "not at all"

@@ -74,6 +74,7 @@ def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
     assert len(made.held_out.prompts) == 6
 
 
+@pytest.mark.process
 def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
     with pytest.raises(UserError, match=r"data\.eval: no problem of .*bad\.jsonl can be used"):
