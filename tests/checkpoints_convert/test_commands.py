@@ -194,7 +194,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
         "config.json: cannot be read as a model configuration",
     ),
-    "no weights": (lambda d: [f.unlink() for f in d.glob("model*")], "only safetensors checkpoints are read"),
+    "no weights": (lambda d: [f.unlink() for f in d.glob("model*")], "only safetensors checkpoints are supported"),
     "missing shard": (
         lambda d: (d / "model-00002-of-00003.safetensors").unlink(),
         "00002-of-00003.safetensors is missing",
@@ -209,9 +209,9 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "quantised": (
         lambda d: edit_tensor(d, "model.norm.weight", lambda v: v.to(torch.int8)),
-        "model.norm.weight is of type I8; quantised checkpoints are not read",
+        "model.norm.weight has type I8; quantised checkpoints are not supported",
     ),
-    "extra tensor": (add_tensor, "holds 'model.layers.0.self_attn.rotary.weight', which is no tensor of a qwen2 model"),
+    "extra tensor": (add_tensor, "has the tensor 'model.layers.0.self_attn.rotary.weight', which a qwen2 model"),
     "missing tensor": (
         lambda d: drop_tensor(d, "model.layers.3.self_attn.k_proj.bias"),
         "lacks 'model.layers.3.self_attn.k_proj.bias'",
@@ -220,10 +220,13 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: edit_index(d, lambda w: w.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
         "disagrees with the shards about 'model.norm.weight'",
     ),
-    "index is no JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is no safetensors index"),
-    "unknown family": (lambda d: edit_config(d, model_type="gpt2"), "model_type is 'gpt2'; the families with a table"),
-    "another family": (lambda d: edit_config(d, model_type="llama"), "nothing here knows the field 'layer_types'"),
-    "unknown field": (lambda d: edit_config(d, logit_cap=30), "nothing here knows the field 'logit_cap' (value 30)"),
+    "index is no JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
+    "unknown family": (
+        lambda d: edit_config(d, model_type="gpt2"),
+        "model_type 'gpt2' is not supported; the supported",
+    ),
+    "another family": (lambda d: edit_config(d, model_type="llama"), "unknown field 'layer_types'"),
+    "unknown field": (lambda d: edit_config(d, logit_cap=30), "unknown field 'logit_cap' (value 30)"),
     "missing field": (lambda d: edit_config(d, hidden_size=None), "has no field 'hidden_size'"),
     "malformed field": (lambda d: edit_config(d, num_hidden_layers="4"), "num_hidden_layers is '4'"),
     "dropout": (
@@ -237,7 +240,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "fewer layers": (
         lambda d: edit_config(d, num_hidden_layers=3, layer_types=None),
-        "which is no tensor of a qwen2 model",
+        "which a qwen2 model with this config.json does not have",
     ),
     "tied head that differs": (
         lambda d: edit_config(d, tie_word_embeddings=True),

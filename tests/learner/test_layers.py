@@ -1,8 +1,9 @@
-"""Layers with Transformer Engine's names: chosen where they can be had, and the same model whichever are taken."""
+"""Layers with Transformer Engine's names: chosen where it is installed, and the same model as local layers."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.passes import row_multiple
 from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
-from mugrpo_megatron.weights.table import entries, fused_name, table_name
+from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests.learner.fused import fused
 from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.test_experts import two_updates
@@ -67,8 +68,16 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+def fused_name(name: str, experts: bool) -> str:
+    """Transformer Engine's name of the table's parameter `name`, in a model with or without experts."""
+    for plain, fused_norm in NORMS.items():
+        if not (experts and plain == "pre_mlp_layernorm."):
+            name = name.replace(f".{plain}", f".{fused_norm}")
+    return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
+
+
 def parameter_names(model: str) -> list[str]:
-    """Of a whole model in this process."""
+    """Parameter names of a whole model in this process."""
     (chunk,), _ = build(Path(model), {}, enter({}))
     return [name for name, _ in chunk.named_parameters()]
 
