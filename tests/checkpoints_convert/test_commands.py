@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from checkpoints_convert import command, hf_to_megatron, megatron_to_hf, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from tests import models
 from tests.weights import tiny
 
 Spoil = Callable[[Path], Any]
@@ -27,7 +28,7 @@ SECOND = "model-00002-of-00003.safetensors"
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 checkpoint in three shards with its tokenizer."""
     directory = tmp_path_factory.mktemp("source") / "qwen2"
-    model = tiny.save_tiny(directory, "qwen2", vocab_size=512)
+    model = models.save_model(directory, "qwen2", vocab_size=512)
     (directory / "model.safetensors").unlink()
     model.save_pretrained(directory, max_shard_size="100KB")
     build_arithmetic_tokenizer().save_pretrained(directory)
@@ -100,7 +101,7 @@ def test_fast_tokenizer_travels(hf: Path, megatron: Path, tmp_path: Path) -> Non
 
 def test_sentencepiece_tokenizer_travels(tmp_path: Path) -> None:
     source = tmp_path / "llama"
-    tiny.save_tiny(source, "llama", vocab_size=120)
+    models.save_model(source, "llama", vocab_size=120)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(f"{a} plus {b} equals {a + b}" for a in range(40) for b in range(9)))
     SentencePieceTrainer.train(
@@ -190,7 +191,7 @@ def drop_tensor(directory: Path, name: str) -> None:
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json there"),
-    "config is no JSON": (
+    "config is not JSON": (
         lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
         "config.json: cannot be read as a model configuration",
     ),
@@ -220,7 +221,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: edit_index(d, lambda w: w.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
         "disagrees with the shards about 'model.norm.weight'",
     ),
-    "index is no JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
+    "index is not JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
     "unknown family": (
         lambda d: edit_config(d, model_type="gpt2"),
         "model_type 'gpt2' is not supported; the supported",
@@ -291,7 +292,7 @@ def test_existing_output_is_refused(hf: Path, megatron: Path, capsys: pytest.Cap
 
 
 SPOILED_MEGATRON: dict[str, tuple[Spoil, str]] = {
-    "not one": (lambda d: (d / ".metadata").unlink(), "is no Megatron distributed checkpoint"),
+    "not one": (lambda d: (d / ".metadata").unlink(), "is not a Megatron distributed checkpoint"),
     "damaged metadata": (lambda d: truncate(d / ".metadata"), ".metadata is damaged"),
     "missing data": (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "truncated data": (lambda d: truncate(d / "__0_0.distcp"), "__0_0.distcp is truncated"),
@@ -311,8 +312,8 @@ def test_spoiled_megatron_checkpoint_is_refused(
 def test_checkpoint_of_another_model_is_refused(
     megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save_tiny(tmp_path / "qwen3", "qwen3", vocab_size=512)
-    tiny.save_tiny(tmp_path / "wide", "qwen2", vocab_size=512, intermediate_size=96)
+    models.save_model(tmp_path / "qwen3", "qwen3", vocab_size=512)
+    models.save_model(tmp_path / "wide", "qwen2", vocab_size=512, intermediate_size=96)
     for like, sentence in (
         ("qwen3", "config field model_type is 'qwen2'"),
         ("wide", "config field intermediate_size is 64"),

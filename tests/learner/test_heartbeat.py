@@ -1,4 +1,4 @@
-"""Ranks that wait for each other without a collective: nobody is waited for longer than they live."""
+"""Ranks that wait for each other without a collective, and stop waiting when a rank dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the bridge's tests do; functions of a module, so that they travel to other processes by name."""
+"""What the ranks of the weights' tests run; module functions, so that other processes can import them by name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Layout = dict[str, Any]
 
 
 def enter(layout: Layout) -> Ranks:
-    """Lay the groups of a layout over the world; once in a process, since gloo's threads outlive Megatron's groups."""
+    """Create the process groups of a layout; once in a process, since gloo's threads outlive Megatron's groups."""
     ranks = initialize(recipe(Path(), **layout))
     torch.set_num_threads(1)
     return ranks

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.recipe import Recipe
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.engine_work import feed_engine
 
 pytestmark = pytest.mark.process
@@ -38,8 +38,8 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
 def test_engine_computes_with_the_learners_weights(
     tmp_path: Path, family: str, changes: dict[str, object], engine_tensor: int
 ) -> None:
-    tiny.save_tiny(tmp_path / "first", family, seed=0, **changes)
-    tiny.save_tiny(tmp_path / "second", family, seed=1, **changes)
+    models.save_model(tmp_path / "first", family, seed=0, **changes)
+    models.save_model(tmp_path / "second", family, seed=1, **changes)
     seen, *_ = run_ranks(
         4,
         feed_engine,
