@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, the progress bar, room on the disk, a directory that appears complete."""
+"""What the commands share: exit codes, progress, the check for disk space, output directories that appear complete."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mugrpo_megatron.observe.progress import Bar
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEGABYTE = 10**6
 RECORD = "conversion.json"
-"""What a partial directory is being made from; a later run continues it only if it would make the same."""
+"""The inputs of a partial directory; a later run continues it only if its own are the same."""
 
 
 def run(name: str, command: Callable[[], None]) -> int:
-    """Exit code of a command: 0 done, 2 the user's mistake in one sentence on stderr; anything else is a traceback."""
+    """Run a command; returns its exit code: 0 done, 2 for an error in the input, with one sentence on stderr."""
     torch.set_num_threads(1)  # copies and checksums: more threads gain nothing and cost memory
     try:
         command()
@@ -31,18 +31,18 @@ def run(name: str, command: Callable[[], None]) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{name}: interrupted; the same command goes on where it stopped", file=sys.stderr)
+        print(f"{name}: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
     return 0
 
 
 def advance(bar: Bar, done: int) -> None:
-    """Bring a bar that counts megabytes to `done` bytes."""
+    """Set a bar that counts megabytes to `done` bytes."""
     bar.advance(done // MEGABYTE - bar.done)
 
 
 def open_partial(out: Path, recipe: dict[str, Any], needed: int) -> Path:
-    """The directory beside `out` that is filled first: a former run's, if that was making the same, else an empty one.
+    """The directory next to `out` to write first: an earlier run's with the same inputs, else an empty one.
 
     Raises UserError when `out` exists or the disk has no room for the `needed` bytes.
     """
@@ -57,7 +57,9 @@ def open_partial(out: Path, recipe: dict[str, Any], needed: int) -> Path:
     parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(parent).free
     if free + present < needed:
-        raise UserError(f"{parent} has {free / 1e9:.1f} GB free, {out.name} takes {needed / 1e9:.1f} GB; make room")
+        raise UserError(
+            f"{parent} has {free / 1e9:.1f} GB free, {out.name} takes {needed / 1e9:.1f} GB; free some space"
+        )
     partial.mkdir(exist_ok=True)
     remove_leftovers(partial, "*")
     write_json(record, recipe)
@@ -65,7 +67,7 @@ def open_partial(out: Path, recipe: dict[str, Any], needed: int) -> Path:
 
 
 def publish(partial: Path, out: Path) -> None:
-    """Give the finished directory its name, once everything in it has reached the disk."""
+    """Rename the finished directory to `out`, once all its files are on disk."""
     (partial / RECORD).unlink()
     durable.publish(partial, out)
 
@@ -78,6 +80,6 @@ def _holds(record: Path, recipe: dict[str, Any]) -> bool:
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:
-    """Size and modification time of every file: whether a source is still what a former run read."""
+    """Size and modification time of every file, to tell whether a source has changed since an earlier run."""
     files = sorted(path for path in directory.glob("*") if path.is_file())
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}

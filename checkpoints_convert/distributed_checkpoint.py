@@ -1,8 +1,8 @@
-"""Megatron's `torch_dist` checkpoint format, written and read one tensor at a time.
+"""Write and read Megatron's `torch_dist` checkpoint format one tensor at a time.
 
 The format is torch.distributed.checkpoint's (one pickled `.metadata`, data files with a `torch.save` for each chunk)
-with Megatron's `metadata.json` and `common.pt` beside it. The libraries' own writers want the whole state at once; here
-nothing larger than one chunk is in memory, and a stopped conversion goes on at the next file.
+plus Megatron's `metadata.json` and `common.pt`. The libraries' writers need the whole state at once; here memory holds
+at most one chunk, and a stopped conversion continues at the next file.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ OBJECT = "object"
 
 @dataclass(frozen=True)
 class Item:
-    """One chunk as it lies in a data file."""
+    """A chunk in a data file."""
 
     key: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     dtype: str
     """`bfloat16`, ..., or `object` for a pickled object without offsets."""
     file: str
@@ -54,7 +54,7 @@ class Item:
 
 @contextmanager
 def write_part(path: Path) -> Iterator[PartWriter]:
-    """Write one data file, which is there when the block ends; afterwards `items` tells what lies in it."""
+    """Write one data file, complete when the block ends; the writer's `items` then lists its chunks."""
     with durable_file(path) as stream:
         yield PartWriter(path.name, stream)
 
@@ -67,9 +67,9 @@ class PartWriter:
         self.items: list[Item] = []
 
     def tensor(self, key: str, offsets: Sequence[int], shape: Sequence[int], chunk: torch.Tensor) -> None:
-        """Append a chunk of the tensor `key` of the given whole shape."""
+        """Append a chunk of the tensor `key`, whose whole shape is `shape`."""
         if not chunk.is_contiguous() or chunk.untyped_storage().nbytes() != chunk.nbytes:
-            chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes all that a view looks into
+            chunk = chunk.clone(memory_format=torch.contiguous_format)  # torch.save writes the whole storage of a view
         start, length = self._save(chunk)
         dtype = str(chunk.dtype).removeprefix("torch.")
         self.items.append(Item(key, tuple(offsets), tuple(chunk.shape), tuple(shape), dtype, self._file, start, length))
@@ -86,7 +86,7 @@ class PartWriter:
 
 
 def write_metadata(directory: Path, items: Sequence[Item]) -> None:
-    """Everything beside the data files; after this Megatron reads the directory."""
+    """Write the files other than the data files; Megatron can then load the directory."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     placed: dict[MetadataIndex, _StorageInfo] = {}
     for item in items:
@@ -107,12 +107,12 @@ def write_metadata(directory: Path, items: Sequence[Item]) -> None:
 
 
 def journal(items: Sequence[Item]) -> str:
-    """A finished part's items as JSON, for a run that continues this one."""
+    """The items of a finished part as JSON, for a later run that continues this one."""
     return json.dumps([asdict(item) for item in items])
 
 
 def from_journal(text: str) -> list[Item]:
-    """The items again, their lists as tuples."""
+    """Inverse of `journal`."""
     return [_item(**row) for row in json.loads(text)]
 
 
@@ -121,10 +121,10 @@ def _item(offsets: list[int], sizes: list[int], shape: list[int], **fields: Any)
 
 
 class Reader:
-    """Reads regions of tensors from a checkpoint directory, whatever layout wrote it."""
+    """Reads regions of tensors from a checkpoint directory of any layout."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises UserError when the directory is no complete checkpoint or a data file is missing or too short."""
+        """Raises UserError when the directory is not a complete checkpoint or a data file is missing or too short."""
         self._directory = directory
         metadata = read_index(directory)
         self._tensors: dict[str, TensorStorageMetadata] = {
@@ -141,14 +141,14 @@ class Reader:
                 raise UserError(f"{file} is truncated: {INDEX} expects at least {info.offset + info.length} bytes")
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of a whole tensor, None where the checkpoint has no such key."""
+        """Shape of a whole tensor, or None if the checkpoint does not have the key."""
         return tuple(self._tensors[key].size) if key in self._tensors else None
 
     def dtype(self, key: str) -> torch.dtype:
         return self._tensors[key].properties.dtype
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The region of `shape` that starts at the origin of the stack's slice `index`; assembled from its chunks."""
+        """The region of `shape` at the origin of the stack's slice `index`, assembled from its chunks."""
         region = torch.empty(shape, dtype=self.dtype(key))
         filled = 0
         for chunk in self._tensors[key].chunks:
@@ -163,7 +163,7 @@ class Reader:
                 target.copy_(data)
                 filled += target.numel()
         if filled != region.numel():
-            raise UserError(f"{self._directory}: {key} is incomplete, {filled} of {region.numel()} values are there")
+            raise UserError(f"{self._directory}: {key} is incomplete: only {filled} of {region.numel()} values")
         return region
 
     def _load(self, index: MetadataIndex) -> torch.Tensor:
@@ -176,7 +176,7 @@ class Reader:
 def _overlap(
     chunk: ChunkStorageMetadata, index: tuple[int, ...], shape: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int]]:
-    """(start in the chunk, start in the region, length) for each dimension of the region; length 0 where they miss."""
+    """(start in the chunk, start in the region, length) for each dimension of the region; length 0 if disjoint."""
     depth = len(index)
     inside = all(start <= at < start + size for at, start, size in zip(index, chunk.offsets, chunk.sizes, strict=False))
     for start, size, extent in zip(chunk.offsets[depth:], chunk.sizes[depth:], shape, strict=True):

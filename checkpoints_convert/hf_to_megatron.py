@@ -91,7 +91,7 @@ def write_entry(
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
     if entry.row.form == "gated" and pieces > 1:
-        pieces *= 2  # a rank's gate and up are apart
+        pieces *= 2  # a rank's gate and up are not contiguous
     start = 0
     for piece in whole.chunk(pieces, dim=dimension):
         inner = [0] * whole.dim()
@@ -100,7 +100,7 @@ def write_entry(
         writer.tensor(place.key, (*place.index, *inner), shape, chunk)
         start += piece.shape[dimension]
     if entry.row.megatron.endswith(LINEARS):
-        # Megatron's layers ask for the state of Transformer Engine, of which there is none.
+        # Megatron's layers expect an (empty) Transformer Engine state.
         index, stack = (".".join(map(str, numbers)) for numbers in (place.index, place.stack))
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
 

@@ -23,7 +23,7 @@ from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_s
 
 SHARD_BYTES = 4 * 1024**3
 ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version"}
-"""Config fields that say how a checkpoint was written, not which model it is."""
+"""Config fields that describe how a checkpoint was written, not the model."""
 
 
 def convert(
@@ -31,7 +31,7 @@ def convert(
 ) -> None:
     """Write `out` from the model weights in `megatron`, with config and tokenizer of `like`; continues a stopped run.
 
-    `megatron` may be a conversion's output or a training checkpoint, saved in any layout. Peak memory is the largest
+    `megatron` is the output of a conversion or a training checkpoint, in any layout. Peak memory is the largest
     parameter and one chunk of it. Raises UserError, with nothing written, when a directory is damaged, when the
     checkpoint is not of the model that `like` describes, or when the disk is full.
     """
@@ -63,7 +63,7 @@ def convert(
 
 
 def compare_configs(megatron: Path, like: Path) -> int:
-    """How many config fields agree, 0 for a training checkpoint, which has none; UserError names one that differs."""
+    """Number of config fields, all equal; 0 for a training checkpoint, which has none. UserError if one differs."""
     if not (megatron / CONFIG).is_file():
         return 0
     ours, theirs = (dict(read_config(side)) for side in (megatron, like))
@@ -109,19 +109,19 @@ def specs_of(
 def tensors_of(
     reader: Reader, shard: Shard, owners: dict[str, Entry], architecture: Architecture
 ) -> Iterator[torch.Tensor]:
-    """The tensors of a shard in its order; a parameter is read once for the tensors that it holds side by side."""
+    """The tensors of a shard in its order; a parameter is read once for its consecutive tensors."""
     current: Entry | None = None
     parts: dict[str, torch.Tensor] = {}
     for spec in shard.specs:
         if owners[spec.name] is not current:
             current = owners[spec.name]
-            parts = {}  # let go of the last parameter before the next is read
+            parts = {}  # free the last parameter before the next is read
             parts = read_entry(reader, current, architecture)
         yield parts[spec.name].reshape(spec.shape)
 
 
 def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """The Hugging Face tensors that one stored parameter holds, flattened ones of q, k and v still by group."""
+    """The Hugging Face tensors that a stored parameter holds; those of q, k and v are still split by group."""
     place = stored(entry, architecture)
     whole = reader.read(place.key, place.index, whole_shape(entry, architecture))
     return dict(zip(entry.hf, split(entry, whole, architecture), strict=True))

@@ -1,4 +1,4 @@
-"""Whether two checkpoints are the same model: `python -m checkpoints_convert.verify --help`."""
+"""Compare two checkpoints, bitwise and by their log-probabilities: `python -m checkpoints_convert.verify --help`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPTS, TOKENS = 4, 32
 def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
     """Compare config fields, every tensor bitwise, and log-probabilities on fixed prompts; returns the line to print.
 
-    Where the conversion cast the weights, the cast ones are compared. Raises UserError saying the first difference.
+    If the conversion cast the weights, the cast ones are compared. Raises UserError with the first difference.
     """
     architecture = read_architecture(hf)
     check_tokenizer(hf, architecture)
@@ -48,7 +48,7 @@ def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
 def compare_tensors(
     checkpoint: HFCheckpoint, reader: Reader, megatron: Path, architecture: Architecture
 ) -> tuple[int, str]:
-    """How many tensors are bitwise equal, and a checksum over all of them in the model's order."""
+    """Number of tensors, all bitwise equal, and a checksum over them in the model's order."""
     sums = hashlib.sha256()
     table = entries(architecture).values()
     sizes = [torch.Size(whole_shape(e, architecture)).numel() * checkpoint.dtypes[e.hf[0]].itemsize for e in table]
@@ -90,7 +90,7 @@ def compare_logits(hf: Path, megatron: Path, architecture: Architecture) -> floa
 @torch.no_grad()
 def transformers_logprobs(hf: Path, prompts: list[list[int]]) -> torch.Tensor:
     """float32 [prompts, tokens, vocabulary]"""
-    from transformers import AutoModelForCausalLM  # seconds to import, and not every verification compares logits
+    from transformers import AutoModelForCausalLM  # takes seconds to import; not needed with --no-logits
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -14,6 +14,7 @@ import mugrpo_megatron.commands.sft
 import mugrpo_megatron.train
 import mugrpo_megatron.weights.check
 import tests.learner.tiny
+import tests.models
 import tests.plan.measured
 import tests.tiny
 import tests.weights.ranks_work

@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from tests import models
 from tests.forked import started
 
 COIN = {"function": "tests.rewards.functions:parity"}
@@ -19,22 +17,17 @@ COIN = {"function": "tests.rewards.functions:parity"}
 
 def save_model(directory: Path) -> Path:
     """A Qwen2 checkpoint of 40k random parameters with the bundled tokenizer: it answers with noise."""
-    torch.manual_seed(0)
     tokenizer = build_arithmetic_tokenizer()
-    config = Qwen2Config(
+    models.save_model(
+        directory,
+        scale=None,
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 

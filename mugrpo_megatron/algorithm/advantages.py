@@ -1,4 +1,4 @@
-"""Advantages relative to the group of responses that share a prompt."""
+"""Group-relative advantages, and updates made only of groups whose advantages are not all zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, so that a nearly constant group does not explode."""
+"""Added to a group's standard deviation, so that a nearly constant group does not get huge advantages."""
 
 
 def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveSection) -> np.ndarray:
@@ -17,7 +17,7 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveS
     `group_std`: (R - m) / (s + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2);
     `group_mean`: R - m (Dr.GRPO, arXiv 2503.20783);
     `leave_one_out`: R - mean of the other G - 1 = (R - m) * G / (G - 1) (RLOO, arXiv 2402.14740).
-    A group whose rewards are all equal, a group of one included, gets exactly 0.
+    A group whose rewards are all equal, including a group of one, gets exactly 0.
 
     Args:
         rewards: [N] numbers.
@@ -40,7 +40,7 @@ def group_advantages(rewards: np.ndarray, groups: np.ndarray, config: ObjectiveS
 
 
 def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """bool [N]: the response's group has rewards that differ, so its advantages are not all 0."""
+    """bool [N]: whether the rewards of the response's group differ, so that its advantages are not all 0."""
     rewards = np.asarray(rewards, dtype=np.float64)
     _, inverse, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
@@ -52,16 +52,16 @@ def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:
     """Groups of each update when groups whose rewards are all equal are left out.
 
-    The stage keeps its number of updates: informative groups move up into the places of the others, in order, and when
-    they have run out they come round again. So every update is full, at no generation beyond the stage's own; a share
-    z of uninformative groups makes the last z of the stage's places second visits.
+    The stage keeps its number of updates: its informative groups, in order and repeated from the first when they run
+    out, fill all of its places. So every update is full without generating more; with a share z of uninformative
+    groups, the last share z of the stage's places repeats groups.
 
     Args:
-        informative: bool [updates * prompts_per_update], of each group in the order of the stage.
+        informative: bool [updates * prompts_per_update], for each group in the order of the stage.
 
     Returns:
-        int64 [updates, prompts_per_update] indices of groups. Without any informative group, the stage as it is: its
-        gradients are zero whatever is chosen.
+        int64 [updates, prompts_per_update] indices of groups. If no group is informative, the stage unchanged: its
+        gradients are zero for any choice.
     """
     places = np.flatnonzero(informative) if informative.any() else np.arange(len(informative))
     return np.resize(places, len(informative)).reshape(-1, prompts_per_update)

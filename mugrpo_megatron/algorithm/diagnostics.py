@@ -1,4 +1,4 @@
-"""What an update's tokens say about its health; every value is exact for the tokens given."""
+"""Diagnostics of an update, exact for the tokens given: ratios, clipping, veto, KL, advantages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("update_tokens", "tokens", "response tokens of the update"),
     *triggers.METRICS,
 )
-"""Name, unit and meaning of every metric of `metrics`; where no token qualifies, a mean or quantile is not reported."""
+"""Name, unit and meaning of every metric of `metrics`; a mean or quantile over no tokens is not reported."""
 
 RATIO_QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 

@@ -1,4 +1,4 @@
-"""Which tokens take part in the loss: the veto and the masks of other methods together."""
+"""Which tokens take part in the loss (the veto and other methods' masks), and the engine mismatch correction."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def keep_mask(
     log_drop: Tensor,
     state: VetoState | None = None,
 ) -> Veto:
-    """Tokens that stay, and the veto's state after them.
+    """Tokens that stay in the loss, and the veto's state after them.
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
         log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
-        state: where the tokens continue earlier ones of the same responses.
+        state: of the veto, if the tokens continue earlier ones of the same responses.
     """
     log_ratio = log_ratio.detach()
     verdict = veto(log_ratio, advantage, segments, config, initial_state(segments) if state is None else state)
@@ -41,9 +41,9 @@ def _off_policy(log_ratio: Tensor, advantage: Tensor, segments: Segments, delta:
 
 
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
-    """Factor of each token's loss, known before the update; None where `config.mismatch` is `none`.
+    """Factor of each token's loss for the mismatch of engine and learner; None where `config.mismatch` is `none`.
 
-    With w = exp(learner - engine), both for the weights that sampled:
+    Known before the update. With w = exp(learner - engine), both for the weights that sampled:
     `truncate`: min(max(w, low), high) (TIS); `drop`: w inside [low, high], else 0 (IcePop).
 
     Args:

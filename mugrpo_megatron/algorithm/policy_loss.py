@@ -18,7 +18,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What T tokens contribute, and why; the sum of `loss` is the loss."""
+    """Loss of each of T tokens, and what determined it; the sum of `loss` is the loss."""
 
     loss: Tensor
     """[T]: weighted loss of each token; differentiable in the log-probabilities."""
@@ -29,7 +29,7 @@ class TokenLosses:
     keep: Tensor
     """bool [T]: neither vetoed nor masked."""
     state: VetoState
-    """Carried on to the tokens that follow."""
+    """State for the tokens that follow."""
 
 
 def policy_loss(
@@ -41,17 +41,17 @@ def policy_loss(
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Loss and diagnostics of response tokens; the reference that every other path is held to.
+    """Loss and diagnostics of response tokens; the reference for every other path.
 
     Args:
         logprobs: [T], log-probabilities under the current policy at the sampling temperature.
         behaviour: [T], the same under the policy that the ratio is taken against.
         advantages: [N], one for each response.
-        segments: which response each token belongs to and what it weighs.
+        segments: the response of each token and its weight.
         statistics: of the whole update, where `config.needs_statistics` and these tokens are a part of it;
-            left out, they are taken from these tokens.
-        reference: [T], log-probabilities under the policy that `config.clip_centre = "reference"` clips around; left
-            out, it is the current policy.
+            by default computed from these tokens.
+        reference: [T], log-probabilities under the policy that `config.clip_centre = "reference"` clips around; by
+            default the current policy.
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs`.

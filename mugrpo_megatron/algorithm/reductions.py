@@ -1,4 +1,4 @@
-"""How token losses add up to the loss of an update: one weight for each response, known before the update."""
+"""How token losses sum to the loss of an update: one weight for each response, known before the update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def response_weights(
             `sequence_mean`: every response 1 / responses, spread over its tokens (GRPO, arXiv 2402.03300, eq. 3);
             `constant`: every token 1 / (responses * constant_length) (Dr.GRPO, arXiv 2503.20783).
         constant_length: tokens; the longest response that can be sampled.
-        counted: bool [N], responses that take part at all; the others weigh 0 and are in no denominator.
+        counted: bool [N], responses that take part; the others have weight 0 and are not in the denominators.
 
     Returns:
         float64 [N].

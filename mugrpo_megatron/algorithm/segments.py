@@ -1,4 +1,4 @@
-"""Ragged batches: response tokens of many responses laid out one after another."""
+"""Ragged batches: the tokens of many responses, concatenated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Which response every token of a ragged batch belongs to, and how much it weighs in the update's loss.
+    """The response of every token in a ragged batch, and its weight in the update's loss.
 
-    T tokens of N responses. Everything is known before the update, so losses of micro-batches simply add up to the
-    loss of the update, in whatever order, packing or data parallel split.
+    T tokens of N responses. Everything is known before the update, so losses of micro-batches sum to the loss of the
+    update, in any order, packing or data parallel split.
     """
 
     ids: Tensor
@@ -22,24 +22,24 @@ class Segments:
     positions: Tensor
     """int64 [T]: place of each token in its response, from 0."""
     lengths: Tensor
-    """int64 [N]: tokens of each whole response, also where this batch holds only a part of it."""
+    """int64 [N]: tokens of each whole response, even if this batch holds only a part of it."""
     weights: Tensor
-    """float [N]: what one token of the response counts in the loss, denominators of the update included."""
+    """float [N]: weight of a token of the response in the loss, including the update's denominators."""
     correction: Tensor | None = None
-    """float [T]: further factor of each token's loss, e.g. for the engine/learner mismatch; None is 1."""
+    """float [T]: another factor of each token's loss, e.g. for the engine mismatch; None is 1."""
 
     @property
     def responses(self) -> int:
         return len(self.lengths)
 
     def part(self, tokens: slice | Tensor) -> Segments:
-        """Some tokens of the same responses: what one chunk, or one context parallel rank, sees of the batch."""
+        """Some tokens of the same responses, e.g. those of one chunk or one context parallel rank."""
         correction = None if self.correction is None else self.correction[tokens]
         return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], correction=correction)
 
 
 def make_segments(lengths: Tensor, weights: Tensor, correction: Tensor | None = None) -> Segments:
-    """Whole responses of `lengths` int64 [N] tokens (0 is allowed), one after another; on the device of `lengths`."""
+    """Segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`."""
     ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(len(ids), device=lengths.device) - starts[ids]
@@ -47,7 +47,7 @@ def make_segments(lengths: Tensor, weights: Tensor, correction: Tensor | None = 
 
 
 def select_responses(segments: Segments, responses: Sequence[int]) -> tuple[Segments, Tensor]:
-    """Some whole responses in the order named, as micro-batches hold them, and int64 [t] where their tokens were."""
+    """Segments of some whole responses, in the given order, and int64 [t] indices of their tokens in `segments`."""
     chosen = torch.tensor(responses, dtype=torch.int64, device=segments.lengths.device)
     part = make_segments(segments.lengths[chosen], segments.weights[chosen])
     starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]

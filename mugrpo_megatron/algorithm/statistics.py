@@ -1,4 +1,4 @@
-"""Numbers that an objective takes from all tokens of an update before any of them has a gradient."""
+"""Statistics of a whole update that an objective needs before any gradient: M2PO, renormalisation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 @dataclass(frozen=True, slots=True)
 class UpdateStatistics:
-    """What micro-batches of one update must agree on; scalars on the device of the log-probabilities."""
+    """Numbers that all micro-batches of an update share; scalars on the device of the log-probabilities."""
 
     log_clip: Tensor
-    """float64 []: the clip range is narrowed to [exp(-log_clip), exp(log_clip)]; inf leaves it alone."""
+    """float64 []: the clip range is narrowed to [exp(-log_clip), exp(log_clip)]; inf does not change it."""
     log_drop: Tensor
     """float64 []: tokens whose log-ratio is larger than this in magnitude are dropped; inf drops none."""
     scale: Tensor
@@ -35,7 +35,7 @@ def neutral_statistics(device: torch.device) -> UpdateStatistics:
 def update_statistics(
     logprobs: Tensor, behaviour: Tensor, advantages: Tensor, segments: Segments, config: ObjectiveSection
 ) -> UpdateStatistics:
-    """Statistics of one whole update, from a forward-only pass; neutral ones where the objective needs none.
+    """Statistics of a whole update, from a forward-only pass; neutral ones if the objective needs no statistics.
 
     Shapes as in `policy_loss`, over ALL tokens of the update: every data parallel rank must pass the same.
     """
@@ -88,7 +88,7 @@ def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
 def _renormalisation(
     log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, drop: Tensor
 ) -> Tensor:
-    """Weight of all tokens over weight of those that stay."""
+    """Weight of all tokens divided by the weight of those that stay."""
     keep = keep_mask(log_ratio, advantage, segments, config, drop).keep
     weight = segments.weights.double()[segments.ids]
     kept = torch.where(keep, weight, 0.0).sum()

@@ -1,12 +1,12 @@
-"""What the veto would do at thresholds from 1e-1 to 1e-6, from log-ratios that an update has anyway.
+"""What the veto would drop at thresholds from 1e-1 to 1e-6, from an update's log-ratios.
 
-Whatever veto and threshold a recipe has, every run shows how many triggers (`algorithm.veto`) there are below each
-threshold, on each token's own ratio, and how many tokens each scope would then drop. So a threshold and a scope can be
-chosen without a second run.
+Every run, with any veto and threshold, reports the number of triggers (`algorithm.veto`) below each threshold, on each
+token's own ratio, and the number of tokens that each scope would then drop. So a threshold and a scope can be chosen
+without a second run.
 
 Counts are enough. With R responses that have a trigger, T triggers in all and κ the position of a response's first one,
 the scopes drop: trigger T tokens; suffix S = the sum of (length - 1 - κ); suffix_non_trigger S - (T - R), since all
-triggers but the first ones stand in a suffix; response the sum of lengths. A higher threshold never lowers T, R, S or
+triggers but the first ones are in a suffix; response the sum of lengths. A higher threshold never lowers T, R, S or
 the tokens of whole responses; it may lower S - (T - R), where more of a suffix become triggers.
 """
 
@@ -21,7 +21,7 @@ from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.veto import NEVER
 
 THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
-"""Ratios as metric names write them, falling."""
+"""Ratios as written in metric names, in decreasing order."""
 
 _MEANINGS = (
     ("trigger_tokens", "tokens with negative advantage whose ratio is below {th}: triggers at that threshold"),
@@ -40,8 +40,8 @@ METRICS: tuple[tuple[str, str, str], ...] = tuple(
 def metrics(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> dict[str, Tensor]:
     """`METRICS` by name, float64 [], of T tokens of N whole responses.
 
-    Shares of negative responses and of their tokens are left out where there are none, all where there is no token.
-    One pass over tokens finds those below the largest threshold; the rest is arithmetic on these few.
+    Without negative responses their shares are left out; without tokens, all metrics. One pass over tokens finds those
+    below the largest threshold; the rest is arithmetic on these few.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.

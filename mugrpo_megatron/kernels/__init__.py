@@ -1,8 +1,8 @@
-"""Output layer, log-probabilities and loss without the logits of more than one chunk of tokens.
+"""Output layer, log-probabilities and loss, with the logits of one chunk of tokens at a time.
 
-fused_loss.py       fused_policy_loss: loss and gradients of an objective, in one pass where it allows that
-linear_logprob.py   token_logprobs: log-probability and entropy of tokens; without gradients 1 GEMM
-head.py             the output layer of one rank: chunked scan and gradient, vocab-parallel merge, GEMMs
-rows.py             what happens to a chunk's logits row by row, on any device (PyTorch)
-triton_rows.py      the same on CUDA (Triton), 4 bytes read twice and 2 written for each logit
+fused_loss        fused_policy_loss: loss and gradients of an objective, in one pass where it allows that
+linear_logprob    token_logprobs: log-probability and entropy of tokens; without gradients 1 GEMM
+head              the output layer of one rank: chunked scan and gradient, vocab-parallel merge, GEMMs
+torch_ops         row-wise operations on a chunk's logits, on any device (PyTorch)
+triton_ops        the same on CUDA (Triton); reads each logit's 4 bytes twice, writes 2
 """

@@ -1,10 +1,10 @@
-"""Loss and gradients of an objective straight from hidden states and the output weight.
+"""Loss and gradients of an objective directly from hidden states and the output weight.
 
 The gradient of a token's loss in its log-probability depends on that log-probability, on numbers known before the
-update and, through the veto, on earlier tokens of its response. So one pass over chunks in token order, the veto's
-state carried along, forms loss and gradients while a chunk's logits are still there: 3 GEMMs. An objective that looks
-at a whole response needs the log-probabilities of all tokens first, 4 GEMMs. `ObjectiveSection.dependence` says which
-it is. The backward pass only hands out gradients formed here.
+update and, through the veto, on earlier tokens of its response. So one pass over chunks in token order, which carries
+the veto's state, computes loss and gradients while a chunk's logits exist: 3 GEMMs. An objective that depends on whole
+responses needs the log-probabilities of all tokens first: 4 GEMMs. `ObjectiveSection.dependence` says which it is. The
+backward pass only returns the gradients computed here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ContextShare:
 
     group: dist.ProcessGroup
     index: Tensor
-    """int64 [t]: places in the token order of the segments; the ranks' indices together name each token once."""
+    """int64 [t]: indices in the token order of the segments; over all ranks each token occurs once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FusedLoss:
     """A micro-batch's part of the update's loss."""
 
     loss: Tensor
-    """float32 []; differentiable in hidden states and weight. Under context parallelism this rank's tokens' part."""
+    """float32 []; differentiable in hidden states and weight. Under context parallelism only of this rank's tokens."""
     logprobs: Tensor
     """float32 [t], no gradient: log-probabilities of this rank's tokens."""
     entropy: Tensor
@@ -47,7 +47,7 @@ class FusedLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """What makes a loss of log-probabilities: arguments of `token_losses`, tokens in the order they are priced in."""
+    """Arguments of `token_losses` other than the log-probabilities, with tokens in the order of evaluation."""
 
     behaviour: Tensor
     advantages: Tensor
@@ -63,7 +63,7 @@ class _Objective:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Where gradients are formed."""
+    """Buffers that gradients are computed into."""
 
     hidden: Tensor
     """[t, H] in the type of the hidden states."""
@@ -89,7 +89,7 @@ def fused_policy_loss(
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
-    """`algorithm.objective.policy_loss` of `token_logprobs`, and its gradients, with no logits beyond a chunk.
+    """`algorithm.policy_loss.policy_loss` of `token_logprobs`, and its gradients, with one chunk of logits at a time.
 
     Args:
         hidden: [t, H] at the positions that predict the response tokens, the same on every rank of `layout.tp_group`
@@ -100,9 +100,9 @@ def fused_policy_loss(
             responses.
         statistics: of the whole update; needed where `config.needs_statistics`.
         context: this rank's tokens under context parallelism; None: all of them, t = T.
-        main_grad: float32 [V / tp, H]; the weight's gradient is added to it here and now, times `grad_scale`, and
-            autograd gets zeros for the weight (so that hooks on it fire). None leaves the gradient to autograd.
-        grad_scale: with `main_grad`, the gradient that the backward pass will hand to the loss; a different one there
+        main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
+            autograd gets zeros for the weight (so that its hooks fire). None: autograd accumulates the gradient.
+        grad_scale: with `main_grad`, the gradient that the backward pass will pass to the loss; a different one there
             is an error.
 
     Without gradients enabled this is 1 GEMM. The gradient of `hidden` is this rank's part, as for `token_logprobs`.
@@ -135,7 +135,7 @@ def fused_policy_loss(
 def _one_pass(
     head: Head, hidden: Tensor, targets: Tensor, objective: _Objective, gradients: _Gradients | None
 ) -> FusedLoss:
-    """Score, price and differentiate a chunk while its logits are there, then go on to the next."""
+    """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
     state = initial_state(objective.segments)
@@ -156,7 +156,7 @@ def _two_passes(
     gradients: _Gradients | None,
     context: ContextShare | None,
 ) -> FusedLoss:
-    """Score all tokens, price them together, then make each chunk's logits again for the gradient."""
+    """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
     logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part])
@@ -199,8 +199,8 @@ def _chunk_gradients(
 def _gather(values: Tensor, context: ContextShare, tokens: int) -> Tensor:
     """Values of all T tokens in the order of the segments, on every rank of the context parallel group.
 
-    4 bytes a token. Every trigger, mean and sum over a response is then taken of whole responses; the first trigger
-    in particular is the minimum over the ranks.
+    4 bytes a token. Triggers, means and sums are then over whole responses; a response's first trigger is the minimum
+    over the ranks.
     """
     every = values.new_zeros(tokens)
     every[context.index] = values
@@ -216,7 +216,7 @@ def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scal
 
 
 class _PrecomputedGradients(torch.autograd.Function):
-    """The loss, with gradients that exist already."""
+    """The loss, with gradients that are already computed."""
 
     @staticmethod
     def forward(
@@ -228,7 +228,7 @@ class _PrecomputedGradients(torch.autograd.Function):
         d_weight: Tensor | None,
         expected_grad: float | None,
     ) -> Tensor:
-        """`expected_grad`: gradient of the loss that the gradients contain already; None: they assume 1."""
+        """`expected_grad`: the gradient of the loss that is already in the gradients; None: it is 1."""
         ctx.save_for_backward(weight, d_hidden, d_weight)
         ctx.expected_grad = expected_grad
         return loss.clone()

@@ -1,4 +1,4 @@
-"""One rank's part of the output layer, and what a chunk of tokens needs of it: a scan forward, a gradient back."""
+"""One rank's part of the output layer: for a chunk of tokens, log-probabilities forward and gradients backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Backend = Literal["auto", "torch", "triton"]
 
 @dataclass(frozen=True, slots=True)
 class RowOps:
-    """The two functions of a back end; contracts in `rows`."""
+    """The two functions of a back end; contracts in `torch_ops`."""
 
     statistics: Callable[[Tensor, float, int, Tensor], Tensor]
     gradient: Callable[[Tensor, float, int, Tensor, Tensor, Tensor, torch.dtype], Tensor]
@@ -25,14 +25,14 @@ class RowOps:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How an output layer is laid out over ranks and read."""
+    """How an output layer is sharded over ranks, and how its logits are computed."""
 
     vocab_size: int
-    """Tokens of the vocabulary; rows of the weight beyond it are padding and take no part."""
+    """Tokens of the vocabulary; rows of the weight beyond it are padding and are ignored."""
     temperature: float = 1.0
     """Logits are divided by it."""
     tp_group: dist.ProcessGroup | None = None
-    """Ranks that share the vocabulary, equally many rows each; None is one rank."""
+    """Ranks that shard the vocabulary, with equally many rows each; None is one rank."""
     chunk: int = 1024
     """Tokens whose logits exist at once."""
     backend: Backend = "auto"
@@ -41,21 +41,21 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer that one rank holds, ready for a pass over tokens."""
+    """One rank's output layer, with buffers for a pass over tokens."""
 
     weight: Tensor
-    """[V / tp, H] as the GEMMs read it: `operand` of the parameter."""
+    """[V / tp, H] as the GEMMs read it: `gemm_input` of the parameter."""
     first: int
     """Token id of the first row."""
     valid: int
-    """Rows that stand for tokens; the rest is padding."""
+    """Rows that are tokens; the others are padding."""
     scale: float
     """Inverse temperature."""
     tp_group: dist.ProcessGroup | None
-    """Ranks that share the vocabulary; None is one."""
+    """Ranks that shard the vocabulary; None is one."""
     rows: RowOps
     logits: Tensor
-    """float32 [chunk, V / tp]: the only logits there are."""
+    """float32 [chunk, V / tp]: the only buffer of logits."""
 
     def chunks(self, tokens: int) -> Iterator[slice]:
         """Slices of at most a chunk that cover `tokens` tokens in order."""
@@ -70,13 +70,13 @@ def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
     size = max(1, min(layout.chunk, tokens))
     logits = torch.empty(size, len(weight), dtype=torch.float32, device=weight.device)
     ops = row_ops(weight.device, layout.backend)
-    return Head(operand(weight), first, valid, 1 / layout.temperature, layout.tp_group, ops, logits)
+    return Head(gemm_input(weight), first, valid, 1 / layout.temperature, layout.tp_group, ops, logits)
 
 
 def row_ops(device: torch.device, backend: Backend) -> RowOps:
     """The back end that `HeadLayout.backend` names."""
     if backend == "triton" or (backend == "auto" and device.type == "cuda"):
-        from mugrpo_megatron.kernels import triton_ops  # where there is no CUDA there may be no Triton
+        from mugrpo_megatron.kernels import triton_ops  # Triton may be missing without CUDA
 
         return RowOps(triton_ops.statistics, triton_ops.gradient)
     return RowOps(torch_ops.statistics, torch_ops.gradient)
@@ -86,7 +86,7 @@ def scan(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
     """Log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n]; 1 GEMM.
 
     Leaves the chunk's logits in `head.logits`. Under vocabulary parallelism one all-gather of 16 bytes a token; every
-    rank merges the same numbers in the same order and so gets the same result to the bit.
+    rank merges the same numbers in the same order, so the results are bitwise equal.
     """
     logits = project(head, hidden)
     every = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
@@ -107,7 +107,7 @@ def head_backward(
 ) -> Tensor:
     """Gradient of sum(coefficient * logprob) in `hidden`, [n, H]; that in the weight is added to `d_weight`; 2 GEMMs.
 
-    Uses up the logits that `scan` or `project` left in `head.logits`. The result is this rank's part: the sum over
+    Overwrites the logits that `scan` or `project` left in `head.logits`. The result is this rank's part: the sum over
     `head.tp_group` is the gradient.
     """
     logits = head.logits[: len(hidden)]
@@ -115,22 +115,22 @@ def head_backward(
         logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype
     )
     if d_weight is not None:
-        _accumulate(d_weight, slope, operand(hidden))
+        _accumulate(d_weight, slope, gemm_input(hidden))
     return slope @ head.weight
 
 
-def operand(matrix: Tensor) -> Tensor:
-    """`matrix` in the type the GEMMs read.
+def gemm_input(matrix: Tensor) -> Tensor:
+    """`matrix` in the type that the GEMMs read.
 
-    On CUDA its own: tensor cores add bf16 products up in float32 and can hand that out. A CPU GEMM rounds its result
-    to the type of its operands, so there they are float32.
+    On CUDA its own type: tensor cores accumulate bf16 products in float32 and can return float32. A CPU GEMM rounds its
+    result to the type of its inputs, so there they are float32.
     """
     return matrix if matrix.is_cuda else matrix.float()
 
 
 def project(head: Head, hidden: Tensor) -> Tensor:
     """Raw logits of a chunk in `head.logits`, float32 [n, V / tp]."""
-    logits, hidden = head.logits[: len(hidden)], operand(hidden)
+    logits, hidden = head.logits[: len(hidden)], gemm_input(hidden)
     if hidden.dtype == torch.float32:
         return torch.mm(hidden, head.weight.T, out=logits)
     return torch.mm(hidden, head.weight.T, out_dtype=torch.float32, out=logits)

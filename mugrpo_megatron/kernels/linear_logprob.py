@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens straight from hidden states and the output weight, a chunk of tokens at a time.
+"""Log-probabilities of tokens directly from hidden states and the output weight, a chunk of tokens at a time.
 
-For any function of the log-probabilities: 1 GEMM forward; backward makes the logits again, so 4 in all. Losses of
-`algorithm` go through `fused_loss`, which mostly needs 3.
+For any function of the log-probabilities: 1 GEMM forward; backward recomputes the logits, 4 GEMMs in total. Losses of
+`algorithm` use `fused_loss`, which mostly needs 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Row-wise work on a chunk of logits: softmax statistics and the gradient, in PyTorch for any device.
 
-`triton_rows` has the same two functions. Both take raw logits and scale them by the inverse temperature on the way.
+`triton_ops` has the same two functions. Both take raw logits and scale them by the inverse temperature.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 FLOOR = -1e30
-"""Maximum over no logits at all; finite, so that differences of two of them are."""
+"""Maximum over zero logits; finite, so that the difference of two of them is finite."""
 CACHE_ELEMENTS = 1 << 17
-"""Logits worked on together: 512 KiB of float32 stay in a core's cache over the passes below."""
+"""Logits processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
 
 
 def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Tensor:
     """Softmax statistics of the first `valid` columns, float32 [4, n].
 
     Args:
-        logits: float32 [n, columns], left as it is.
+        logits: float32 [n, columns], not changed.
         scale: factor of every logit.
-        valid: columns that stand for tokens; may be 0.
+        valid: columns that are tokens; may be 0.
         targets: int64 [n] columns; outside [0, valid) where another rank holds the target.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The functions of `rows` as Triton kernels: one program walks one row of logits.
+"""The functions of `torch_ops` as Triton kernels: one program for each row of logits.
 
 `statistics` reads every logit once (running maximum and sums); `gradient` reads it once more and writes the gradient
 over it in the type that the GEMMs after it read, so no second buffer of a chunk's size exists.
@@ -21,7 +21,7 @@ WARPS = 8
 
 
 def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Tensor:
-    """As `rows.statistics`."""
+    """As `torch_ops.statistics`."""
     out = torch.empty(4, len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _statistics[(len(logits),)](
@@ -42,7 +42,7 @@ def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Ten
 def gradient(
     logits: Tensor, scale: float, valid: int, targets: Tensor, lse: Tensor, coefficient: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """As `rows.gradient`; the result is a view of `logits`' memory, its rows as far apart in bytes as those were."""
+    """As `torch_ops.gradient`; the result is a view of `logits`' memory with the same row stride in bytes."""
     columns = logits.shape[1]
     out = logits.view(dtype)[:, :columns]
     if len(logits):
@@ -102,8 +102,8 @@ def _gradient(logits, stride, out, out_stride, targets, lse, coefficient, column
         share = tl.where(column < valid, tl.exp(score - normaliser), 0.0)
         onehot = tl.where(mine & (column == target), 1.0, 0.0)
         if out.dtype.element_ty != logits.dtype.element_ty:
-            # A narrower result lies over the logits it came from, other threads' among them: over this block's or
-            # those before, which every thread has to have read. Without a barrier a warp may lag by a block or more.
+            # A narrower result overwrites logits of this block and earlier ones, also those of other threads, so all
+            # threads must have read them. Without a barrier a warp may lag by a block or more.
             tl.debug_barrier()
         grad = slope * (onehot - share)
         tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=column < columns)

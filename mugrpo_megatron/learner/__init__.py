@@ -1,13 +1,14 @@
 """The Megatron learner, on CUDA and on CPU.
 
-build       a recipe -> a learner ready for updates        state       what an update changes
-groups      process groups, named failures                 model       the policy as GPT chunks
-attention   packed sequences                               context     packed rows split over ranks
-operators   norm, gate and rotation                        packing     sequences -> balanced micro-batches
-passes      forward and backward over the pipeline         loss        hidden states -> loss
-objective   an update's loss on its samples                update      one optimizer update
-optimizer   AdamW and its learning rate                    checkpoint  save and load in any layout
-memory      the device's memory, given and taken           cpu         what stands in for torch.cuda
+learner     recipe -> a learner ready for updates          update            one optimizer update
+groups      process groups, timeouts that name a cause     packing           sequences -> balanced micro-batches
+heartbeat   which ranks are alive, and doing what          passes            forward and backward over the pipeline
+model       the policy as GPT chunks                       loss              hidden states -> the update's loss
+layers      layer specs: local or Transformer Engine       optimizer         AdamW and its learning rate
+attention   causal attention over packed sequences         optimizer_states  master weights and moments, by parameter
+context     packed rows split over ranks                   checkpoint        save and load in any layout
+operators   RMSNorm, SwiGLU, rotary embedding              offload           learner state to host memory and back
+cpu         stand-ins for torch.cuda                       pinned            tensors whose bytes are in host memory
 """
 
 from mugrpo_megatron.learner import cpu

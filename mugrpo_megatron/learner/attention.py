@@ -1,9 +1,9 @@
 """Core attention over packed sequences, on any device.
 
-Megatron's own local attention refuses packed sequences without CUDA. This module takes their place through the layer's
-`ModuleSpec`, and does the rotary embedding as well, each row by its own position, so nothing loops over sequences: in
-half precision CUDA runs one variable-length flash attention; on CPU, and in float32, which flash attention refuses,
-segments of similar length are padded into a few batched scaled-dot-product calls.
+Megatron's local attention refuses packed sequences without CUDA. This module replaces it through the layer's
+`ModuleSpec` and also applies the rotary embedding, each row at its own position, so nothing loops over sequences. CUDA
+in half precision runs one variable-length flash attention. On CPU, and in float32, which flash attention does not
+support, segments of similar length are padded into a few batched scaled-dot-product calls.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Padding:
-    """All segments of a packed micro-batch in a few buckets, and the way there and back."""
+    """All segments of a packed micro-batch in a few buckets, with the indices that pad and unpad them."""
 
     buckets: list[Bucket]
     rows: torch.Tensor
@@ -46,27 +46,27 @@ class Padding:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Where the segments of a packed micro-batch lie; the segments cover all of its rows.
+    """The segments of a packed micro-batch, which cover all of its rows.
 
-    `qkv_format` stays "sbhd": Megatron then keeps [tokens, 1, heads, dim] and leaves segments to `PackedAttention`.
+    `qkv_format` stays "sbhd": Megatron then keeps [tokens, 1, heads, dim], and `PackedAttention` handles segments.
     """
 
     qkv_format: str = "sbhd"
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     """cos and sin [tokens, 1, d / 2] of every row's rotary angles; the model fills them in, None rotates nothing."""
     split: Split | None = None
-    """This rank's share under context parallelism; None where a rank holds whole rows."""
+    """This rank's share under context parallelism; None when a rank holds whole rows."""
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """int [n], on the host: tokens of each segment."""
 
     @cached_property
     def padding(self) -> Padding:
-        """Made by the first layer that asks for it; flash attention never does."""
+        """Computed by the first layer that needs it; flash attention does not."""
         return _padding(self.lengths, self.cu_seqlens_q.device)
 
 
 def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> Packing:
-    """Packing of segments that lie one after another; `lengths` int [n], all positive, as one rank needs it."""
+    """One rank's packing of consecutive segments; `lengths` int [n], all positive."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     cu = torch.from_numpy(offsets.astype(np.int32)).to(device)
     longest = int(lengths.max())
@@ -100,9 +100,9 @@ def _padding(lengths: np.ndarray, device: torch.device) -> Padding:
 class _RotateAndPad(torch.autograd.Function):
     """query, key, value [t, ., d] -> padded [slots, all heads, d], query and key rotated.
 
-    Row i of the result is packed row `rows[i]`; packed row j comes back from place `slots[j]` alone. Padding places
-    read a row as well, but their gradient is zero by causality, so leaving them out is exact; a gather in both
-    directions saves the scatter-add, which is slow on CPU, as is attention in bfloat16: the result is float32.
+    Row i of the result is packed row `rows[i]`; the gradient of packed row j is read from slot `slots[j]` only. Padding
+    slots copy a row too, but causality makes their gradient zero, so skipping them is exact. Both directions gather,
+    because scatter-add is slow on CPU. The result is float32, because attention in bfloat16 is slow there too.
     """
 
     @staticmethod
@@ -137,7 +137,7 @@ class _Rotate(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """padded [slots, heads, d] -> packed [t, heads, d]"""
+    """Padded [slots, heads, d] -> packed [t, heads, d]."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -154,8 +154,8 @@ class _Unpad(torch.autograd.Function):
 class PackedAttention(torch.nn.Module):
     """Causal attention inside each segment of a packed micro-batch; grouped-query heads; no dropout.
 
-    Forward takes query [t, 1, hq, d], key and value [t, 1, hkv, d] of the parameters' dtype and a `Packing`; it returns
-    [t, 1, hq * d].
+    Forward takes query [t, 1, hq, d], key and value [t, 1, hkv, d] in the parameters' dtype and a `Packing`, and
+    returns [t, 1, hq * d].
     """
 
     def __init__(

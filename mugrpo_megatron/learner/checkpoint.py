@@ -1,8 +1,8 @@
-"""The learner's full state on disk: weights, master weights, moments, counters; any layout loads what any other saved.
+"""Save the learner's full state (weights, master weights, moments, counters) and load it in any layout.
 
-Written by megatron.core.dist_checkpointing in model space (a moment has its parameter's shape and name), so tensor,
-pipeline and data parallel sizes may change between save and load. No random state: dropout is off, and every stream of
-a run follows from `run.seed` and the cursor.
+megatron.core.dist_checkpointing writes it in model space (a moment has its parameter's shape and name), so tensor,
+pipeline and data parallel sizes may change between save and load. It holds no random state: dropout is off, and all
+randomness of a run derives from `run.seed` and the cursor.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states
 
 
 class WriteInProcess(AsyncSaveShardedStrategy):
-    """Megatron's `torch_dist` format, written by this process itself when the request is executed.
+    """Writes Megatron's `torch_dist` format in this process, when the request is executed.
 
-    Megatron forks writers and starts a manager process for their results: seconds for the first save of a small model,
-    a fork of a process full of threads, and a manager that outlives a rank that is killed. With `copy` the request
-    holds copies in host memory, so that training may go on before it is executed; its collectives use `group`.
+    Megatron forks writers and starts a manager process for their results. That takes seconds for the first save of a
+    small model, forks a process that has threads, and leaves the manager running when a rank is killed. With `copy`
+    the request holds copies in host memory, so training may continue before it is executed. Collectives use `group`.
     """
 
     can_handle_sharded_objects = True
@@ -69,14 +69,6 @@ class WriteInProcess(AsyncSaveShardedStrategy):
         return AsyncRequest(write, (), [])
 
 
-def save(learner: Learner, directory: Path, cursor: dict[str, Any]) -> None:
-    """Write the learner's state and `cursor` (JSON values) to `directory`, which then appears complete or not at all.
-
-    Collective. Raises UserError, on every rank, when the disk has no room for it.
-    """
-    begin_save(learner, directory, cursor)()
-
-
 def begin_save(
     learner: Learner,
     directory: Path,
@@ -84,14 +76,15 @@ def begin_save(
     group: dist.ProcessGroup | None = None,
     copy: bool = False,
 ) -> Callable[[], None]:
-    """Take what a save needs of the learner, and return the function that writes it, for every rank to call once.
+    """Collect the learner's state, and return the function that writes it and `cursor` (JSON values) to `directory`.
 
-    With `copy` training may go on between the two, and the function may run in another thread of every rank: `group`
-    is then a gloo group of all ranks that nothing else uses. Collective. Raises UserError, here or there, on every
-    rank, when the disk has no room.
+    Every rank calls that function once; the directory then appears complete or not at all. With `copy` training may
+    continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo
+    group of all ranks that nothing else uses. Both are collective, and both raise UserError on every rank when the
+    disk has no room.
     """
     ranks = learner.ranks
-    partial = resumable(directory)  # one name on every rank
+    partial = resumable(directory)  # the same name on every rank
     layout = ranks.tp_size * ranks.pp_size
     held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
     with named_phase(ranks, f"saving {directory}"):
@@ -99,7 +92,7 @@ def begin_save(
         tensors = _tensors(learner, loading=False)
         request = dist_checkpointing.save(tensors, str(partial), WriteInProcess(group, copy), async_sharded_save=True)
         for finalize in request.finalize_fns:
-            finalize()  # Megatron's own metadata; nothing counts before the state is there
+            finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
     state = _state(learner, cursor)
 
     def write() -> None:
@@ -117,7 +110,7 @@ def begin_save(
 
 
 def find_damage(learner: Learner, directory: Path) -> str | None:
-    """What is wrong with the checkpoint in `directory`, None when every byte is what was written. Collective."""
+    """What is wrong with the checkpoint in `directory`, or None when every checksum matches. Collective."""
     ranks = learner.ranks
     found: list[str | None] = [None] * ranks.world
     dist.all_gather_object(found, damage(directory, ranks.rank, ranks.world))
@@ -125,9 +118,9 @@ def find_damage(learner: Learner, directory: Path) -> str | None:
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
-    """Take over the state saved in `directory`, in this learner's layout, and return its cursor.
+    """Load the state saved in `directory` in this learner's layout, and return its cursor.
 
-    Collective. Raises UserError when the directory is no complete checkpoint or belongs to another model.
+    Collective. Raises UserError when the directory is not a complete checkpoint or belongs to another model.
     """
     state = read_state(directory)
     expected = _state(learner, {})["model"]
@@ -148,7 +141,7 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
 
 
 def _tensors(learner: Learner, loading: bool) -> dict[str, Any]:
-    """Sharded weights and optimizer states of this rank, by the model's names."""
+    """Sharded weights and optimizer states of this rank, under the model's parameter names."""
     model = [policy(chunk).sharded_state_dict() for chunk in learner.chunks]
     gather = empty_states if loading else gather_states
     return {"model": model, "optimizer": [gather(shard, model) for shard in shards(learner.optimizer)]}
@@ -164,18 +157,18 @@ def _state(learner: Learner, cursor: dict[str, Any]) -> dict[str, Any]:
 
 
 def _explained(failure: torch_checkpoint.CheckpointException, directory: Path) -> BaseException:
-    """A UserError when a rank's disk was full, else the failure itself."""
+    """A UserError if a rank's disk was full, else the failure itself."""
     for error, _ in failure.failures.values():
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return UserError(
-                f"{directory.parent}: no space left for {directory.name}; the checkpoints before it are kept, "
+                f"{directory.parent}: no space left for {directory.name}; the earlier checkpoints are kept, "
                 "so free some space and run the same command again"
             )
     return failure
 
 
 def _on_rank_zero(ranks: Ranks, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:
-    """Run `action` on rank 0 while the others wait; a UserError there is raised on every rank."""
+    """Run `action` on rank 0 while the others wait; a UserError on rank 0 is raised on every rank."""
     outcome: list[UserError | None] = [None]
     if ranks.rank == 0:
         try:

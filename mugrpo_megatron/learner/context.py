@@ -1,9 +1,9 @@
-"""Context parallelism: one packed row split over ranks, keys and values gathered.
+"""Context parallelism: one packed row split over ranks, keys and values all-gathered.
 
-A row of L tokens is cut into 2 C pieces for C ranks, and rank r holds pieces r and 2 C - 1 - r, which evens out causal
+A row of L tokens is cut into 2 C pieces for C ranks, and rank r holds pieces r and 2 C - 1 - r, which balances causal
 attention (the pairing of "zigzag" ring attention; keys and values are all-gathered as in Llama 3, arXiv 2407.21783,
-section 3.3.2). Embeddings, norms and products work on a rank's own rows; attention sees the keys of all; for the loss
-the hidden states are gathered and every rank takes whole responses, so that no objective has to know of the split.
+section 3.3.2). Embeddings, norms and matrix products work on a rank's own rows; attention sees the keys of all ranks.
+For the loss the hidden states are gathered and every rank takes whole responses, so objectives do not see the split.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn.attention.bias import causal_lower_right
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A rank's share of a packed row: P parts, each the rows of one segment in one of its two pieces."""
+    """A rank's share of a packed row: P parts, each the rows of one segment within one of the rank's two pieces."""
 
     queries: list[int]
-    """[P] rows of each part; the parts follow one another in the rank's rows."""
+    """[P] rows of each part, in the order of the rank's rows."""
     keys: list[int]
     """[P] rows that a part attends to: its segment from the start to the part's end."""
     key_rows: torch.Tensor
-    """int64 [sum of keys]: where they are in the row as gathered, rank after rank."""
+    """int64 [sum of keys]: their rows in the gathered row, which is ordered by rank."""
     cu_queries: torch.Tensor
     """int32 [P + 1]"""
     cu_keys: torch.Tensor
@@ -45,14 +45,14 @@ def local_rows(length: int, rank: int, size: int) -> np.ndarray:
 
 
 def gathered_places(length: int, size: int) -> np.ndarray:
-    """int64 [length]: where each row is once the ranks' rows are gathered one rank after another."""
+    """int64 [length]: index of each row after a gather that concatenates the ranks' rows."""
     places = np.empty(length, dtype=np.int64)
     places[np.concatenate([local_rows(length, rank, size) for rank in range(size)])] = np.arange(length)
     return places
 
 
 def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> Split:
-    """The share of `rank` of `size` in a packed row whose segments lie between `offsets` int [n + 1]."""
+    """The share of `rank` of `size` in a packed row whose segments are bounded by `offsets` int [n + 1]."""
     length = int(offsets[-1])
     piece = length // (2 * size)
     queries, keys = [], []
@@ -74,13 +74,13 @@ def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.devi
 
 
 def gather_rows(x: torch.Tensor) -> torch.Tensor:
-    """Rows [t, ...] of this rank -> [t * C, ...] rank after rank; backward sums every rank's gradient of a row."""
+    """Rows [t, ...] of this rank -> [t * C, ...] of all, in rank order; backward sums the gradients of each row."""
     group = parallel_state.get_context_parallel_group()
     return cast(torch.Tensor, gather_from_sequence_parallel_region(x.contiguous(), True, group))
 
 
 def takes_flash(q: torch.Tensor) -> bool:
-    """Whether flash attention can be had for these queries: it knows half precision on CUDA alone."""
+    """Whether flash attention supports these queries: only half precision on CUDA."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 

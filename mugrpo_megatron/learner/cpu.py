@@ -1,8 +1,8 @@
 """Stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, so that the same learner trains on CPU with gloo.
 
 The only module of the package that patches anything, and only where torch finds no CUDA device. Megatron asks CUDA for
-four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing runs beside
-the caller, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the CPU's).
+four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing runs
+asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the CPU's).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Stream:
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        return event or self  # an event is waited for like a stream
+        return event or self  # waiting for an event is like waiting for a stream
 
     def synchronize(self) -> None: ...
 
@@ -35,7 +35,7 @@ def install() -> None:
     """Put the stand-ins in place; does nothing where CUDA is available. Call before megatron is first imported."""
     if torch.cuda.is_available():
         return
-    # `with torch.device(...)` lists the factories it knows on first use; it is to know the originals.
+    # `with torch.device(...)` lists the factories it knows on first use: make it list the originals.
     _device_constructors()
     stream = _Stream()
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
@@ -64,7 +64,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type` whose answer to Megatron's optimizers is the CUDA name of the type they test for."""
+    """`Tensor.type` that tells Megatron's optimizers the CUDA name of the type, which they test for."""
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
@@ -77,7 +77,7 @@ def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_random_state() -> None:
-    """One generator, the CPU's, behind Megatron's tracker of CUDA random states."""
+    """Let Megatron's tracker of CUDA random states read and set the CPU generator's state."""
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     from megatron.core.tensor_parallel import random as tracker

@@ -1,4 +1,4 @@
-"""Process groups: one torch.distributed world, Megatron's groups on top, timeouts that name their cause."""
+"""Process groups: the torch.distributed world, Megatron's groups on top, and timeouts that name their cause."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mugrpo_megatron.learner.heartbeat import Heartbeat, named
 from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)
-"""How long the first ranks wait for the last one at the start."""
+"""How long ranks wait for the last one to join at the start."""
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands in the world and in the layout."""
+    """This process's rank in the world and in each parallel dimension of the layout."""
 
     device: torch.device
     rank: int
@@ -43,22 +43,22 @@ class Ranks:
     """None in a world of one."""
 
     @property
-    def last_stage(self) -> bool:
+    def last_pp_stage(self) -> bool:
         return self.pp == self.pp_size - 1
 
     @property
     def owns_tokens(self) -> bool:
-        """True on the ranks that contribute their tokens to a gather: together they have each token once."""
-        return self.last_stage and self.tp == 0
+        """True on the ranks that contribute to a gather of tokens: together they hold each token once."""
+        return self.last_pp_stage and self.tp == 0
 
 
 def initialize(recipe: Recipe) -> Ranks:
-    """Join the world (torchrun's, one that exists already, or a world of one) and lay the recipe's groups over it.
+    """Join the world (torchrun's, an existing one, or a world of one) and create the recipe's process groups.
 
     gloo on CPU, NCCL on CUDA, both with `run.collective_timeout_s`. Seeds every generator from `run.seed` and sets the
     number of CPU threads.
-    Raises UserError when the layout does not divide the world or CUDA is asked for and absent, CollectiveFailure when
-    ranks do not come.
+    Raises UserError when the layout does not divide the world or the recipe asks for CUDA and there is none, and
+    CollectiveFailure when ranks do not join.
     """
     device = _device(recipe)
     if not dist.is_initialized():
@@ -68,7 +68,7 @@ def initialize(recipe: Recipe) -> Ranks:
     if dist.get_world_size() % block:
         raise UserError(
             f"parallel: tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} needs a "
-            f"multiple of {block} ranks but {dist.get_world_size()} run; start that many or shrink the layout"
+            f"multiple of {block} ranks but {dist.get_world_size()} were started; start that many or shrink the layout"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -86,7 +86,7 @@ def initialize(recipe: Recipe) -> Ranks:
 
 
 def shutdown(ranks: Ranks | None = None) -> None:
-    """Leave every group."""
+    """Stop the heartbeat and destroy every process group."""
     if ranks and ranks.heartbeat:
         ranks.heartbeat.leave()
     parallel_state.destroy_model_parallel()
@@ -97,8 +97,8 @@ def shutdown(ranks: Ranks | None = None) -> None:
 def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     """Turn a failed collective inside the block into a CollectiveFailure.
 
-    It names rank, phase and likely cause, and what was last heard of every other rank, which hears of this phase too.
-    Without a `phase` this rank is still in the one that it was in.
+    The message names rank, phase, likely cause and every other rank's last heartbeat. This rank's heartbeat carries
+    `phase`; without one the rank stays in its current phase.
     """
     if ranks.heartbeat and phase:
         ranks.heartbeat.note(phase)
@@ -128,11 +128,11 @@ def _device(recipe: Recipe) -> torch.device:
     wanted, found = recipe.run.device, torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError(
-            'run.device = "cuda" but torch finds no CUDA device; set it to "auto" or "cpu", or mend the driver'
+            'run.device = "cuda" but torch finds no CUDA device; set it to "auto" or "cpu", or fix the driver'
         )
     if wanted == "cpu" and found:
         raise UserError(
-            'run.device = "cpu" on a machine with CUDA: hide the devices with CUDA_VISIBLE_DEVICES="" as well'
+            'run.device = "cpu" on a machine with CUDA devices: also hide them with CUDA_VISIBLE_DEVICES=""'
         )
     if not found:
         return torch.device("cpu")
@@ -142,7 +142,7 @@ def _device(recipe: Recipe) -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Make the world's process group once every rank is there: nodes come up minutes apart, collectives are quicker."""
+    """Create the world's process group once every rank is there: nodes start minutes apart, collectives are faster."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a world of one needs no port
     if world > 1:
@@ -153,8 +153,8 @@ def _join(backend: str, timeout: timedelta) -> None:
         except dist.DistStoreError:
             late = [other for other in range(world) if not store.check([f"arrived/{other}"])]
             raise CollectiveFailure(
-                f"rank {rank} of {world}: {named(late)} did not come within {ARRIVAL.seconds // 60} minutes; "
-                "their own log, or their node's, says why"
+                f"rank {rank} of {world}: {named(late)} did not join within {ARRIVAL.seconds // 60} minutes; "
+                "the log of that rank or of its node says why"
             ) from None
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)

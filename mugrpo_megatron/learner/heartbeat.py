@@ -1,9 +1,9 @@
-"""Who is still there, and what each rank did last: a heartbeat of every rank in the rendezvous store.
+"""Heartbeats in the rendezvous store: which ranks are alive, and what each was doing.
 
-A collective notices a dead peer by its timeout. Generating takes hours in which ranks wait without any: here a rank
-that waits sees whether the others live, for as long as they take and no longer. One thread does everything that asks
-the store, because a call over a link that was cut may block for a quarter of an hour; whoever waits for the thread
-gives up after `patience_s` and says what was last heard of whom.
+A collective notices a dead peer by its timeout. During generation, ranks wait for hours without a collective; the
+heartbeats tell a waiting rank whether the others are alive. One thread makes all calls to the store, because a call
+over a broken link may block for a quarter of an hour. A caller waits at most `patience_s` for that thread, then fails
+with every rank's last heartbeat.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class LastBeat:
     note: str
     beat: int
     at: float
-    """When this rank first saw it, on its own monotonic clock."""
+    """When this rank first saw it, on this rank's monotonic clock."""
 
 
 class Heartbeat:
-    """This rank's heartbeat and its ear for the others."""
+    """Writes this rank's heartbeat and reads those of the others."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, node: str, patience_s: float) -> None:
-        """Start beating; every rank of the world does. `node` is how people know this rank's machine."""
+        """Start the thread, on every rank of the world. `node` names this rank's machine in messages."""
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
         self._interval = min(LONGEST_BEAT_S, patience_s / BEATS_IN_PATIENCE)
         self._beats, self._barriers = 0, 0
         self.doing = "start"
-        """What this rank does, as the others hear it."""
+        """What this rank is doing, as its heartbeat says."""
         self._heard: dict[int, LastBeat] = {}
         self._listened = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
@@ -58,16 +58,16 @@ class Heartbeat:
         self._thread.start()
 
     def note(self, what: str) -> None:
-        """Say what this rank does from now on."""
+        """Set what this rank is doing from now on."""
         self.doing = what
 
     def leave(self) -> None:
-        """Stop beating."""
+        """Stop the heartbeat."""
         self._leaving.set()
         self._thread.join(self._interval)
 
     def ask(self, operation: Callable[[dist.Store], T]) -> T:
-        """The result of a quick operation on the store; CollectiveFailure when the store cannot be reached."""
+        """The result of a short operation on the store; CollectiveFailure when the store cannot be reached."""
         future: Future[T] = Future()
         self._requests.put((operation, future))
         try:
@@ -76,35 +76,35 @@ class Heartbeat:
             raise self._failure("the rendezvous on rank 0's node cannot be reached: it ended or was cut off") from error
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank is here, however long that takes; `meanwhile` is called again and again.
+        """Wait, without a timeout, until every rank is here; calls `meanwhile` repeatedly.
 
-        CollectiveFailure when a rank was silent for the patience.
+        Raises CollectiveFailure when a rank sends no heartbeat for `patience_s`.
         """
         key = f"heartbeat/barrier/{self._barriers}"
         self._barriers += 1
         here = self.ask(lambda store: store.add(key, 1))
         while here < self._world:
             if silent := self.silent(self._patience_s):
-                raise self._failure(f"nothing was heard of {named(silent)} for {self._patience_s:g} s")
+                raise self._failure(f"no heartbeat from {named(silent)} for {self._patience_s:g} s")
             meanwhile()
             self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
             here = self.ask(lambda store: store.add(key, 0))
 
     def silent(self, seconds: float) -> list[int]:
-        """The ranks that were not heard of in the last `seconds` in which this rank listened."""
+        """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""
         return sorted(rank for rank, heard in self._heard.items() if self._listened - heard.at > seconds)
 
     def likely_cause(self) -> str:
-        """Whose silence explains that a collective failed; empty when everybody is heard of."""
+        """Which missing heartbeat explains a failed collective; empty when all ranks are alive."""
         unheard_s = time.monotonic() - self._listened
         if unheard_s > 2 * self._interval:
             return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
         if silent := self.silent(2 * self._interval):
-            return f"nothing was heard of {named(silent)} for over {2 * self._interval:.0f} s: dead, or cut off"
+            return f"no heartbeat from {named(silent)} for over {2 * self._interval:.0f} s: dead, or cut off"
         return ""
 
     def last_heard(self) -> str:
-        """What was last heard of each rank, ranks that say the same taken together."""
+        """Every rank's last heartbeat, with ranks of equal state grouped."""
         now = time.monotonic()
 
         def state(rank: int) -> tuple[str, str]:
@@ -114,7 +114,7 @@ class Heartbeat:
             return heard.node, f"{heard.note}{f', silent for {age:.0f} s' if quiet else ''}"
 
         by_state = groupby(sorted(self._heard), key=state)
-        return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "nobody"
+        return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "no rank"
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(
@@ -131,7 +131,7 @@ class Heartbeat:
                 operation, future = self._requests.get(timeout=max(0.0, due - time.monotonic()))
             except queue.Empty:
                 continue
-            except RuntimeError:  # the store is gone; whoever asks it next hears so
+            except RuntimeError:  # the store is gone; the next `ask` fails with the reason
                 self._leaving.wait(self._interval)
                 continue
             try:
@@ -140,7 +140,7 @@ class Heartbeat:
                 future.set_exception(error)
 
     def _exchange(self) -> None:
-        """Beat, and listen to the others."""
+        """Write this rank's heartbeat and read the others'."""
         self._beats += 1
         own = {"node": self._node, "note": self.doing, "beat": self._beats}
         self._store.set(f"heartbeat/{self._rank}", json.dumps(own))
@@ -156,7 +156,7 @@ class Heartbeat:
 
 
 def named(ranks: list[int]) -> str:
-    """rank 3; ranks 0-3, 6."""
+    """Ranks as text: "rank 3"; "ranks 0-3, 6"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

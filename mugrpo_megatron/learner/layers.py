@@ -1,9 +1,9 @@
-"""What a transformer layer is made of: Megatron's own linear layers, or Transformer Engine's.
+"""Layer specs: transformer layers from Megatron's local linear layers or from Transformer Engine's.
 
-Megatron calls the two backends; a layer is put together here in the same way from either. Transformer Engine fuses a
-norm with the linear layer behind it and an expert's products with those of the others. Attention over packed sequences
-is this project's own in both cases (`learner/attention.py`), with context parallelism in it, and so are norms that
-stand alone: neither holds anything that only one of the two could save or load.
+Megatron calls these two backends; the spec is the same for both. Transformer Engine fuses a norm with the linear layer
+after it, and groups the matrix products of the experts. Attention over packed sequences, with context parallelism, is
+this project's own in both cases (`learner/attention.py`), and so are norms that are not fused: a checkpoint of either
+backend loads into the other.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ Layers = Literal["auto", "local", "transformer_engine"]
 
 
 def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
-    """The backend that `learner.layers` stands for on this device; `auto` is Transformer Engine on CUDA where it loads.
+    """The backend that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads, else local.
 
-    Raises UserError where Megatron cannot load a Transformer Engine that is asked for (`recipe.checks` has seen to it
-    that there is one).
+    Raises UserError when Transformer Engine is asked for and Megatron cannot load it (`recipe.checks` has already
+    refused the case that it is not installed).
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
         return LocalSpecProvider()
     if not HAVE_TE:
         raise UserError(
             'learner.layers = "transformer_engine", but Transformer Engine does not load here: `mugrpo doctor` says '
-            'why; mend it, or set learner.layers = "local"'
+            'why; fix it, or set learner.layers = "local"'
         )
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
@@ -49,15 +49,15 @@ def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
 
 
 def block_spec(
-    config: TransformerConfig, backend: BackendSpecProvider, stage: int | None
+    config: TransformerConfig, backend: BackendSpecProvider, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank's pipeline stage, or of virtual `stage`, and the norm at the end of the last."""
-    count = get_num_layers_to_build(config, vp_stage=stage)
+    """The layers of this rank's pipeline stage, or of its virtual stage `vp_stage`, and the model's final norm."""
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(config, backend)] * count, layer_norm=RMSNorm)
 
 
 def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    """A pre-norm layer; `config.moe_grouped_gemm` says whether its experts, if any, are computed together."""
+    """A pre-norm layer; `config.moe_grouped_gemm` computes its experts, if any, in one grouped GEMM."""
     fused = backend.fuse_layernorm_and_linear()
     experts = config.num_moe_experts
     mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
@@ -83,7 +83,7 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
             pre_mlp_layernorm=IdentityOp if fused and not experts else RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
-            # One name in a checkpoint for a norm, fused or not: layers of either kind load what the other saved.
+            # A norm has one name in checkpoints, fused or not: either backend loads what the other saved.
             sharded_state_dict_keys_map=dict(NORMS),
         ),
     )

@@ -1,4 +1,4 @@
-"""From a recipe to a learner that is ready to take updates."""
+"""The learner on one rank: its model chunks, optimizer and counters, built from a recipe."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Learner:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     updates_done: int = 0
-    """Updates taken, skipped ones included; drives the learning rate."""
+    """Updates taken, including skipped ones; sets the learning rate."""
     steps_done: int = 0
-    """Steps the optimizer took: `updates_done` less the updates skipped for a non-finite gradient."""
+    """Optimizer steps: `updates_done` minus the updates skipped for a non-finite gradient."""
     skipped_in_a_row: int = 0
     """Updates skipped since the last step."""
     offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
-    """Parts of the state whose memory the engine has (see `memory`)."""
+    """Parts of the state that are in host memory (see `offload`)."""
 
 
 def build_learner(recipe: Recipe) -> Learner:
-    """Join the world, build this rank's share of `model.path`'s model, load its weights, set up the optimizer.
+    """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
 
     Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that cannot work.
     """
@@ -51,7 +51,7 @@ def build_learner(recipe: Recipe) -> Learner:
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
         raise UserError(
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
-            "numbers of tokens, which gloo cannot gather; on CPU take one of the two"
+            "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
     chunks = build_model(recipe, architecture, ranks)
     load_hf([policy(chunk) for chunk in chunks], recipe.model.path, architecture)
@@ -61,5 +61,5 @@ def build_learner(recipe: Recipe) -> Learner:
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
-    """Sum gradients over ranks and leave them at that: each token's loss already carries the update's denominators."""
+    """Sum gradients over ranks without averaging: each token's loss already has the update's denominators."""
     finalize_model_grads(chunks, None, **groups)

@@ -1,7 +1,8 @@
-"""The loss path: hidden states of a micro-batch -> log-probabilities of its trained tokens -> a loss.
+"""The loss path: hidden states of a micro-batch -> log-probabilities of its trained tokens -> the update's loss.
 
-The vocabulary projection happens in here, chunk by chunk and only at the positions that predict a trained token; no
-logits of a whole micro-batch ever exist.
+`Objective` is the recipe's loss, on the fused path; `from_token_loss` makes one of any function of log-probabilities.
+Both apply the output weight chunk by chunk and only at positions that predict a trained token, so the logits of a
+whole micro-batch never exist.
 """
 
 from __future__ import annotations
@@ -30,54 +31,14 @@ from mugrpo_megatron.samples import Sample
 
 HiddenLoss = Callable[[PolicyModel, torch.Tensor, MicroBatch], tuple[torch.Tensor, torch.Tensor]]
 """(last chunk's model, its hidden states, micro-batch) -> scalar and, detached, log-probabilities and entropies
-float32 [2, T]; the scalars of an update's micro-batches add up to its loss."""
+float32 [2, T]; the scalars of an update's micro-batches sum to its loss."""
 TokenLoss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 """(logprobs float32 [T], micro-batch) -> scalar."""
 
 
-def head_layout(learner: Learner, temperature: float) -> HeadLayout:
-    """The output layer as the kernels must know it besides its weight."""
-    return HeadLayout(
-        vocab_size=learner.architecture.vocab_size,
-        temperature=temperature,
-        tp_group=parallel_state.get_tensor_model_parallel_group() if learner.ranks.tp_size > 1 else None,
-        chunk=learner.recipe.learner.loss_chunk_tokens,
-    )
-
-
-def predicting(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Hidden states [T, h] that predict the trained tokens, out of the last stage's output [t, 1, h] (t / tp under
-    sequence parallelism); its backward pass sums the tensor and context parallel ranks' parts of the gradient."""
-    whole = gather_sequence(hidden, model.config.sequence_parallel)
-    if batch.packing.split:
-        whole = gather_rows(whole)
-    return whole.index_select(0, batch.rows)
-
-
-def of_tokens(learner: Learner, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
-    """Any differentiable function of log-probabilities as a loss: the logits are made twice."""
-
-    def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = score(learner, model, hidden, batch, temperature)
-        return token_loss(logprobs, batch), torch.stack([logprobs.detach(), entropy])
-
-    return loss
-
-
-def score(
-    learner: Learner, model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy, float32 [T], of a micro-batch's trained tokens; differentiable.
-
-    Rows of the output weight beyond the vocabulary are padding and take no part in the softmax.
-    """
-    rows = predicting(model, hidden, batch)
-    return token_logprobs(rows, model.output_weight(), batch.targets, head_layout(learner, temperature))
-
-
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the loss needs of N whole responses of T tokens, in the order of the update's samples."""
+    """The objective on N whole responses of T tokens, in the order of the update's samples."""
 
     section: ObjectiveSection
     behaviour: torch.Tensor
@@ -86,13 +47,13 @@ class Objective:
     """float32 [N]"""
     segments: Segments
     reference: torch.Tensor | None
-    """float32 [T]: under the policy that the clip range lies around; None: the current one."""
+    """float32 [T]: under the policy that the clip range is centred on; None for the current policy."""
 
     def loss(self, learner: Learner, statistics: UpdateStatistics | None) -> HiddenLoss:
-        """The loss of a micro-batch: that of the responses in it, weighted as parts of the whole update.
+        """The loss of a micro-batch: of the responses in it, with the weights of the whole update.
 
-        Gradients of the output weight go straight to its `main_grad`; Megatron's loss scale is 1 in float32 and
-        bfloat16, so what backward hands in is 1.
+        Gradients of the output weight go directly into its `main_grad`; Megatron's loss scale is 1 in float32 and
+        bfloat16, so the gradient passed to backward is 1.
         """
         layout = head_layout(learner, learner.recipe.rollout.temperature)
 
@@ -118,7 +79,7 @@ class Objective:
 
 
 def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> Objective:
-    """The recipe's objective on one update's samples, with every denominator taken from the whole update."""
+    """The recipe's objective on an update's samples, with all denominators from the whole update."""
     recipe, device = learner.recipe, learner.ranks.device
     lengths = torch.tensor([len(sample.response_ids) for sample in samples], device=device)
     counted = None
@@ -155,3 +116,46 @@ def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: tor
 
 def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(rows).astype(np.float32)).to(device)
+
+
+def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
+    """The loss of any differentiable function of log-probabilities; computes the logits twice."""
+
+    def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = score(learner, model, hidden, batch, temperature)
+        return token_loss(logprobs, batch), torch.stack([logprobs.detach(), entropy])
+
+    return loss
+
+
+def score(
+    learner: Learner, model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability and entropy, float32 [T], of a micro-batch's trained tokens; differentiable.
+
+    Rows of the output weight beyond the vocabulary are padding and take no part in the softmax.
+    """
+    rows = predicting(model, hidden, batch)
+    return token_logprobs(rows, model.output_weight(), batch.targets, head_layout(learner, temperature))
+
+
+def predicting(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """Hidden states [T, h] that predict the trained tokens, from the last pipeline stage's output [t, 1, h].
+
+    t is divided by TP under sequence parallelism. The backward pass sums the gradient over the tensor and context
+    parallel ranks.
+    """
+    whole = gather_sequence(hidden, model.config.sequence_parallel)
+    if batch.packing.split:
+        whole = gather_rows(whole)
+    return whole.index_select(0, batch.rows)
+
+
+def head_layout(learner: Learner, temperature: float) -> HeadLayout:
+    """What the kernels need of the output layer besides its weight."""
+    return HeadLayout(
+        vocab_size=learner.architecture.vocab_size,
+        temperature=temperature,
+        tp_group=parallel_state.get_tensor_model_parallel_group() if learner.ranks.tp_size > 1 else None,
+        chunk=learner.recipe.learner.loss_chunk_tokens,
+    )

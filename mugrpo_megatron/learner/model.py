@@ -1,4 +1,4 @@
-"""The policy as Megatron GPT chunks: configuration from architecture and recipe, data parallel wrapper."""
+"""The policy as Megatron GPT chunks: their configuration, their construction, the data parallel wrapper."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mugrpo_megatron.weights.rope import frequencies
 
 
 class PolicyModel(GPTModel):
-    """GPT that ends at the hidden states: the loss path multiplies with the output weight itself, chunk by chunk."""
+    """GPT that returns hidden states: the loss path applies the output weight itself, chunk by chunk."""
 
     def __init__(self, rope: Rope, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -30,7 +30,7 @@ class PolicyModel(GPTModel):
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[Any, ...]:
-        """Embed, and hand the rotation of every row's position to the attention instead of a table to the layers."""
+        """Embed, and give attention the rotation of every row's position, in place of a table for all layers."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
         dtype = self.config.params_dtype
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -38,29 +38,30 @@ class PolicyModel(GPTModel):
         return embedded, None, None, None, None, None
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
-        """[t, 1, h] on the last stage as on every other; t is divided by TP under sequence parallelism."""
+        """[t, 1, h] on the last pipeline stage too; t is divided by TP under sequence parallelism."""
         return hidden_states
 
     def output_weight(self) -> torch.Tensor:
-        """[padded vocabulary / tp, h] on the last stage: the embedding when tied and on the same rank."""
+        """[padded vocabulary / tp, h] on the last pipeline stage: the embedding if tied and on the same rank."""
         shared = self.share_embeddings_and_output_weights and self.pre_process
         return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
 
 
 def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or `parallel.virtual_pipeline`), with room for weights but no values in it yet."""
+    """This rank's model chunks (one, or `parallel.virtual_pipeline`), with uninitialised weights."""
     backend = choose_backend(recipe.learner.layers, ranks.device)
     config = transformer_config(recipe, architecture, ranks, backend.fuse_layernorm_and_linear())
-    stages = recipe.parallel.virtual_pipeline
+    vp_size = recipe.parallel.virtual_pipeline
     rows = padded_vocab(architecture, ranks.tp_size)
     chunks = [
-        _build_chunk(config, backend, architecture, rows, stage if stages > 1 else None) for stage in range(stages)
+        _build_chunk(config, backend, architecture, rows, vp_stage if vp_size > 1 else None)
+        for vp_stage in range(vp_size)
     ]
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # the loss path writes the output weight's gradient where no hook would see it
-        check_for_nan_in_grad=False,  # a non-finite gradient skips its update instead (optimizer.step)
+        overlap_grad_reduce=False,  # no hook sees the output weight's gradient: the loss path writes it
+        check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
     return [
         DistributedDataParallel(config, ddp, chunk.to(ranks.device), disable_bucketing=i > 0)
@@ -81,7 +82,7 @@ def policy(chunk: torch.nn.Module) -> PolicyModel:
 def transformer_config(
     recipe: Recipe, architecture: Architecture, ranks: Ranks, grouped_experts: bool
 ) -> TransformerConfig:
-    """Megatron's configuration: what the architecture says, plus layout, dtype and the guards of this learner."""
+    """Megatron's configuration: the architecture, plus layout, dtype and this learner's settings."""
     cuda = ranks.device.type == "cuda"
     dtype = getattr(torch, recipe.model.dtype)
     interleaved = recipe.parallel.virtual_pipeline > 1
@@ -100,22 +101,22 @@ def transformer_config(
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": False,
-        # Every weight is read from a checkpoint. Megatron's switch for that, perform_initialization, would also leave
-        # out what marks a weight as a shard, and the gradient norm would then miss all shards but the first.
-        "init_method": _leave,
-        "output_layer_init_method": _leave,
-        "embedding_init_method": _leave,
-        "calculate_per_token_loss": True,  # micro-batch losses add up: nothing divides them again
+        # Every weight is loaded, so initialisation does nothing. Megatron's perform_initialization = False would also
+        # skip marking weights as tensor parallel shards; the gradient norm would then count only the first shard.
+        "init_method": _no_init,
+        "output_layer_init_method": _no_init,
+        "embedding_init_method": _no_init,
+        "calculate_per_token_loss": True,  # micro-batch losses are summed, not averaged
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Compiled elementwise kernels are not worth their compile time on CPU, where `SwiGLU` takes their place.
+        # Compiled elementwise kernels are not worth their compile time on CPU, which uses `SwiGLU` instead.
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
-        "use_te_activation_func": not cuda and not experts,  # Megatron's name for an activation that the spec brings
-        # Interleaving over batched sends trains on wrong gradients without a word; overlapped sends with freed outputs
-        # give NaN on gloo. Both are settled here so that no layout can reach them.
+        "use_te_activation_func": not cuda and not experts,  # Megatron's name for: take the spec's activation
+        # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give
+        # NaN on gloo. These settings rule out both in every layout.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
@@ -129,7 +130,7 @@ def transformer_config(
     return TransformerConfig(**{**settings, **architecture.transformer})
 
 
-def _leave(weight: torch.Tensor) -> torch.Tensor:
+def _no_init(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
@@ -144,13 +145,13 @@ def _recompute(recipe: Recipe) -> dict[str, Any]:
 
 
 def _fp8(recipe: Recipe) -> dict[str, Any]:
-    """Scales of the present tensors, no history: there is then no state that a checkpoint would have to hold."""
+    """fp8 settings with scales of the current tensor: without a history there is no state to checkpoint."""
     match recipe.learner.fp8:
         case "none":
             return {}
         case "tensorwise":  # gradients have the range of e5m2
             return {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
-        case "blockwise":  # blocks have scales of their own, so e4m3's finer steps serve gradients too
+        case "blockwise":  # each block has its own scale, so e4m3's finer steps also fit gradients
             return {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 
 
@@ -159,18 +160,18 @@ def _build_chunk(
     backend: BackendSpecProvider,
     architecture: Architecture,
     vocab_size: int,
-    stage: int | None,
+    vp_stage: int | None,
 ) -> PolicyModel:
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=stage is None, vp_stage=stage)
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage)
     return PolicyModel(
         rope=architecture.rope,
         config=config,
-        transformer_layer_spec=block_spec(config, backend, stage),
+        transformer_layer_spec=block_spec(config, backend, vp_stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,
-        vp_stage=stage,
+        vp_stage=vp_stage,
         **{**architecture.gpt, "vocab_size": vocab_size},
     )
 
@@ -178,7 +179,7 @@ def _build_chunk(
 def gather_sequence(hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
     """[t (/ tp under sequence parallelism), 1, h] -> [t, h] for the vocabulary-parallel loss path.
 
-    The gradient that comes back is each rank's share over its vocabulary slice; it is summed over TP on the way.
+    Each rank's gradient covers its vocabulary slice; the backward pass sums them over TP.
     """
     if sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

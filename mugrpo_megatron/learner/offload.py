@@ -1,4 +1,4 @@
-"""Giving the device's memory to the engine while the learner waits, and taking it back."""
+"""Offload the learner to host memory, so that the engine has the device's memory, and reload it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Part = Literal["optimizer", "weights"]
 """`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
 RELEASE_EVERY = 16
-"""Updates between two times that freed host memory goes back to the system."""
+"""Updates between two calls that return freed host memory to the system."""
 
 
 def offload(learner: Learner, part: Part) -> None:
@@ -30,23 +30,23 @@ def offload(learner: Learner, part: Part) -> None:
         learner.offloaded[part] = move_to_host(_states(learner)) + move_to_host(
             [buffer.grad_data for buffer in buffers], keep=False
         )
-    torch.cuda.synchronize()  # the copies to host memory are under way, and what they read is about to be another's
+    torch.cuda.synchronize()  # the copies must finish before another process takes the memory
     torch.cuda.empty_cache()
 
 
 def reload(learner: Learner) -> None:
-    """Bring everything that sleeps back to the device."""
+    """Move everything that is offloaded back to the device."""
     for copies in learner.offloaded.values():
         copy_back(copies)
     learner.offloaded.clear()
 
 
 def trim_host_memory(learner: Learner) -> None:
-    """Give freed host memory back to the system, every `RELEASE_EVERY` updates on CPU.
+    """Return freed host memory to the system, every `RELEASE_EVERY` updates on CPU.
 
-    The tensors of an update are of as many sizes as its packed rows, so the C library's heap fragments: without this
-    the process grew by a third of a MiB an update for as long as a stage lasted. What is given back has to be asked
-    for again page by page, hence not every time.
+    The tensors of an update have as many sizes as its packed rows, so the C library's heap fragments: without this the
+    process grew by a third of a MiB an update throughout a stage. Memory that was returned must be faulted in again
+    page by page, so this does not run after every update.
     """
     due = learner.updates_done % RELEASE_EVERY == 0
     if due and learner.ranks.device.type == "cpu" and sys.platform == "linux":
@@ -54,7 +54,7 @@ def trim_host_memory(learner: Learner) -> None:
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:
-    """Moments, and master weights that are not themselves views of the model's weights (as in float32)."""
+    """Moments, and master weights unless they are views of the model's weights (as in float32)."""
     found = []
     for shard in shards(learner.optimizer):
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}

@@ -1,7 +1,7 @@
-"""Elementwise parts of a layer with backward passes written by hand.
+"""RMSNorm, SwiGLU and rotary embedding with hand-written backward passes.
 
-Without a compiler a norm, a gate or a rotation runs as a dozen passes over memory, and on small models those cost as
-much as the matrix products. Written out they are a few passes, most of them in place.
+Without a compiler each of them runs as a dozen passes over memory, which on small models cost as much as the matrix
+products. Written by hand they take a few passes, most of them in place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape and dtype."""
-        if x.is_cuda:  # one kernel each way there; on CPU torch puts it together from single operations
+        if x.is_cuda:  # one kernel each way; on CPU torch composes it from single operations
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
@@ -57,7 +57,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up of [..., 2 f] = [gate, up] (arXiv 2002.05202); keeps nothing but its input for backward."""
+    """silu(gate) * up of [..., 2 f] = [gate, up] (arXiv 2002.05202); saves only its input for backward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
@@ -88,11 +88,11 @@ class _SwiGLU(torch.autograd.Function):
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [t, heads, d] in place by the angles of its rows: cos and sin [t, 1, d / 2] (arXiv 2104.09864, eq. 34).
 
-    The dimensions i and i + d / 2 form a pair, as in Llama and its kin. With -sin it turns back, which is also its
+    The dimensions i and i + d / 2 form a pair, as in Llama. With -sin it is the inverse rotation, which is also the
     gradient.
     """
     first, second = x.chunk(2, -1)
-    was = first.clone()
+    before = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(was, sin)
+    second.mul_(cos).addcmul_(before, sin)
     return x

@@ -1,4 +1,4 @@
-"""AdamW with float32 master weights, sharded over the data parallel ranks by Megatron's distributed optimizer."""
+"""AdamW with float32 master weights in Megatron's distributed optimizer, its learning rate and its step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mugrpo_megatron.recipe.sections import OptimizerSection
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one optimizer step did."""
+    """Outcome of one optimizer step."""
 
     grad_norm: float
-    """Global gradient norm before clipping; nan or inf when the step was skipped for it."""
+    """Global gradient norm before clipping; nan or inf when the step was skipped."""
     lr: float
     skipped: bool
 
@@ -42,15 +42,14 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Me
     )
     optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:
-        group["weight_decay"] = (
-            section.weight_decay * group["wd_mult"]
-        )  # left to Megatron's scheduler, which is not used
+        # Megatron leaves this to its scheduler, which is not used.
+        group["weight_decay"] = section.weight_decay * group["wd_mult"]
     for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.AdamW):
             for group in inner.param_groups:
                 group["fused"], group["foreach"] = True, False
     for shard in shards(optimizer):
-        shard.init_state_fn(shard.optimizer)  # moments exist from the start, so a checkpoint can hold and take them
+        shard.init_state_fn(shard.optimizer)  # moments exist from the start, so a checkpoint can save and load them
     set_steps(optimizer, 0)
     return optimizer
 
@@ -58,8 +57,8 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Me
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Set how many steps AdamW's bias correction counts.
 
-    torch keeps one step tensor for each parameter and adds to it in place, so every parameter gets its own: Megatron's
-    own loader shares one tensor among all of them, which then counts a step for each parameter. Transformer Engine and
+    torch keeps a step tensor for each parameter and adds to it in place, so every parameter gets its own: Megatron's
+    loader shares one tensor among all parameters, which then counts a step for each of them. Transformer Engine and
     apex keep the count in the group.
     """
     for inner in torch_optimizers(optimizer):
@@ -72,12 +71,12 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside: one, or one for dense and one for expert parameters."""
+    """The distributed optimizers inside: one, or one each for dense and expert parameters."""
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """The AdamW at the bottom of each: torch's, or Transformer Engine's or apex's where installed."""
+    """The AdamW inside each: Transformer Engine's or apex's where installed, else torch's."""
     return [shard.optimizer for shard in shards(optimizer)]
 
 
@@ -96,8 +95,8 @@ def learning_rate(section: OptimizerSection, update: int, total: int) -> float:
 def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
     """One AdamW step on the reduced gradients, clipped to a global norm of `clip`.
 
-    A non-finite norm leaves weights and moments untouched: one bad gradient would otherwise poison both for good. The
-    norm is the same on all ranks, so all of them skip together.
+    A non-finite norm skips the step and leaves weights and moments as they are: one bad gradient would corrupt both
+    permanently. The norm is the same on all ranks, so all of them skip together.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,8 +1,8 @@
-"""Optimizer states in model space: master weights and moments with the shape and the sharding of their parameters.
+"""Optimizer states in model space: master weights and moments with the shape and sharding of their parameters.
 
-The distributed optimizer keeps flat slices of its buffers. Megatron's own way back to parameters ("fully reshardable")
-drops the buffers' inner padding and shifts what follows it, so small or odd-sized parameters come back corrupted, and
-its loader does not know torch's AdamW. Here each parameter travels by itself: peak extra memory is one parameter.
+The distributed optimizer keeps flat slices of its buffers. Megatron's conversion to parameters ("fully reshardable")
+drops the padding inside buffers and shifts what follows it, which corrupts small or odd-sized parameters, and its
+loader does not support torch's AdamW. Here each parameter is converted by itself: peak extra memory is one parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
 States = list[dict[str, Any]]
-"""One {state: sharded or plain tensor} for each parameter, in the order of the optimizer's buffers."""
+"""A {state: sharded or plain tensor} for each parameter, in the order of the optimizer's buffers."""
 
 
 def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> States:
@@ -32,7 +32,7 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
     found: States = []
     group = optimizer.data_parallel_group
     for parameter, sharded in _sharded_parameters(optimizer, model):
-        slices = _held(optimizer, parameter)
+        slices = _local_slice(optimizer, parameter)
         found.append({})
         for name in STATES:
             whole = torch.zeros(parameter.numel(), device=parameter.device)
@@ -41,14 +41,14 @@ def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) 
                 whole[where] = states[name].detach()
             if group.size() > 1:
                 dist.all_reduce(whole, group=group)  # the slices are disjoint, so the sum is exact
-            found[-1][name] = _like(sharded, name, whole.view(parameter.shape).cpu())
+            found[-1][name] = _sharded_like(sharded, name, whole.view(parameter.shape).cpu())
     return found
 
 
 def empty_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> States:
-    """Room for the states of every parameter, for a checkpoint to be read into."""
+    """Empty states of every parameter, to read a checkpoint into."""
     return [
-        {name: _like(sharded, name, torch.empty(parameter.shape)) for name in STATES}
+        {name: _sharded_like(sharded, name, torch.empty(parameter.shape)) for name in STATES}
         for parameter, sharded in _sharded_parameters(optimizer, model)
     ]
 
@@ -57,7 +57,7 @@ def scatter_states(optimizer: DistributedOptimizer, states: States) -> None:
     """Copy this rank's slice of full states (plain tensors) into the optimizer."""
     parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
     for parameter, full in zip(parameters, states, strict=True):
-        slices = _held(optimizer, parameter)
+        slices = _local_slice(optimizer, parameter)
         if slices is not None:
             where, held = slices
             for name in STATES:
@@ -76,10 +76,10 @@ def _sharded_parameters(
             yield parameter, sharding[parameter]
 
 
-def _held(
+def _local_slice(
     optimizer: DistributedOptimizer, parameter: torch.nn.Parameter
 ) -> tuple[slice, dict[str, torch.Tensor]] | None:
-    """The slice of a flattened parameter whose states this rank holds, and the states; None if it holds none."""
+    """The slice of a flattened parameter whose states this rank holds, with the states; None without a slice."""
     if parameter not in optimizer.model_param_gbuf_map:
         return None
     within = optimizer._get_model_param_range_map(parameter)["param"]
@@ -88,8 +88,8 @@ def _held(
     return slice(within.start, within.end), {"param": main, **optimizer.optimizer.state[main]}
 
 
-def _like(sharded: Any, name: str, data: torch.Tensor) -> Any:
-    """`data` sharded as the parameter is, under a key of its own."""
+def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:
+    """`data` sharded like the parameter, under the state's key."""
     changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data}
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = data.dtype

@@ -1,7 +1,7 @@
-"""Packing an update's sequences into micro-batches of one length, balanced over the data parallel ranks.
+"""Pack an update's sequences into micro-batches of equal length, balanced over the data parallel ranks.
 
-Every rank plans the whole update from the lengths alone and takes its own share, so that plans agree without a message.
-All micro-batches of an update have one length on all ranks: pipeline stages then exchange tensors of one shape.
+Every rank computes the same plan for the whole update from the lengths and takes its own share, without communication.
+All micro-batches of an update have one length on all ranks, so pipeline stages exchange tensors of one shape.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from mugrpo_megatron.samples import Sample
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """One sequence to learn from: everything from `prompt` on is trained on."""
+    """A sequence to train on; the loss covers the tokens from `prompt` on."""
 
     ids: np.ndarray
     """int [n]"""
     prompt: int
-    """Leading tokens that are context only; at least 1."""
+    """Number of leading tokens without a loss; at least 1."""
 
     @property
     def trained(self) -> int:
@@ -37,30 +37,30 @@ class Plan:
     """Which sequences share a micro-batch."""
 
     shares: list[list[list[int]]]
-    """[data parallel rank][micro-batch] -> indices of sequences; every rank has equally many micro-batches."""
+    """[data parallel rank][micro-batch] -> indices of sequences; all ranks have the same number of micro-batches."""
     length: int
     """Tokens of every micro-batch, padding included."""
     efficiency: float
-    """Share of all packed tokens that are no padding, over all ranks."""
+    """Share of all packed tokens that are not padding, over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed row and where its trained tokens are; T trained tokens of n sequences, in the order of `indices`.
+    """One packed row, with its T trained tokens of n sequences in the order of `indices`.
 
-    Under context parallelism `ids` and `positions` are this rank's rows of it, and the trained tokens those of the
-    sequences whose loss this rank takes.
+    Under context parallelism `ids` and `positions` are this rank's rows of it, and the trained tokens are those of the
+    sequences whose loss this rank computes.
     """
 
     indices: list[int]
-    """The update's sequences whose trained tokens these are."""
+    """Indices of the n sequences in the update."""
     ids: torch.Tensor
     """int64 [1, length / cp]"""
     positions: torch.Tensor
     """int64 [1, length / cp]: from 0 in every sequence."""
     packing: Packing
     rows: torch.Tensor
-    """int64 [T]: row (of all ranks' rows, gathered) whose hidden state predicts each trained token."""
+    """int64 [T]: row (of the gathered rows of all ranks) whose hidden state predicts each trained token."""
     targets: torch.Tensor
     """int64 [T]: the trained tokens."""
     lengths: torch.Tensor
@@ -68,17 +68,17 @@ class MicroBatch:
 
 
 def sequence_of(sample: Sample) -> Tokens:
-    """A scored response as a sequence: the response is what is trained on."""
+    """A sample as a sequence whose trained tokens are the response."""
     return Tokens(np.concatenate([sample.prompt_ids, sample.response_ids]), len(sample.prompt_ids))
 
 
 def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> Plan:
-    """Cut sequences of `lengths` tokens into as few micro-batches as `budget` tokens allow, evenly filled.
+    """Distribute sequences of `lengths` tokens evenly over as few micro-batches of `budget` tokens as possible.
 
-    The budget grows to the longest sequence, since memory has to hold that one anyway. Longest-first into the emptiest
-    micro-batch (Graham's LPT rule: at most 4/3 of the best possible length), then the length is rounded up to
-    `multiple` (what sequence parallelism has to divide). Every rank gets a multiple of `count_multiple` micro-batches
-    (what the interleaved pipeline schedule asks for). `lengths` must not be empty.
+    A budget below the longest sequence is raised to it, since memory has to hold that one anyway. Each sequence,
+    longest first, goes into the emptiest micro-batch (Graham's LPT rule: at most 4/3 of the best possible length). The
+    length is rounded up to `multiple` (what sequence parallelism divides), each rank's number of micro-batches to
+    `count_multiple` (what the interleaved pipeline schedule requires). `lengths` must not be empty.
     """
     total, longest = sum(lengths), max(lengths)
     capacity = max(budget, longest)
@@ -117,7 +117,7 @@ def pack(
 ) -> MicroBatch:
     """The packed row of the sequences at `indices`, filled up to `length` with padding segments no longer than them.
 
-    With context parallelism, what rank `cp_rank` of `cp_size` holds of it; `length` is then a multiple of 2 `cp_size`.
+    With context parallelism, the part that rank `cp_rank` of `cp_size` holds; `length` is a multiple of 2 `cp_size`.
     """
     chosen = [sequences[i] for i in indices]
     lengths = np.array([len(s.ids) for s in chosen], dtype=np.int64)
@@ -137,7 +137,7 @@ def pack(
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:
-    """The sequences whose loss a context parallel rank takes: about equally many trained tokens on each."""
+    """The sequences whose loss a context parallel rank computes, balanced by trained tokens."""
     return _fill(trained, size)[0][rank]
 
 
@@ -148,6 +148,6 @@ def _trained_rows(chosen: list[Tokens], offsets: np.ndarray, mine: list[int]) ->
 
 
 def _padding(rest: int, longest: int) -> np.ndarray:
-    """`rest` tokens as segments of at most `longest`, so that padding never decides the cost of attention."""
+    """`rest` tokens as segments of at most `longest`, so that padding does not dominate the cost of attention."""
     whole, part = divmod(rest, longest)
     return np.array([longest] * whole + [part] * (part > 0), dtype=np.int64)

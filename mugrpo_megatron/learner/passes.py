@@ -21,11 +21,11 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
 
 Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
-"""(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values of each trained token."""
+"""(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values for each trained token."""
 
 
 def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
-    """How an update's sequences are packed; the same on every rank and for every pass over the same sequences."""
+    """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
     ranks, recipe = learner.ranks, learner.recipe
     return plan(
         [len(s.ids) for s in sequences],
@@ -37,7 +37,7 @@ def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
 
 
 def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
-    """What a packed row's tokens are a multiple of: equal parts for the ranks, in fp8 of whole blocks."""
+    """Divisor of a packed row's tokens: equal parts for the ranks, each of whole blocks in fp8."""
     parts = (ranks.tp_size if recipe.parallel.sequence else 1) * (2 * ranks.cp_size if ranks.cp_size > 1 else 1)
     return parts * FP8_MULTIPLE[recipe.learner.fp8]
 
@@ -50,7 +50,7 @@ def pack_share(learner: Learner, sequences: Sequence[Tokens], plan: Plan) -> lis
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate the gradients of an update over all ranks; `scores` of each micro-batch on the last stage, else [].
+    """Accumulate an update's gradients over all ranks; returns `scores` per micro-batch on the last pp_stage, else [].
 
     Gradients are those of the sum of the micro-batches' losses, over all data parallel ranks too.
     """
@@ -61,9 +61,9 @@ def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLo
 
 
 def scores(learner: Learner, batches: list[MicroBatch], temperature: float) -> list[torch.Tensor]:
-    """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens on the last stage, else [].
+    """Log-probability and entropy, float32 [2, T], of each micro-batch's trained tokens on the last pp_stage, else [].
 
-    Bitwise those that `forward_backward` gives on the same micro-batches and weights.
+    Bitwise equal to those of `forward_backward` on the same micro-batches and weights.
     """
 
     def read(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -73,7 +73,7 @@ def scores(learner: Learner, batches: list[MicroBatch], temperature: float) -> l
 
 
 def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> list[torch.Tensor]:
-    """What `read` makes of each micro-batch's hidden states on the last stage, else []; no gradients."""
+    """Results of `read` on each micro-batch's hidden states on the last pp_stage, else []; no gradients."""
 
     def without_loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden.new_zeros(()), read(model, hidden, batch)
@@ -85,9 +85,9 @@ def forward_only(learner: Learner, batches: list[MicroBatch], read: Read) -> lis
 def gather_tokens(
     learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch], values: list[torch.Tensor], k: int
 ) -> torch.Tensor:
-    """Float32 [k, T]: the micro-batches' `values` of all trained tokens, in the order of `sequences`, on every rank.
+    """float32 [k, T] on every rank: the micro-batches' `values` of all trained tokens, in the order of `sequences`.
 
-    One all-reduce of zeros and each token's single contribution, so values arrive bitwise.
+    One all-reduce, in which one rank contributes each token and the others zeros, so the values are bitwise exact.
     """
     device = learner.ranks.device
     lengths = torch.tensor([s.trained for s in sequences], device=device)
@@ -121,7 +121,7 @@ def _forward_step(read: Any, batches: Iterator[MicroBatch], chunk: DistributedDa
 
     def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         value, found = read(policy(chunk), hidden, batch)
-        ignored = torch.zeros((), dtype=torch.int, device=value.device)  # Megatron's token count: nothing divides by it
+        ignored = torch.zeros((), dtype=torch.int, device=value.device)  # Megatron's token count, which is not used
         return value, ignored, found
 
     return hidden, loss

@@ -1,7 +1,7 @@
-"""Tensors whose bytes wait in host memory.
+"""Move the bytes of tensors to pinned host memory and back.
 
-Only storages are emptied: every tensor object, and every view of it (Megatron's buffers are full of them), stays valid
-and has its values again afterwards.
+Only storages are emptied: every tensor object and every view of it (Megatron's buffers have many) stays valid and has
+its values again after `copy_back`.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from dataclasses import dataclass, field
 import torch
 
 SLAB = 1 << 26
-"""Bytes of host memory taken at a time, a power of two: torch rounds what it pins up to one, so tensors of their own
-sizes would take up to twice their bytes, and it keeps what is given back for the next request of the same size."""
+"""Bytes of one host allocation, a power of two: torch rounds pinned allocations up to a power of two, so one for each
+tensor could take twice its bytes, and caches freed ones for later requests of the same size."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A tensor whose storage is empty, and where its bytes are meanwhile."""
+    """A tensor with an emptied storage, and its bytes in host memory."""
 
     tensor: torch.Tensor
     bytes: int
     host: list[torch.Tensor] | None
-    """uint8 pieces of (pinned, beside CUDA) host memory, in order; None for a tensor that wakes up as zeros."""
+    """uint8 pieces of host memory (pinned for CUDA), in order; None for a tensor that is restored as zeros."""
 
 
 @dataclass(slots=True)
 class _Slabs:
-    """Host memory, handed out without gaps."""
+    """Allocator of host memory without gaps."""
 
     left: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def take(self, size: int, pinned: bool) -> Iterator[torch.Tensor]:
-        """Pieces of `size` bytes together."""
+        """Pieces with `size` bytes in total."""
         while size:
             if not len(self.left):
                 self.left = torch.empty(SLAB, dtype=torch.uint8, pin_memory=pinned)
@@ -43,10 +43,10 @@ class _Slabs:
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[HostCopy]:
-    """Empty the storages of `tensors`, each of which is all of its storage; without `keep` their values are dropped.
+    """Empty the storages of `tensors`, each of which fills its storage; without `keep` their values are dropped.
 
-    On CUDA the copies are queued one behind the other and the host goes on; so are those of `copy_back`, and with them
-    the learner reads and packs its first update. Whoever hands the memory to another process waits for the device.
+    On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
+    they run. Synchronise the device before another process takes the memory.
     """
     found: list[HostCopy] = []
     room = _Slabs()
@@ -75,7 +75,7 @@ def copy_back(copies: Iterable[HostCopy]) -> None:
 
 
 def _pairs(pieces: list[torch.Tensor], whole: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece of host memory with the part of the tensor's bytes that it holds."""
+    """Each piece of host memory, paired with the part of the tensor that it holds."""
     return zip(pieces, whole.split([len(piece) for piece in pieces]), strict=True)
 
 

@@ -1,4 +1,4 @@
-"""One optimizer update of the policy, and log-probabilities without one."""
+"""One optimizer update of the policy, and log-probabilities without an update."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.loss import Objective, TokenLoss, make_objective, of_tokens
+from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
 from mugrpo_megatron.learner.offload import trim_host_memory
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
@@ -24,7 +24,7 @@ from mugrpo_megatron.samples import Sample
 def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> dict[str, float]:
     """Take one optimizer update on `samples` with `advantages` float [N].
 
-    Collective: every rank passes the whole update and takes its own share. Returns, on every rank, the objective's
+    Collective: every rank passes the whole update and trains on its own share. Returns, on every rank, the objective's
     metrics over the whole update under the weights before the step, and `grad_norm` (before clipping), `lr`, `tokens`
     (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights as they were), `seconds`.
     """
@@ -62,17 +62,17 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
 
 
 def optimize(learner: Learner, sequences: Sequence[Tokens], token_loss: TokenLoss) -> Step:
-    """One optimizer update on any token loss at temperature 1: what supervised learning is made of. Collective."""
+    """One optimizer update on any token loss at temperature 1, as for supervised learning. Collective."""
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
-    forward_backward(learner, batches, of_tokens(learner, token_loss, temperature=1.0))
+    forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
     return _step(learner)
 
 
 def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probabilities float32 [R] of every response under the present weights at the rollout's temperature.
+    """Log-probabilities float32 [R] of every response under the current weights at the rollout's temperature.
 
-    Collective; every rank gets all. Packs `samples` as `update` would, so called with the samples of one update the
-    values are bitwise those that update computes and its importance ratios are exactly 1.
+    Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
+    bitwise those that `update` computes, so its importance ratios are exactly 1.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = [sequence_of(sample) for sample in samples]
@@ -85,7 +85,7 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
 def _statistics(
     learner: Learner, objective: Objective, sequences: list[Tokens], batches: list[MicroBatch]
 ) -> UpdateStatistics | None:
-    """What an objective must know of the whole update before any gradient, from a forward pass; None if nothing."""
+    """Statistics of the whole update that the objective needs before any gradient, from a forward pass, or None."""
     if not objective.section.needs_statistics:
         return None
     found = scores(learner, batches, learner.recipe.rollout.temperature)

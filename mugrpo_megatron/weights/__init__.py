@@ -1,11 +1,12 @@
 """The bridge between Hugging Face checkpoints, the Megatron learner and the SGLang engines.
 
-families/        what a model is called: a table of names and a reading of config.json for each architecture
-rows             the rows those tables are made of
-mapping          how the tensors of one row merge, split and shard; where distributed checkpoints keep them
+families         for each model family, its table of names and how its config.json is read
+architecture     what a config.json describes, in Megatron's terms; `config` and `rope` read the common fields
+blocks           the rows that the tables of names are made of
+table            how the tensors of a row merge, split and shard, and their names in checkpoints
 placement        which rows this rank's model chunks hold
-plan             all rows in buckets, with their owners: made once, the same on every rank
-export           bucket by bucket, the learner's shards -> Hugging Face tensors
-load, save       Hugging Face directory -> the learner's shards, and back
-sync, check      the learner's shards -> the engines, and whether they arrived
+buckets          all parameters in buckets, planned once, then filled with Hugging Face tensors
+hf               Hugging Face directory -> the learner's shards, and back
+safetensors_dir  the files of such a directory
+sync, check      the learner's shards -> the engines, and whether the engines hold the same bits
 """

@@ -1,4 +1,4 @@
-"""What a `config.json` says, in Megatron's words."""
+"""What a `config.json` describes, in Megatron's terms."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Rope:
     kind: Literal["default", "linear", "llama3", "yarn"]
     base: float
     dim: int
-    """Of a head."""
+    """Dimension of a head."""
     settings: tuple[Any, ...] = ()
-    """What the function of this kind in `rope` takes after base and dim, in its order."""
+    """Further arguments of this kind's function in `rope`, after base and dim."""
     attention_factor: float = 1.0
-    """What yarn multiplies cos and sin by."""
+    """Factor of cos and sin (YaRN)."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model's shape: enough to build it in Megatron and to name every tensor of its Hugging Face checkpoint."""
+    """A model's shape: enough to build it in Megatron and to name every tensor of its Hugging Face checkpoint."""
 
     family: str
     """`model_type` of the config."""
     table: tuple[Row, ...]
     transformer: Mapping[str, Any]
-    """Keyword arguments of `TransformerConfig` that the model fixes (layout and precision are the learner's)."""
+    """Keyword arguments of `TransformerConfig` that the model determines; the learner adds layout and precision."""
     gpt: Mapping[str, Any]
     """Keyword arguments of `GPTModel`; `vocab_size` is the checkpoint's, the learner pads it."""
     rope: Rope
@@ -60,7 +60,7 @@ class Architecture:
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes behind the letters of a row's shapes."""
+        """Sizes for the letters in a row's shapes."""
         head_dim = self.transformer["kv_channels"]
         return {
             "V": self.vocab_size,

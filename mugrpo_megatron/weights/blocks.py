@@ -1,6 +1,6 @@
-"""The rows a family's table is made of: a Megatron parameter, the Hugging Face tensors it holds, and how they merge.
+"""The rows of a family's table: a Megatron parameter, the Hugging Face tensors it holds, and how they merge.
 
-Shapes are spelled in letters that an `Architecture` resolves: V vocabulary, H hidden, F feed-forward, M expert
+Shapes are written in letters that an `Architecture` resolves: V vocabulary, H hidden, F feed-forward, M expert
 feed-forward, Q heads x head_dim, K key/value heads x head_dim, D head_dim, E experts.
 """
 
@@ -18,7 +18,7 @@ class Row:
     """One line of the two-way table."""
 
     megatron: str
-    """Parameter of the whole model: `{layer}` and `{expert}` count over all stages and ranks."""
+    """Parameter of the whole model: `{layer}` and `{expert}` are numbered over all pipeline stages and ranks."""
     hf: tuple[tuple[str, str], ...]
     """(name, shape in letters) of the Hugging Face tensors, in the order in which they merge."""
     form: Form = "copy"
@@ -68,7 +68,7 @@ TRUNK = (
         split="rows",
     ),
 )
-"""What every decoder here has: embedding, norms, attention projections, output layer."""
+"""Rows that every decoder has: embedding, norms, attention projections, output layer."""
 
 QKV_BIAS = (
     Row(
@@ -113,7 +113,7 @@ GATED_MLP = (
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """A router and its gated experts, which the families call by different names: `{block}.experts.{expert}.{gate}`."""
+    """A router and its gated experts, under the family's names: `{block}.experts.{expert}.{gate}`."""
     of_layer = "model.layers.{layer}." + block
     of_expert = of_layer + ".experts.{expert}."
     return (

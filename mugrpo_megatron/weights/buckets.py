@@ -1,4 +1,4 @@
-"""Who holds what, bucket by bucket: worked out once, the same on every rank, reused by every sync and save."""
+"""The model's parameters in buckets: planned once, the same on every rank, and filled by every sync and save."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from mugrpo_megatron.weights.placement import local_parameters, tensor_group
 from mugrpo_megatron.weights.table import Entry, entries, split, unshard
 
 ALIGNMENT = 16
-"""Bytes that a tensor's place in its bucket is a multiple of, so that it can be viewed in its own type."""
+"""Tensors start at multiples of this many bytes in a bucket, so that they can be viewed in their own type."""
+BUCKET_BYTES = 256 * 1024**2
 
 Owner = tuple[int, int | None]
-"""(pipeline stage, expert parallel rank or None for parameters outside the experts)."""
+"""(pp_stage, expert parallel rank or None for parameters outside the experts)."""
+Held = Mapping[str, torch.Tensor]
+"""This rank's shards by the parameters' names in the whole model."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one Hugging Face tensor in its bucket."""
+    """Offset, shape and type of a Hugging Face tensor in its bucket."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """One Megatron parameter and the slots that it fills."""
+    """A Megatron parameter and the slots that it fills."""
 
     entry: Entry
     slots: tuple[Slot, ...]
@@ -49,7 +52,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together: all held by the same pipeline stage and expert rank."""
+    """Tensors that are sent together; one pipeline stage and expert rank holds all of them."""
 
     owner: Owner
     pieces: tuple[Piece, ...]
@@ -62,7 +65,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """All buckets of the model, in the order in which every rank goes through them."""
+    """All buckets of the model, in the order in which every rank fills them."""
 
     buckets: tuple[Bucket, ...]
 
@@ -76,9 +79,9 @@ class Plan:
 
 
 def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> Plan:
-    """Buckets of at most `bucket_bytes`; a single larger parameter gets a bucket of its own. Collective.
+    """Plan buckets of at most `bucket_bytes`; a larger parameter gets its own bucket. Collective.
 
-    Raises RuntimeError when the ranks would not agree on the plan: they do not run the same model.
+    Raises RuntimeError when the ranks' plans differ, because their models do.
     """
     owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
     plan = Plan(tuple(pack(owners, architecture, bucket_bytes)))
@@ -92,15 +95,15 @@ def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bu
 
 
 def _owners(held: Mapping[str, torch.dtype]) -> dict[str, tuple[Owner, torch.dtype]]:
-    """Owner and type of every parameter of the whole model, from what each rank holds."""
-    in_stage: dict[str, tuple[int | None, torch.dtype]] = {}
+    """Owner and type of every parameter of the whole model, from the parameters on each rank."""
+    in_pp_stage: dict[str, tuple[int | None, torch.dtype]] = {}
     for rank, names in enumerate(_all_gather(held, parallel_state.get_expert_model_parallel_group())):
         for name, dtype in names.items():
-            in_stage[name] = (rank if "local_experts" in name else None, dtype)
+            in_pp_stage[name] = (rank if "local_experts" in name else None, dtype)
     found: dict[str, tuple[Owner, torch.dtype]] = {}
-    for stage, names in enumerate(_all_gather(in_stage, parallel_state.get_pipeline_model_parallel_group())):
+    for pp_stage, names in enumerate(_all_gather(in_pp_stage, parallel_state.get_pipeline_model_parallel_group())):
         for name, (rank, dtype) in names.items():
-            found.setdefault(name, ((stage, rank), dtype))
+            found.setdefault(name, ((pp_stage, rank), dtype))
     return found
 
 
@@ -113,9 +116,9 @@ def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
 def pack(
     owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """Parameters sorted by owner, in the model's order, cut where the owner changes or a bucket is full.
+    """Parameters sorted by owner, in the model's order, with a new bucket when the owner changes or one is full.
 
-    What needs a bucket of its own comes last of its owner: filling it then overlaps with loading all the others.
+    Parameters larger than a bucket come last of their owner, so that filling them overlaps with loading the others.
     """
     table = entries(architecture)
     place = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
@@ -147,7 +150,7 @@ def _by_rank(owner: Owner) -> tuple[int, int]:
 
 
 def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: int) -> tuple[tuple[Slot, ...], int]:
-    """The slots of one parameter from `start` on, and the next aligned byte after them."""
+    """The slots of a parameter from offset `start`, and the next aligned offset after them."""
     slots = []
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         slot = Slot(name, shape, dtype, start)
@@ -156,28 +159,14 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
     return tuple(slots), start
 
 
-BUCKET_BYTES = 256 * 1024**2
-
-Held = Mapping[str, torch.Tensor]
-"""This rank's shards by the parameters' names in the whole model."""
-
-
-def hf_tensors(
-    chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int = BUCKET_BYTES
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) of the Hugging Face checkpoint that the learner's weights make, on every rank.
-
-    Collective: every rank drains the iterator, or the others wait for ever. The tensors are copies and live in buckets
-    of `bucket_bytes`, each given back once nobody holds a tensor of it. Vocabulary padding is cut off, a tied output
-    layer has no tensor.
-    """
-    return planned_tensors(build_plan(chunks, architecture, bucket_bytes), chunks, architecture)
-
-
 def planned_tensors(
     plan: Plan, chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`hf_tensors` in the order of a plan that exists already."""
+    """(name, whole tensor) of the learner's weights as a Hugging Face checkpoint, on every rank.
+
+    Collective: every rank must exhaust the iterator, or the others wait for it. The tensors are views of a bucket's
+    buffer, which is freed with the last of them. Vocabulary padding is cut off; a tied output layer has no tensor.
+    """
     held = held_shards(chunks, architecture)
     device = next(iter(held.values())).device
     for bucket in plan.buckets:
@@ -188,7 +177,7 @@ def planned_tensors(
 
 
 def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
-    """This rank's shards: the parameters themselves, so they stay current as the learner trains."""
+    """This rank's shards: the parameters themselves, so always the current weights."""
     held: dict[str, torch.Tensor] = {}
     for entry, parameter in local_parameters(chunks, architecture):
         held.setdefault(entry.megatron, parameter)
@@ -197,15 +186,15 @@ def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -
 
 @torch.no_grad()
 def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Tensor) -> None:
-    """Bring the bucket's tensors into `flat` (uint8, at least the bucket's bytes) on every rank; collective.
+    """Fill `flat` (uint8, at least the bucket's bytes) with the bucket's tensors on every rank; collective.
 
-    The owner's tensor parallel ranks gather and merge, parameter by parameter; then the finished bucket is broadcast to
-    the other expert ranks and pipeline stages. Beside `flat` one whole parameter exists at a time.
+    The owner's tensor parallel ranks gather and split, parameter by parameter; then the bucket is broadcast to the
+    other expert ranks and pipeline stages. In addition to `flat`, one whole parameter exists at a time.
     """
     flat = flat[: bucket.bytes]
-    stage, expert_rank = bucket.owner
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    if stages.rank() == stage:
+    pp_stage, expert_rank = bucket.owner
+    pp_group = parallel_state.get_pipeline_model_parallel_group()
+    if pp_group.rank() == pp_stage:
         experts = parallel_state.get_expert_model_parallel_group()
         if expert_rank is None or experts.rank() == expert_rank:
             for piece in bucket.pieces:
@@ -214,8 +203,8 @@ def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Ten
                     slot.view(flat).view(part.shape).copy_(part)
         if expert_rank is not None and experts.size() > 1:
             dist.broadcast(flat, group=experts, group_src=expert_rank)
-    if stages.size() > 1:
-        dist.broadcast(flat, group=stages, group_src=stage)
+    if pp_group.size() > 1:
+        dist.broadcast(flat, group=pp_group, group_src=pp_stage)
 
 
 def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether an engine holds the learner's weights: checksums of every tensor, compared on each leader."""
+"""Compare the engines' weights with the learner's: checksums of every tensor in SGLang's layout, on each leader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mugrpo_megatron.weights.sync import Bridge, buffer
 from mugrpo_megatron.weights.table import DIMENSION, Entry
 
 VOCAB_MULTIPLE = 64
-"""SGLang pads its vocabulary to a multiple of this with zero rows."""
+"""SGLang pads its vocabulary with zero rows to a multiple of this."""
 
 FUSED = (
     (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
@@ -30,72 +30,24 @@ FUSED = (
 )
 
 
-def engine_name(hf_name: str) -> str:
-    """The engine's parameter that holds a Hugging Face tensor; several tensors share one, one after another."""
-    for pattern, replacement in FUSED:
-        if pattern.search(hf_name):
-            return pattern.sub(replacement, hf_name)
-    return hf_name
-
-
-def engine_shards(
-    entry: Entry, name: str, tensor: torch.Tensor, size: int, architecture: Architecture
-) -> Iterator[torch.Tensor]:
-    """What each of `size` tensor parallel ranks of the engine keeps of a Hugging Face tensor, in rank order."""
-    for rank in range(size):
-        if entry.row.form == "vocab":
-            yield _vocab_shard(tensor, size, rank)
-        elif entry.row.split == "none":
-            yield tensor
-        elif entry.row.form == "qkv" and ".q_proj." not in name:
-            # With fewer key/value heads than ranks each head is held by several of them.
-            parts = min(size, architecture.transformer["num_query_groups"])
-            yield tensor.chunk(parts, dim=0)[rank * parts // size]
-        else:
-            yield tensor.chunk(size, dim=DIMENSION[entry.row.split])[rank]
-
-
-def padded_on_cpu(architecture: Architecture, size: int) -> bool:
-    """Whether SGLang's CPU engine pads heads or experts to share them out (srt/configs/update_config.py)."""
-    uneven_heads = architecture.transformer["num_query_groups"] % size != 0
-    uneven_experts = architecture.experts > 0 and architecture.transformer["moe_ffn_hidden_size"] % (32 * size) != 0
-    return size > 1 and (uneven_heads or uneven_experts)
-
-
-def _vocab_shard(tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    rows = -(-len(tensor) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // size
-    held = tensor[rank * rows : (rank + 1) * rows]
-    return torch.cat([held, held.new_zeros(rows - len(held), *held.shape[1:])])
-
-
 class SummedEngine(Protocol):
-    """What the check asks of an engine; `rollout.engine.Engine` is one."""
+    """The method of `engine.client.Engine` that the check calls."""
 
     def checksums(self) -> list[Sums]:
-        """For each tensor parallel rank: the sums of every parameter that it holds."""
+        """For each tensor parallel rank, the checksum of every parameter that it holds."""
 
 
 class WeightMismatch(TrainingFailure):
-    """An engine's weights are not the learner's; names the tensors."""
-
-
-def unchecked(bridge: Bridge) -> str:
-    """Why the engines' weights cannot be compared with the learner's, empty where they can."""
-    if bridge.staging is not None and padded_on_cpu(bridge.architecture, bridge.engine_tensor):
-        return (
-            f"on CPU SGLang pads this model's heads or experts for engine.tensor = {bridge.engine_tensor}, in a layout "
-            "of its own"
-        )
-    return ""
+    """An engine's weights differ from the learner's; names a tensor."""
 
 
 def check(bridge: Bridge, engine: SummedEngine | None) -> int:
-    """Compare every tensor of each leader's engine with the learner's, bit by bit; returns how many were compared.
+    """Compare every tensor of each leader's engine with the learner's, bitwise; returns how many were compared.
 
-    Collective, and it takes a pass over all weights; `engine` is None on ranks that have none to compare. A tensor that
-    the engine holds in another type is compared in that type. Returns 0 without a look where `unchecked` says why.
-    Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never filled by the
-    learner; EngineFailure when this rank's engine fails, once the others have all they need of this rank.
+    Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. A tensor that the engine
+    holds in another type is compared in that type. Returns 0 without comparing where `unchecked` gives a reason.
+    Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never sent by the
+    learner; EngineFailure when this rank's engine fails, after this rank has done its part for the others.
     """
     if unchecked(bridge):
         return 0
@@ -103,7 +55,7 @@ def check(bridge: Bridge, engine: SummedEngine | None) -> int:
     failure: EngineFailure | None = None
     if engine is not None:
         try:
-            found = [_named_once(sums, bridge.architecture) for sums in engine.checksums()]
+            found = [_without_tied_name(sums, bridge.architecture) for sums in engine.checksums()]
         except EngineFailure as error:
             failure = error
     expected = expected_checksums(bridge, found)
@@ -113,17 +65,34 @@ def check(bridge: Bridge, engine: SummedEngine | None) -> int:
         if fault:
             where = f"the engine that rank {rank} leads" if len(faults) > 1 else "the engine"
             raise WeightMismatch(
-                f"{where} does not hold the learner's weights: {fault}. Its responses would be another policy's. "
-                "`python -m checkpoints_convert.verify` tells whether the weight table is right; "
-                'engine.check_weights = "never" goes on without this check'
+                f"{where} does not hold the learner's weights: {fault}. It would sample from a different policy. "
+                "`python -m checkpoints_convert.verify` checks the weight table; "
+                'engine.check_weights = "never" skips this comparison'
             )
     if failure:
         raise failure
     return sum(len(names) for names in expected)
 
 
+def unchecked(bridge: Bridge) -> str:
+    """Why the engines' weights cannot be compared with the learner's; empty if they can."""
+    if bridge.staging is not None and padded_on_cpu(bridge.architecture, bridge.engine_tensor):
+        return (
+            f"on CPU SGLang pads this model's heads or experts for engine.tensor = {bridge.engine_tensor}, in a layout "
+            "that this check does not know"
+        )
+    return ""
+
+
+def padded_on_cpu(architecture: Architecture, size: int) -> bool:
+    """Whether SGLang's CPU engine pads heads or experts to divide them (srt/configs/update_config.py)."""
+    uneven_heads = architecture.transformer["num_query_groups"] % size != 0
+    uneven_experts = architecture.experts > 0 and architecture.transformer["moe_ffn_hidden_size"] % (32 * size) != 0
+    return size > 1 and (uneven_heads or uneven_experts)
+
+
 def expected_checksums(bridge: Bridge, found: list[Sums]) -> list[Sums]:
-    """What the sums of an engine should be, in the types that it `found`; collective, empty where nothing was found."""
+    """The checksums that an engine should have, in the types that it `found`; collective, empty if it found none."""
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
@@ -139,13 +108,13 @@ def expected_checksums(bridge: Bridge, found: list[Sums]) -> list[Sums]:
 
 
 Shards = list[tuple[int, str, torch.Tensor]]
-"""(tensor parallel rank of the engine, the engine's name, part of that parameter)"""
+"""(tensor parallel rank of the engine, the engine's name, shard of a part of that parameter)"""
 
 
 def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: Bridge) -> list[Shards]:
-    """The bucket's tensors as the engine keeps them, those of one parameter together and in order.
+    """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order.
 
-    The plan keeps q, k, v and gate, up and the experts in order: the bytes of a fused parameter are theirs in sequence.
+    The plan has q, k, v, then gate, up, and the experts in order, so a fused parameter's bytes are theirs in sequence.
     """
     parts: defaultdict[str, Shards] = defaultdict(list)
     for piece in bucket.pieces:
@@ -163,8 +132,8 @@ def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, st
         hashes[rank].setdefault(name, hashlib.sha256()).update(raw_bytes(shard.to(held)))
 
 
-def _named_once(sums: Sums, architecture: Architecture) -> Sums:
-    """The engine may report a tied weight under the name of the output layer; the learner's is the embedding's."""
+def _without_tied_name(sums: Sums, architecture: Architecture) -> Sums:
+    """Rename a tied weight to the embedding: the engine may report it as the output layer."""
     if not architecture.tied:
         return sums
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -172,7 +141,7 @@ def _named_once(sums: Sums, architecture: Architecture) -> Sums:
 
 
 def _difference(expected: list[Sums], found: list[Sums]) -> str:
-    """One clause that says what differs, empty when nothing does."""
+    """What differs, as a clause; empty if nothing does."""
     for rank, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""
         for names, what in (
@@ -183,3 +152,34 @@ def _difference(expected: list[Sums], found: list[Sums]) -> str:
             if names:
                 return f"it {what} {sorted(names)[0]}{where} ({len(names)} of {len(ours)} tensors)"
     return ""
+
+
+def engine_name(hf_name: str) -> str:
+    """The engine's parameter that holds a Hugging Face tensor; a fused one is a concatenation of several."""
+    for pattern, replacement in FUSED:
+        if pattern.search(hf_name):
+            return pattern.sub(replacement, hf_name)
+    return hf_name
+
+
+def engine_shards(
+    entry: Entry, name: str, tensor: torch.Tensor, size: int, architecture: Architecture
+) -> Iterator[torch.Tensor]:
+    """Shards of a Hugging Face tensor on the engine's `size` tensor parallel ranks, in rank order."""
+    for rank in range(size):
+        if entry.row.form == "vocab":
+            yield _vocab_shard(tensor, size, rank)
+        elif entry.row.split == "none":
+            yield tensor
+        elif entry.row.form == "qkv" and ".q_proj." not in name:
+            # With fewer key/value heads than ranks, several ranks hold the same head.
+            parts = min(size, architecture.transformer["num_query_groups"])
+            yield tensor.chunk(parts, dim=0)[rank * parts // size]
+        else:
+            yield tensor.chunk(size, dim=DIMENSION[entry.row.split])[rank]
+
+
+def _vocab_shard(tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    rows = -(-len(tensor) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // size
+    held = tensor[rank * rows : (rank + 1) * rows]
+    return torch.cat([held, held.new_zeros(rows - len(held), *held.shape[1:])])

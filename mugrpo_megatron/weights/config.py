@@ -1,4 +1,4 @@
-"""What the configs of all decoder families have in common, in Megatron's words."""
+"""Read a `config.json` into an `Architecture`: the fields that all decoder families share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WITHOUT_EFFECT = frozenset(
         "return_dict", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
     }
 )  # fmt: skip
-"""Fields about training from scratch, generation or bookkeeping: the forward pass is the same whatever they hold."""
+"""Fields about training from scratch, generation or bookkeeping, which do not change the forward pass."""
 
 
 class Fields:
-    """Takes fields out of a config one by one; `finish` complains about what nobody took."""
+    """Takes fields out of a config one by one; `finish` raises if any is left."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
@@ -31,14 +31,14 @@ class Fields:
     def need(self, name: str) -> Any:
         """A field that has no default."""
         if self._left.get(name) is None:
-            raise UserError(f"{self._where} has no field {name!r}, which this model cannot be built without")
+            raise UserError(f"{self._where} has no field {name!r}, which this model needs")
         return self._left.pop(name)
 
     def size(self, name: str) -> int:
         """A positive integer that has no default."""
         value = self.need(name)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise UserError(f"{self._where}: {name} is {value!r}, it must be a positive integer")
+            raise UserError(f"{self._where}: {name} is {value!r} but must be a positive integer")
         return value
 
     def take(self, name: str, default: Any) -> Any:
@@ -47,42 +47,42 @@ class Fields:
         return default if value is None else value
 
     def only(self, name: str, allowed: Collection[Any], default: Any) -> None:
-        """A field of which the learner can honour certain values only."""
+        """A field of which the learner supports only the `allowed` values."""
         value = self.take(name, default)
         if value not in allowed:
-            honoured = " or ".join(repr(each) for each in allowed)
-            raise UserError(f"{self._where}: {name} is {value!r}, but the learner can honour {honoured} only")
+            supported = " or ".join(repr(each) for each in allowed)
+            raise UserError(f"{self._where}: {name} is {value!r}, but the learner supports only {supported}")
 
     def no_window(self, absent: int | None) -> None:
-        """No `sliding_window`, or one as long as the model; `absent` is what leaving it out means to the family."""
+        """Require no `sliding_window`, or one as long as the context; `absent` is the family's default."""
         window = self._left.pop("sliding_window", absent)
         context = self._left.get("max_position_embeddings") or 0
         if window is not None and window < context:
             raise self.error(
-                f"sliding_window {window} is shorter than max_position_embeddings {context} and the learner's "
+                f"sliding_window {window} is shorter than max_position_embeddings {context}, and the learner's "
                 f"attention has no window; lower max_position_embeddings to {window}, up to which the model is the same"
             )
 
     def full_attention(self) -> None:
-        """Qwen's way to say that no layer looks through a sliding window."""
+        """Require that no layer has a sliding window, in Qwen's fields."""
         self.only("use_sliding_window", (False,), False)
         self.only("use_mrope", (False,), False)
         self.take("sliding_window", None)
         self.take("max_window_layers", None)
         kinds = set(self.take("layer_types", []))
         if kinds - {"full_attention"}:
-            raise self.error(f"layer_types names {sorted(kinds)}, but the learner can honour 'full_attention' only")
+            raise self.error(f"layer_types names {sorted(kinds)}, but the learner supports only 'full_attention'")
 
     def error(self, message: str) -> UserError:
         return UserError(f"{self._where}: {message}")
 
     def finish(self) -> None:
-        """Raises UserError naming the first field that no one has read."""
+        """Raises UserError naming the first field that was not read."""
         if self._left:
             name = sorted(self._left)[0]
             raise UserError(
-                f"{self._where}: nothing here knows the field {name!r} (value {self._left[name]!r}), so the model it "
-                f"describes may not be the one that would be built; docs/add-a-model.md says how to teach it"
+                f"{self._where}: unknown field {name!r} (value {self._left[name]!r}), so the learner might build a "
+                f"different model than the config describes; docs/add-a-model.md says how to add the field"
             )
 
 
@@ -98,9 +98,9 @@ def decoder(
 ) -> Architecture:
     """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
 
-    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config that leaves them out; transformer: what the
-    family adds to or changes in the arguments of TransformerConfig.
-    Raises UserError for a field that is missing, malformed or not honoured.
+    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. transformer: the
+    family's own arguments of TransformerConfig.
+    Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     head_dim = fields.take("head_dim", head_dim)
@@ -108,7 +108,7 @@ def decoder(
         raise fields.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     head_dim = head_dim or hidden // heads
     if head_dim % 2:
-        raise fields.error(f"head_dim {head_dim} is odd, but rotary positions turn pairs")
+        raise fields.error(f"head_dim {head_dim} is odd, but rotary embedding rotates pairs")
     groups = fields.take("num_key_value_heads", heads)
     if heads % groups:
         raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
@@ -135,7 +135,7 @@ def decoder(
             "qk_layernorm": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            # cos and sin both carry yarn's factor, so a score carries its square
+            # cos and sin both have YaRN's factor, so a score has its square
             "softmax_scale": rotary.attention_factor**2 / math.sqrt(head_dim),
             **transformer,
         },
@@ -155,7 +155,7 @@ def decoder(
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     """A softmax router over all experts, without balancing loss; `renormalised`: the chosen weights sum to 1.
 
-    Softmax over the chosen logits alone is the same as renormalising the softmax over all.
+    Softmax over the chosen logits equals renormalising the softmax over all.
     """
     count = fields.take("num_experts", 0) or fields.size("num_local_experts")
     chosen = fields.size("num_experts_per_tok")
@@ -172,7 +172,7 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
 
 
 def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` next to `rope_scaling` (transformers 4)."""
+    """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4)."""
     parameters = dict(fields.take("rope_scaling", {})) | dict(fields.take("rope_parameters", {}))
     outer_theta = fields.take("rope_theta", default_theta)
     scaling = Fields(parameters, "config.json, rope scaling")
@@ -197,7 +197,7 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
         fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
-        raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are honoured")
+        raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
     scaling.finish()
     return Rope(kind, theta, head_dim, settings, factor)
 

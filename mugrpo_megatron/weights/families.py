@@ -1,4 +1,4 @@
-"""The model families: `architecture` reads a Hugging Face config into Megatron's words."""
+"""The model families: how each one's Hugging Face config becomes an `Architecture`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mugrpo_megatron.weights.config import Fields, decoder, routing
 
 
 def _llama(fields: Fields) -> Architecture:
-    """Llama 2 and 3, and what took their shape: DeepSeek-LLM, DeepSeekMath 7B, the R1 distills on Llama.
+    """Llama 2 and 3, and models of the same shape: DeepSeek-LLM, DeepSeekMath 7B, the R1 distills on Llama.
 
     Config of transformers' `LlamaForCausalLM`.
     """
@@ -24,7 +24,7 @@ def _llama(fields: Fields) -> Architecture:
 
 
 def _mistral(fields: Fields) -> Architecture:
-    """Mistral 7B and its successors of the same shape, as far as no position looks through a sliding window.
+    """Mistral 7B and later models of the same shape, without a sliding window.
 
     Config of transformers' `MistralForCausalLM`.
     """
@@ -33,7 +33,7 @@ def _mistral(fields: Fields) -> Architecture:
 
 
 def _mixtral(fields: Fields) -> Architecture:
-    """Mixtral: Mistral's attention, every layer routed to experts that renormalise their weights.
+    """Mixtral: Mistral's attention, every layer with routed experts, whose weights are renormalised.
 
     Config of transformers' `MixtralForCausalLM`.
     """
@@ -51,7 +51,7 @@ def _mixtral(fields: Fields) -> Architecture:
 
 
 def _qwen2(fields: Fields) -> Architecture:
-    """Qwen2 and Qwen2.5, Math and Coder included: biases on q, k and v.
+    """Qwen2 and Qwen2.5, including Math and Coder: biases on q, k and v.
 
     Config of transformers' `Qwen2ForCausalLM`.
     """
@@ -60,7 +60,7 @@ def _qwen2(fields: Fields) -> Architecture:
 
 
 def _qwen3(fields: Fields) -> Architecture:
-    """Qwen3, dense: RMSNorm on each head of q and k, head_dim apart from hidden/heads.
+    """Qwen3, dense: RMSNorm on each head of q and k, head_dim independent of hidden/heads.
 
     Config of transformers' `Qwen3ForCausalLM`.
     """
@@ -70,7 +70,7 @@ def _qwen3(fields: Fields) -> Architecture:
 
 
 def _qwen3_moe(fields: Fields) -> Architecture:
-    """Qwen3 mixture of experts: Qwen3's attention, every layer routed, no shared expert.
+    """Qwen3 mixture of experts: Qwen3's attention, every layer with routed experts, no shared expert.
 
     Config of transformers' `Qwen3MoeForCausalLM`.
     """
@@ -78,7 +78,7 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     fields.only("attention_bias", (False,), False)
     fields.only("decoder_sparse_step", (1,), 1)
     fields.only("mlp_only_layers", ([],), [])
-    fields.take("intermediate_size", 0)  # of the dense layers, of which there are none
+    fields.take("intermediate_size", 0)  # of dense layers, which this model does not have
     routed = routing(
         fields, ffn=fields.size("moe_intermediate_size"), renormalised=fields.take("norm_topk_prob", False)
     )
@@ -99,7 +99,7 @@ FAMILIES = {
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }
-"""`model_type` -> the family's reading of the config."""
+"""`model_type` -> the function that reads the family's config."""
 
 
 def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
@@ -110,7 +110,7 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
     family = checked(config, where)["model_type"]
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        raise UserError(f"{where}: model_type is {family!r}; the families with a table here are {known}")
+        raise UserError(f"{where}: model_type {family!r} is not supported; the supported families are {known}")
     return FAMILIES[family](Fields(config, where))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> the learner's shards, one parameter at a time."""
+"""Load a Hugging Face checkpoint directory into the learner's shards, and save one, with config and tokenizer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from mugrpo_megatron.weights.safetensors_dir import (
 )
 from mugrpo_megatron.weights.table import Entry, merge, pad_vocab, shard
 
+SHARD_BYTES = 4 * 1024**3
 CARRIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -43,68 +44,19 @@ CARRIED = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""Copied as they are; the config is written anew, since it names the weights' type."""
-
-
-def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy tokenizer and generation config, and the config with the type that the weights are stored in."""
-    for name in CARRIED:
-        if (like / name).is_file():
-            shutil.copyfile(like / name, out / name)
-    config: dict[str, Any] = dict(read_config(like))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (out / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def check_tokenizer(directory: Path, architecture: Architecture) -> None:
-    """Raises UserError when the tokenizer can produce an id that the embedding has no row for."""
-    tokens = tokenizer_size(directory)
-    if tokens > architecture.vocab_size:
-        raise UserError(
-            f"{directory}: the tokenizer has ids up to {tokens - 1}, but config.json gives the model vocab_size "
-            f"{architecture.vocab_size}; tokenizer and weights do not belong together"
-        )
-
-
-def tokenizer_size(directory: Path) -> int:
-    """One more than the largest id of the tokenizer in `directory`, added tokens included; 0 where there is none.
-
-    Reads `tokenizer.json`, else a sentencepiece `tokenizer.model` with its `added_tokens.json`, else `vocab.json`.
-    """
-    if (directory / "tokenizer.json").is_file():
-        return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
-    sizes = [0]
-    if (directory / "tokenizer.model").is_file():
-        sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
-    for name in ("added_tokens.json", "vocab.json"):
-        if (directory / name).is_file():
-            ids = json.loads((directory / name).read_text(encoding="utf-8")).values()
-            sizes += [1 + index for index in ids]
-    return max(sizes)
+"""Files copied unchanged; the config is rewritten, because it names the weights' type."""
 
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Architecture) -> None:
     """Fill this rank's parameters from a checkpoint directory, cast to the parameters' type.
 
-    Every rank reads only the layers that it holds; the peak beside the model is the largest parameter. Every header is
-    checked against the architecture first, so a checkpoint that does not fit raises UserError with the model untouched.
+    Every rank reads only the layers that it holds; peak memory beyond the model is the largest parameter. All headers
+    are checked against the architecture first: a checkpoint that does not fit raises UserError before any is copied.
     """
     checkpoint = open_checkpoint(hf_dir, architecture)
     for entry, parameter in local_parameters(chunks, architecture):
         parameter.copy_(read_shard(checkpoint, entry, architecture, parameter.shape))
-
-
-def load_megatron(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Fill this rank's parameters from a Megatron distributed checkpoint, whatever layout wrote it; collective."""
-    wanted: dict[str, Any] = {
-        str(number): cast(MegatronModule, chunk).sharded_state_dict() for number, chunk in enumerate(chunks)
-    }
-    with torch.no_grad():
-        loaded = dist_checkpointing.load(wanted, str(directory))
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[str(number)])
 
 
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
@@ -121,7 +73,15 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
     return part
 
 
-SHARD_BYTES = 4 * 1024**3
+def load_megatron(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
+    """Fill this rank's parameters from a Megatron distributed checkpoint of any layout; collective."""
+    wanted: dict[str, Any] = {
+        str(number): cast(MegatronModule, chunk).sharded_state_dict() for number, chunk in enumerate(chunks)
+    }
+    with torch.no_grad():
+        loaded = dist_checkpointing.load(wanted, str(directory))
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[str(number)])
 
 
 def save_hf(
@@ -134,8 +94,8 @@ def save_hf(
 ) -> None:
     """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
 
-    The directory appears complete or not at all; with `replace` an earlier one is there until then. Next to the model
-    one bucket is held at a time. Raises UserError on every rank when `out` exists and is not to be replaced.
+    The directory appears complete or not at all; with `replace` an earlier one stays until then. Memory beyond the
+    model is one bucket. Raises UserError on every rank when `out` exists and `replace` is false.
     """
     if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
@@ -152,3 +112,41 @@ def save_hf(
     for _ in tensors:
         pass  # the other ranks take part in every gather
     dist.barrier()
+
+
+def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
+    """Copy tokenizer and generation config, and write the config with the type of the stored weights."""
+    for name in CARRIED:
+        if (like / name).is_file():
+            shutil.copyfile(like / name, out / name)
+    config: dict[str, Any] = dict(read_config(like))
+    key = "torch_dtype" if "torch_dtype" in config else "dtype"
+    config[key] = str(dtype).removeprefix("torch.")
+    (out / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_tokenizer(directory: Path, architecture: Architecture) -> None:
+    """Raises UserError when the tokenizer has an id beyond the embedding's rows."""
+    tokens = tokenizer_size(directory)
+    if tokens > architecture.vocab_size:
+        raise UserError(
+            f"{directory}: the tokenizer has ids up to {tokens - 1}, but config.json gives the model vocab_size "
+            f"{architecture.vocab_size}; tokenizer and weights do not belong together"
+        )
+
+
+def tokenizer_size(directory: Path) -> int:
+    """Largest id of the tokenizer in `directory` plus one, added tokens included; 0 without a tokenizer.
+
+    Reads `tokenizer.json`, else a sentencepiece `tokenizer.model` with its `added_tokens.json`, else `vocab.json`.
+    """
+    if (directory / "tokenizer.json").is_file():
+        return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
+    sizes = [0]
+    if (directory / "tokenizer.model").is_file():
+        sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
+    for name in ("added_tokens.json", "vocab.json"):
+        if (directory / name).is_file():
+            ids = json.loads((directory / name).read_text(encoding="utf-8")).values()
+            sizes += [1 + index for index in ids]
+    return max(sizes)

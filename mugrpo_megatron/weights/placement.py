@@ -1,4 +1,4 @@
-"""Which parameters this rank's model chunks hold, and which ranks share them."""
+"""Which parameters this rank's model chunks hold, and which ranks shard them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRAPPER = "module."
 
 
 def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
-    """The ranks that share this parameter by tensor parallelism."""
+    """The tensor parallel group that shards this parameter."""
     if entry.of_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
@@ -26,8 +26,8 @@ def local_parameters(
 ) -> Iterator[tuple[Entry, torch.nn.Parameter]]:
     """This rank's parameters with their entries in the whole model, in the model's order.
 
-    On the last pipeline stage a tied output layer is a copy of the embedding and comes with the embedding's entry.
-    Raises KeyError for a parameter that the family's table does not name: the table or the model is wrong.
+    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry.
+    Raises KeyError for a parameter that is not in the family's table: the table or the model is wrong.
     """
     table = entries(architecture)
     if architecture.tied:
@@ -38,7 +38,7 @@ def local_parameters(
 
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:
-    """The table's name of a chunk's parameter, its layer and expert counted over all stages and ranks."""
+    """A chunk's parameter as the table names it: layer and expert numbered over all pipeline stages and ranks."""
     while name.startswith(WRAPPER):
         name = name.removeprefix(WRAPPER)
     name = table_name(name)

@@ -1,7 +1,7 @@
-"""Rotary frequencies of every scaling that the families use.
+"""Rotary frequencies for every scaling that the families use.
 
-Megatron's own rotary classes fix llama3's band edges and read yarn's numbers from undeclared config attributes; so the
-frequencies are computed here, from the checkpoint's numbers, and the learner puts them into its model as they are.
+Megatron's rotary classes hard-code llama3's band edges and read YaRN's numbers from undeclared config attributes, so
+the frequencies are computed here from the checkpoint's numbers, and the learner's model takes them as a buffer.
 Equations: RoFormer (Su et al. 2021, arXiv 2104.09864); linear interpolation (Chen et al. 2023, 2306.15595); YaRN
 (Peng et al. 2023, 2309.00071, sections 3.2 to 3.4); Llama 3 (transformers/modeling_rope_utils.py).
 """

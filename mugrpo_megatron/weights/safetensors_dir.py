@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory, checked from end to end before anything is read for use."""
+"""Read and write the safetensors files of a Hugging Face checkpoint; headers are checked before any data is read."""
 
 from __future__ import annotations
 
@@ -17,98 +17,23 @@ from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import entries
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types that are read."""
 TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor that is to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file and what it will hold, in order."""
-
-    file: str
-    specs: tuple[TensorSpec, ...]
-
-    @property
-    def bytes(self) -> int:
-        return sum(spec.bytes for spec in self.specs)
-
-
-def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[Shard]:
-    """Consecutive tensors in files of at most `shard_bytes`, a larger tensor alone; named as transformers does."""
-    groups: list[list[TensorSpec]] = [[]]
-    size = 0
-    for spec in specs:
-        if groups[-1] and size + spec.bytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(spec)
-        size += spec.bytes
-    if len(groups) == 1:
-        return [Shard(SINGLE, tuple(specs))]
-    return [
-        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
-        for number, group in enumerate(groups, start=1)
-    ]
-
-
-def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) -> None:
-    """Write one file; under its own name it is complete. `tensors` come in the shard's order, on any device."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for spec in shard.specs:
-        end = offset + spec.bytes
-        header[spec.name] = {
-            "dtype": TYPE_NAMES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
-    with durable_file(directory / shard.file) as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for spec, tensor in zip(shard.specs, tensors, strict=True):
-            if tuple(tensor.shape) != spec.shape:
-                raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, planned was {spec.shape}")
-            file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
-
-
-def write_index(directory: Path, shards: Sequence[Shard]) -> None:
-    """The index that says which file holds which tensor; a single file needs none."""
-    if len(shards) == 1:
-        return
-    placed = {spec.name: shard.file for shard in shards for spec in shard.specs}
-    total = sum(shard.bytes for shard in shards)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types that are written."""
 
 
 @dataclass(frozen=True)
 class HFCheckpoint:
-    """The tensors of a checkpoint: which file holds each of them."""
+    """The tensors of a checkpoint, and the file of each."""
 
     directory: Path
     files: Mapping[str, str]
@@ -116,16 +41,16 @@ class HFCheckpoint:
     dtypes: Mapping[str, torch.dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file: pages are read when they are touched."""
+        """A tensor, memory-mapped from its file."""
         with safe_open(self.directory / self.files[name], framework="pt") as opened:
             return opened.get_tensor(name)
 
 
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
-    """Find every tensor and compare names and shapes with the architecture; of the data a tied copy alone is read.
+    """Find every tensor and compare names and shapes with the architecture; no data is read but a tied output layer's.
 
-    Raises UserError for a missing or truncated shard, an index that disagrees with the files, a tensor that is missing,
-    one that is not of this architecture, and a wrong shape.
+    Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
+    that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
     files, shapes, dtypes = _scan(directory)
     expected = {
@@ -137,8 +62,8 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     extra = sorted(set(files) - allowed)
     if extra:
         raise UserError(
-            f"{directory / files[extra[0]]} holds {extra[0]!r}, which is no tensor of a {architecture.family} model "
-            f"with this config.json ({len(extra)} such tensors); config and weights do not belong together"
+            f"{directory / files[extra[0]]} has the tensor {extra[0]!r}, which a {architecture.family} model with this "
+            f"config.json does not have ({len(extra)} such tensors); config and weights do not belong together"
         )
     missing = sorted(set(expected) - set(files))
     if missing:
@@ -161,19 +86,19 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
 
 
 def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:
-    """File, shape and type of every tensor, from the headers; the index, where there is one, must agree."""
+    """File, shape and type of every tensor, from the headers; an index, if present, must agree."""
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():
         try:
             indexed = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{index_path} is no safetensors index: {error!r}") from error
+            raise UserError(f"{index_path} is not a safetensors index: {error!r}") from error
         names = sorted(set(indexed.values()))
     elif (directory / SINGLE).is_file():
         names = [SINGLE]
     else:
-        raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are read")
+        raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported")
     files: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -183,7 +108,7 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
             raise UserError(f"{path} is missing, though {INDEX} names it")
         try:
             with safe_open(path, framework="pt") as opened:
-                for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is no mapping
+                for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
                     if tensor in files:
                         raise UserError(f"{tensor} is in both {files[tensor]} and {name} of {directory}")
                     files[tensor] = name
@@ -191,12 +116,12 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
                     shapes[tensor] = tuple(header.get_shape())
                     if header.get_dtype() not in FLOATS:
                         raise UserError(
-                            f"{path}: {tensor} is of type {header.get_dtype()}; quantised checkpoints are not read, "
-                            f"take the model's {' or '.join(FLOATS)} release"
+                            f"{path}: {tensor} has type {header.get_dtype()}; quantised checkpoints are not supported, "
+                            f"use the model's {' or '.join(FLOATS)} release"
                         )
                     dtypes[tensor] = FLOATS[header.get_dtype()]
         except SafetensorError as error:
-            raise UserError(f"{path} is truncated or no safetensors file ({error}); fetch it again") from error
+            raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
     if indexed is not None and indexed != files:
         wrong = sorted(set(indexed.items()) ^ set(files.items()))[0][0]
         raise UserError(
@@ -204,3 +129,78 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
             f"the shards say {files.get(wrong, 'nothing')}"
         )
     return files, shapes, dtypes
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and type of a tensor to write."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file and its tensors, in order."""
+
+    file: str
+    specs: tuple[TensorSpec, ...]
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs)
+
+
+def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[Shard]:
+    """Tensors, in order, in files of at most `shard_bytes` (or one larger tensor), named as in transformers."""
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in specs:
+        if groups[-1] and size + spec.bytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.bytes
+    if len(groups) == 1:
+        return [Shard(SINGLE, tuple(specs))]
+    return [
+        Shard(f"model-{number:05d}-of-{len(groups):05d}.safetensors", tuple(group))
+        for number, group in enumerate(groups, start=1)
+    ]
+
+
+def write_shard(directory: Path, shard: Shard, tensors: Iterable[torch.Tensor]) -> None:
+    """Write a shard atomically. `tensors` come in the shard's order, on any device."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for spec in shard.specs:
+        end = offset + spec.bytes
+        header[spec.name] = {
+            "dtype": TYPE_NAMES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    encoded = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)  # the data starts aligned
+    with durable_file(directory / shard.file) as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for spec, tensor in zip(shard.specs, tensors, strict=True):
+            if tuple(tensor.shape) != spec.shape:
+                raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, the plan says {spec.shape}")
+            file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
+
+
+def write_index(directory: Path, shards: Sequence[Shard]) -> None:
+    """Write the index of which file holds which tensor, unless there is only one file."""
+    if len(shards) == 1:
+        return
+    placed = {spec.name: shard.file for shard in shards for spec in shard.specs}
+    total = sum(shard.bytes for shard in shards)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""The learner's weights -> the SGLang engines that share its devices.
+"""Sync: send the learner's weights, bucket by bucket, to the SGLang engines that share its devices.
 
-What travels is pickled for another process of the same machine, and no tensor is copied into the pickle. On CUDA it is
+A bucket is pickled for another process of the same machine by reference; the pickle holds no tensor data. On CUDA it is
 SGLang's `flattened_bucket` (sglang/srt/weight_sync/tensor_bucket.py): the IPC handle of one uint8 buffer and a list of
-names, shapes and places. On CPU it is the named tensors, each a name of shared memory and a place in it.
+names, shapes and offsets. On CPU it is the named tensors, each a shared memory name and an offset.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from mugrpo_megatron.weights.buckets import Bucket, Plan, build_plan, fill, held
 
 
 class Engine(Protocol):
-    """What the bridge asks of an engine; `rollout.engine.Engine` is one."""
+    """The methods of `engine.client.Engine` that a sync calls."""
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one serialised bucket, an item for each of the engine's tensor parallel ranks."""
+        """Load one serialised bucket, with an item for each of the engine's tensor parallel ranks."""
 
     def set_version(self, version: int) -> None:
-        """The weight version that responses carry from now on."""
+        """Set the weight version that responses carry from now on."""
 
 
 @dataclass(frozen=True)
 class Bridge:
-    """Everything that stays the same from one sync to the next."""
+    """The plan of a sync and the memory that it uses; made once and used by every sync."""
 
     architecture: Architecture
     plan: Plan
@@ -45,14 +45,14 @@ class Bridge:
     engine_tensor: int
     """Tensor parallel size of each engine."""
     engine_group: dist.ProcessGroup | None
-    """CUDA: the ranks on the devices of this rank's engine, the leader first. CPU: None, a leader serves alone."""
+    """CUDA: the ranks on the devices of this rank's engine, leader first. CPU: None; the leader sends every bucket."""
     staging: Sequence[torch.Tensor] | None
-    """CPU: up to two buffers of uint8 that the buckets pass through in turn; shared memory where there is an engine."""
+    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on engine leaders."""
 
 
 @dataclass(frozen=True)
 class SyncStats:
-    """What one sync moved."""
+    """Size and duration of one sync."""
 
     version: int
     bytes: int
@@ -63,10 +63,10 @@ class SyncStats:
 def build_bridge(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int, engine_tensor: int = 1
 ) -> Bridge:
-    """Work out the plan and set the memory aside; collective, once after the model is built.
+    """Make the plan and allocate the buffers; collective, once after the model is built.
 
-    `bucket_bytes` bounds the memory of the bridge beside the model: two buckets are under way at a time.
-    Engines sit on consecutive ranks: rank r serves the engine that rank r - r % engine_tensor leads, if it leads one.
+    `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
+    consecutive ranks: the leader of rank r's engine is rank r - r % engine_tensor.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     held = held_shards(chunks, architecture)
@@ -79,31 +79,31 @@ def build_bridge(
 
 
 def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
-    """Load the learner's current weights into the engine of each leader and stamp them with `version`.
+    """Load the learner's current weights into every leader's engine, as weight version `version`.
 
-    Collective: every rank goes through every bucket; `engine` is None on ranks that lead none. The engine's weight
-    memory is awake and its KV cache still asleep, so that bucket and cache never need room at once. Every bucket exists
-    whole on every rank anyway, so each leader hands its own copy to its engine.
-    Raises EngineFailure when this rank's engine refuses a bucket, once the other ranks have all they need of this one.
+    Collective: every rank fills every bucket; `engine` is None on ranks that do not lead one. The engine's weight
+    memory is awake and its KV cache still asleep, so bucket and cache do not need memory at the same time. Every rank
+    has every bucket, so each leader sends its own copy to its engine.
+    Raises EngineFailure when this rank's engine refuses a bucket, after this rank has done its part for the others.
     """
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
-    served = _agreed(bridge, engine is not None or not _leads(bridge))
+    served = _all_ok(bridge, engine is not None or not _leads(bridge))
     with ThreadPoolExecutor(1) as loader:
         for number, bucket in enumerate(bridge.plan.buckets):
             flat = buffer(bridge, bucket, number)
             fill(bucket, bridge.held, bridge.architecture, flat)
-            # Memory whose handle nobody takes is never given back, so there is none for an engine that is not there.
+            # Without an engine, export no handle: CUDA memory whose handle is never opened would not be freed.
             serialized = _serialize_for_engine(bridge, bucket, flat) if served else []
             if loading:
                 failure = _result(loading) or failure
-                served = _agreed(bridge, served and failure is None)
+                served = _all_ok(bridge, served and failure is None)
             loading = loader.submit(_load, engine if served else None, serialized, flat)
-            del flat  # held by the load alone, so that memory is given back bucket by bucket
+            del flat  # only the load holds it now, so memory is freed bucket by bucket
         if loading:
             failure = _result(loading) or failure
-            _agreed(bridge, failure is None)
+            _all_ok(bridge, failure is None)
     if failure:
         raise failure
     if engine is not None:
@@ -112,21 +112,21 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
 
 
 def buffer(bridge: Bridge, bucket: Bucket, number: int) -> torch.Tensor:
-    """Memory for a bucket: one of two in turn on CPU; new on CUDA, where an engine may answer before it has read."""
+    """Memory for a bucket: on CPU one of two in turn; on CUDA new, as an engine may answer before it has read all."""
     if bridge.staging is None:
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")
     return bridge.staging[number % len(bridge.staging)]
 
 
 def _load(engine: Engine | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
-    """Hand a bucket to the engine and, once it is loaded, its memory back to the caller."""
+    """Load a bucket into the engine; returns the memory, so that it is kept until then."""
     if engine is not None:
         engine.load_bucket(serialized)
     return flat
 
 
 def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
-    """Wait until the engine has read a bucket; returns why it did not."""
+    """Wait until the engine has read a bucket; returns the failure if it did not."""
     try:
         loading.result()
     except EngineFailure as failure:
@@ -135,19 +135,19 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
 
 
 def _leads(bridge: Bridge) -> bool:
-    """Whether this rank would be the one to hand buckets to an engine: on CPU any may."""
+    """Whether this rank may lead an engine: on CPU any rank."""
     return bridge.engine_group is None or bridge.engine_group.rank() == 0
 
 
-def _agreed(bridge: Bridge, well: bool) -> bool:
-    """Whether all is well on every rank of this rank's engine; only then is a bucket's memory let go of.
+def _all_ok(bridge: Bridge, ok: bool) -> bool:
+    """Whether `ok` holds on every rank of this rank's engine; a bucket's memory is freed only after this.
 
-    The engine reads the followers' memory as well, and only the leader knows when it is done.
+    The engine also reads the memory of the other ranks, and only the leader knows when it has finished.
     """
     if bridge.engine_group is None:
-        return well
-    votes = [well] * bridge.engine_group.size()
-    dist.all_gather_object(votes, well, group=bridge.engine_group)
+        return ok
+    votes = [ok] * bridge.engine_group.size()
+    dist.all_gather_object(votes, ok, group=bridge.engine_group)
     torch.cuda.ipc_collect()
     return all(votes)
 
@@ -160,12 +160,12 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
 
 
 def named(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What `rollout.cpu_engine.load_mapped` reads."""
+    """What `engine.cpu.load_mapped` reads."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 
 def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
-    """SGLang's flattened bucket: a single handle to open, however many tensors."""
+    """SGLang's flattened bucket: one handle for all tensors."""
     places = [
         SimpleNamespace(
             name=slot.name,
@@ -181,10 +181,10 @@ def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
 
 
 def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
-    """One serialisation for each tensor parallel rank of the engine; on CUDA each from that rank's own device."""
+    """The bucket, serialised for each tensor parallel rank of the engine; on CUDA each from that rank's device."""
     if bridge.engine_group is None:
         return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)]
-    torch.cuda.current_stream().synchronize()  # another process is about to read what this stream has written
+    torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
     gathered: list[bytes] = [b""] * bridge.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)
     return gathered

@@ -1,4 +1,4 @@
-"""The arithmetic of the two-way table: which tensors a parameter holds, how they merge, and how ranks share them.
+"""The two-way table at work: the tensors of a parameter, how they merge, shard and are named in checkpoints.
 
 HF tensors  --merge-->  whole Megatron parameter  --shard-->  one rank's parameter
 HF tensors  <--split--  whole Megatron parameter  <-unshard-  every rank's parameter
@@ -15,40 +15,23 @@ import torch
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.blocks import Row
 
+DIMENSION = {"rows": 0, "columns": 1}
 NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Table -> fused; the second stays as it is before experts, which have no linear layer that it could go into.
+"""Norms: the table's name -> Transformer Engine's, which fuses a norm into the linear layer after it.
 
-Megatron's distributed checkpoints know the fused names alone, whatever the layers that wrote them (`mapping.stored`).
+Before experts there is no such layer, and the second norm keeps the table's name. Megatron's distributed checkpoints
+have the fused names for both kinds of layers (`stored`).
 """
-_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
-_ALONE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
-
-
-def table_name(name: str) -> str:
-    """The name that the tables know a parameter by; a name of theirs is left as it is."""
-    for plain, fused in NORMS.items():
-        name = name.replace(f".{fused}", f".{plain}")
-    return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)
-
-
-def fused_name(name: str, experts: bool) -> str:
-    """What Transformer Engine calls the parameter `name` of the tables, in a model with or without experts."""
-    for plain, fused in NORMS.items():
-        if not (experts and plain == "pre_mlp_layernorm."):
-            name = name.replace(f".{plain}", f".{fused}")
-    return _ALONE.sub(r".experts.\2.weight\1", name)
-
-
-DIMENSION = {"rows": 0, "columns": 1}
 STORED_NAMES = (
     (re.compile(r"^decoder\.layers\.\d+\."), "decoder.layers."),
     (re.compile(r"\.local_experts\.\d+\."), ".experts."),
     *((re.compile(re.escape(f".{plain}")), f".{fused}") for plain, fused in NORMS.items()),
 )
-"""What Megatron's `sharded_state_dict` makes of a parameter's name: layers and experts become leading dimensions."""
+"""How Megatron's `sharded_state_dict` renames parameters: layers and experts become leading dimensions."""
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -73,38 +56,15 @@ class Entry:
 
     @property
     def of_expert(self) -> bool:
-        """Whether expert parallelism, not the ordinary tensor parallel group, places the parameter."""
+        """Whether the parameter belongs to an expert and so uses the expert parallel groups."""
         return "{expert}" in self.row.megatron
 
     def hf_shapes(self, architecture: Architecture) -> tuple[tuple[int, ...], ...]:
         return tuple(architecture.shape(letters) for _, letters in self.row.hf)
 
 
-@dataclass(frozen=True)
-class Stored:
-    """Where a Megatron distributed checkpoint keeps a whole parameter: in a stack over layers and experts."""
-
-    key: str
-    index: tuple[int, ...]
-    """Place in the stack: (), (layer,) or (layer, expert)."""
-    stack: tuple[int, ...]
-    """Extent of the stack in the same dimensions."""
-
-
-def stored(entry: Entry, architecture: Architecture) -> Stored:
-    """Key and place of a parameter in a `torch_dist` checkpoint, whatever layout wrote it."""
-    key = entry.megatron
-    for pattern, replacement in STORED_NAMES:
-        key = pattern.sub(replacement, key)
-    if entry.of_expert:
-        return Stored(key, (entry.layer, entry.expert), (architecture.layers, architecture.experts))
-    if "{layer}" in entry.row.megatron:
-        return Stored(key, (entry.layer,), (architecture.layers,))
-    return Stored(key, (), ())
-
-
 def entries(architecture: Architecture) -> dict[str, Entry]:
-    """Every parameter of the whole model by its Megatron name, in the model's order; none for a tied output layer."""
+    """Every parameter of the whole model by its Megatron name, in the model's order, without a tied output layer."""
     rows = [row for row in architecture.table if not (architecture.tied and row.megatron == "output_layer.weight")]
     in_layers = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(in_layers[0])
@@ -118,7 +78,7 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
 
 
 def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
-    """Shape of the whole Megatron parameter, without vocabulary padding: its tensors lie one after another in rows."""
+    """Shape of the whole Megatron parameter without vocabulary padding: the rows of its tensors, concatenated."""
     shapes = entry.hf_shapes(architecture)
     return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
@@ -135,10 +95,10 @@ def merge(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architect
 
 
 def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
-    """The whole Megatron parameter -> views of it that hold its Hugging Face tensors, in their order when flattened.
+    """The whole Megatron parameter -> views of it with the elements of its Hugging Face tensors, in row-major order.
 
-    Parts of `qkv` are [groups, rows of a group, ...]: reshaping them to the tensor's shape would copy, so it is left to
-    the caller.
+    Parts of `qkv` are [groups, rows of a group, ...]: reshaping them to the tensor's shape would copy, so the caller
+    does it.
     """
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
@@ -152,7 +112,7 @@ def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list
 
 
 def shard(entry: Entry, whole: torch.Tensor, size: int, rank: int) -> torch.Tensor:
-    """The part of a whole parameter that tensor parallel `rank` of `size` holds; a view where the layout allows it."""
+    """The shard of a whole parameter on tensor parallel `rank` of `size`; a view where the layout allows it."""
     if entry.row.split == "none" or size == 1:
         return whole
     dimension = DIMENSION[entry.row.split]
@@ -173,9 +133,39 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pad_vocab(entry: Entry, whole: torch.Tensor, rows: int) -> torch.Tensor:
-    """Zero rows after the vocabulary up to `rows`, so that it divides over the tensor parallel ranks."""
+    """Append zero rows to the vocabulary up to `rows`, so that it divides over the tensor parallel ranks."""
     if entry.row.form != "vocab" or len(whole) == rows:
         return whole
     padded = whole.new_zeros(rows, *whole.shape[1:])
     padded[: len(whole)] = whole
     return padded
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Place of a whole parameter in a Megatron distributed checkpoint: in a stack over layers and experts."""
+
+    key: str
+    index: tuple[int, ...]
+    """Place in the stack: (), (layer,) or (layer, expert)."""
+    stack: tuple[int, ...]
+    """Size of the stack in the same dimensions."""
+
+
+def stored(entry: Entry, architecture: Architecture) -> Stored:
+    """Key and place of a parameter in a `torch_dist` checkpoint; the same for every layout."""
+    key = entry.megatron
+    for pattern, replacement in STORED_NAMES:
+        key = pattern.sub(replacement, key)
+    if entry.of_expert:
+        return Stored(key, (entry.layer, entry.expert), (architecture.layers, architecture.experts))
+    if "{layer}" in entry.row.megatron:
+        return Stored(key, (entry.layer,), (architecture.layers,))
+    return Stored(key, (), ())
+
+
+def table_name(name: str) -> str:
+    """The table's name of a parameter of local or Transformer Engine layers."""
+    for plain, fused in NORMS.items():
+        name = name.replace(f".{fused}", f".{plain}")
+    return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)

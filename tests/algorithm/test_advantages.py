@@ -1,4 +1,4 @@
-"""Group-relative advantages against plain loops, and what they must be invariant to."""
+"""Group-relative advantages against plain loops; updates made of informative groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.advantages import STD_EPSILON, group_advantages, informative
+from mugrpo_megatron.algorithm.advantages import STD_EPSILON, group_advantages, informative, informative_updates
 from mugrpo_megatron.recipe import ObjectiveSection
 
 GROUPS = st.lists(st.lists(st.floats(-10, 10, width=32), min_size=1, max_size=8), min_size=1, max_size=6)
@@ -60,3 +60,28 @@ def test_informative_groups_are_those_whose_rewards_differ() -> None:
 def test_no_responses() -> None:
     nothing = np.zeros(0)
     assert group_advantages(nothing, nothing.astype(int), ObjectiveSection()).shape == (0,)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.data())
+def test_every_update_is_full_of_informative_groups(per_update: int, updates: int, data: st.DataObject) -> None:
+    size = per_update * updates
+    differs = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    plan = informative_updates(differs, per_update)
+    assert plan.shape == (updates, per_update)
+    if differs.any():
+        assert differs[plan].all()
+        visits = np.bincount(plan.ravel(), minlength=size)[differs]
+        assert visits.max() - visits.min() <= 1
+        first_round = plan.ravel()[: differs.sum()]
+        assert (np.diff(first_round) > 0).all()
+    else:
+        assert plan.ravel().tolist() == list(range(size))
+
+
+def test_a_stage_without_equal_rewards_stays_as_it_is() -> None:
+    assert informative_updates(np.ones(6, dtype=bool), 3).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_groups_fill_the_places_in_order_and_repeat() -> None:
+    differs = np.array([0, 1, 1, 0, 1, 0], dtype=bool)
+    assert informative_updates(differs, 2).tolist() == [[1, 2], [4, 1], [2, 4]]

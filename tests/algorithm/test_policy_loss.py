@@ -230,7 +230,7 @@ def test_on_policy_gradient_is_that_of_reinforce() -> None:
     ],
 )
 def test_scopes_of_the_veto(scope: str, kept: list[int]) -> None:
-    """Triggers at the second and fourth token of a negative response; the positive one beside it stays whole."""
+    """Triggers at the second and fourth token of a negative response; the positive one next to it stays whole."""
     ratio = torch.tensor([1.0, 0.9e-4, 1.1e-4, 1e-30, 1.0])
     config = ObjectiveSection(veto=scope)
     segments = make_segments(torch.tensor([5, 5]), torch.ones(2))

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from checkpoints_convert import command, hf_to_megatron, megatron_to_hf, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from tests import models
 from tests.weights import tiny
 
 Spoil = Callable[[Path], Any]
@@ -27,7 +28,7 @@ SECOND = "model-00002-of-00003.safetensors"
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 checkpoint in three shards with its tokenizer."""
     directory = tmp_path_factory.mktemp("source") / "qwen2"
-    model = tiny.save_tiny(directory, "qwen2", vocab_size=512)
+    model = models.save_model(directory, "qwen2", vocab_size=512)
     (directory / "model.safetensors").unlink()
     model.save_pretrained(directory, max_shard_size="100KB")
     build_arithmetic_tokenizer().save_pretrained(directory)
@@ -100,7 +101,7 @@ def test_fast_tokenizer_travels(hf: Path, megatron: Path, tmp_path: Path) -> Non
 
 def test_sentencepiece_tokenizer_travels(tmp_path: Path) -> None:
     source = tmp_path / "llama"
-    tiny.save_tiny(source, "llama", vocab_size=120)
+    models.save_model(source, "llama", vocab_size=120)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(f"{a} plus {b} equals {a + b}" for a in range(40) for b in range(9)))
     SentencePieceTrainer.train(
@@ -195,11 +196,11 @@ def remove_weights(directory: Path) -> None:
 
 SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json there"),
-    "config is no JSON": (
+    "config is not JSON": (
         lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
         "config.json: cannot be read as a model configuration",
     ),
-    "no weights": (remove_weights, "only safetensors checkpoints are read"),
+    "no weights": (remove_weights, "only safetensors checkpoints are supported"),
     "missing shard": (
         lambda d: (d / "model-00002-of-00003.safetensors").unlink(),
         "00002-of-00003.safetensors is missing",
@@ -214,9 +215,9 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "quantised": (
         lambda d: edit_tensor(d, "model.norm.weight", lambda v: v.to(torch.int8)),
-        "model.norm.weight is of type I8; quantised checkpoints are not read",
+        "model.norm.weight has type I8; quantised checkpoints are not supported",
     ),
-    "extra tensor": (add_tensor, "holds 'model.layers.0.self_attn.rotary.weight', which is no tensor of a qwen2 model"),
+    "extra tensor": (add_tensor, "has the tensor 'model.layers.0.self_attn.rotary.weight', which a qwen2 model"),
     "missing tensor": (
         lambda d: drop_tensor(d, "model.layers.3.self_attn.k_proj.bias"),
         "lacks 'model.layers.3.self_attn.k_proj.bias'",
@@ -225,10 +226,13 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: edit_index(d, lambda w: w.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
         "disagrees with the shards about 'model.norm.weight'",
     ),
-    "index is no JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is no safetensors index"),
-    "unknown family": (lambda d: edit_config(d, model_type="gpt2"), "model_type is 'gpt2'; the families with a table"),
-    "another family": (lambda d: edit_config(d, model_type="llama"), "nothing here knows the field 'layer_types'"),
-    "unknown field": (lambda d: edit_config(d, logit_cap=30), "nothing here knows the field 'logit_cap' (value 30)"),
+    "index is not JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
+    "unknown family": (
+        lambda d: edit_config(d, model_type="gpt2"),
+        "model_type 'gpt2' is not supported; the supported",
+    ),
+    "another family": (lambda d: edit_config(d, model_type="llama"), "unknown field 'layer_types'"),
+    "unknown field": (lambda d: edit_config(d, logit_cap=30), "unknown field 'logit_cap' (value 30)"),
     "missing field": (lambda d: edit_config(d, hidden_size=None), "has no field 'hidden_size'"),
     "malformed field": (lambda d: edit_config(d, num_hidden_layers="4"), "num_hidden_layers is '4'"),
     "dropout": (
@@ -242,7 +246,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "fewer layers": (
         lambda d: edit_config(d, num_hidden_layers=3, layer_types=None),
-        "which is no tensor of a qwen2 model",
+        "which a qwen2 model with this config.json does not have",
     ),
     "tied head that differs": (
         lambda d: edit_config(d, tie_word_embeddings=True),
@@ -302,7 +306,7 @@ def test_existing_output_is_refused(hf: Path, megatron: Path, capsys: pytest.Cap
 
 
 SPOILED_MEGATRON: dict[str, tuple[Spoil, str]] = {
-    "not one": (lambda d: (d / ".metadata").unlink(), "is no Megatron distributed checkpoint"),
+    "not one": (lambda d: (d / ".metadata").unlink(), "is not a Megatron distributed checkpoint"),
     "damaged metadata": (lambda d: truncate(d / ".metadata"), ".metadata is damaged"),
     "missing data": (lambda d: (d / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "truncated data": (lambda d: truncate(d / "__0_0.distcp"), "__0_0.distcp is truncated"),
@@ -322,8 +326,8 @@ def test_spoiled_megatron_checkpoint_is_refused(
 def test_checkpoint_of_another_model_is_refused(
     megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.save_tiny(tmp_path / "qwen3", "qwen3", vocab_size=512)
-    tiny.save_tiny(tmp_path / "wide", "qwen2", vocab_size=512, intermediate_size=96)
+    models.save_model(tmp_path / "qwen3", "qwen3", vocab_size=512)
+    models.save_model(tmp_path / "wide", "qwen2", vocab_size=512, intermediate_size=96)
     for like, sentence in (
         ("qwen3", "config field model_type is 'qwen2'"),
         ("wide", "config field intermediate_size is 64"),

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from checkpoints_convert import hf_to_megatron, megatron_to_hf
 from mugrpo_megatron.recipe.sections import ParallelSection
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.ranks_work import Layout, reload_megatron, save_training_checkpoint
 
 pytestmark = pytest.mark.process
@@ -36,7 +36,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`NAME` Hugging Face, `NAME-converted` cut for TP2 x PP2, of every model."""
     directory = tmp_path_factory.mktemp("models")
     for name, (family, changes) in MODELS.items():
-        tiny.save_tiny(directory / name, family, **changes)
+        models.save_model(directory / name, family, **changes)
         hf_to_megatron.convert(directory / name, directory / f"{name}-converted", ParallelSection(tensor=2, pipeline=2))
     return directory
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
@@ -19,6 +19,7 @@ from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.grading import Graded, summarize
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Response
+from tests import models
 
 SUMS = {"arithmetic": "arithmetic"}
 
@@ -168,25 +169,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.save_pretrained(directory)
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    models.save_model(
+        directory,
+        scale=9.0,
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=128,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    model.save_pretrained(directory)
     return directory
 
 

@@ -11,35 +11,29 @@ import numpy as np
 import psutil
 import torch
 import torch.multiprocessing
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Sample
+from tests import models
 
 VOCABULARY = 512
 
 
 def save_checkpoint(directory: Path, seed: int) -> Path:
     """A small random Qwen2 whose next-token distributions are far from uniform."""
-    torch.manual_seed(seed)
-    config = Qwen2Config(
+    models.save_model(
+        directory,
+        seed=seed,
+        scale=9.0,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
     )
-    model = Qwen2ForCausalLM(config).float()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0)
-    model.save_pretrained(directory)
     return directory
 
 

@@ -20,6 +20,7 @@ from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.plan.memory import Batch, learning
 from mugrpo_megatron.samples import Sample
+from tests import models
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
 
 pytestmark = [
@@ -121,9 +122,9 @@ def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
 
 
 def save_wide(directory: Path) -> Path:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    config = Qwen2Config(
+    models.save_model(
+        directory,
+        scale=None,
         vocab_size=VOCAB,
         hidden_size=1024,
         intermediate_size=4096,
@@ -131,9 +132,7 @@ def save_wide(directory: Path) -> Path:
         num_attention_heads=16,
         num_key_value_heads=4,
         max_position_embeddings=2048,
-        use_sliding_window=False,
     )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
     return directory
 
 

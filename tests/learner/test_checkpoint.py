@@ -27,7 +27,7 @@ def train_and_save(model: str, directory: str, sections: Sections) -> list[dict[
     learner = build_learner(recipe(Path(model), **sections))
     for seed in range(2):
         update(learner, samples(seed=seed), advantages(24, seed))
-    checkpoint.save(learner, Path(directory), CURSOR)
+    checkpoint.begin_save(learner, Path(directory), CURSOR)()
     return [update(learner, samples(seed=seed), advantages(24, seed)) for seed in (2, 3)]
 
 
@@ -92,4 +92,4 @@ def test_incomplete_or_foreign_checkpoints_are_refused(model: str, tmp_path: Pat
     assert "'V': 96" in message
     shutil.move(directory / STATE, tmp_path)
     [message] = run_ranks(1, refused, model, str(directory))
-    assert "no complete checkpoint" in message
+    assert "is not a complete checkpoint" in message

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
+from tests import models
 from tests.learner.test_checkpoint import resume, train_and_save
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
@@ -33,28 +32,8 @@ def two_updates(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("experts")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,  # type: ignore[call-arg]  # the dataclass behind transformers' configs takes more than it declares
-        max_position_embeddings=128,
-        use_sliding_window=False,
-    )
-    policy = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
-    policy.float().save_pretrained(directory)
+    sizes = {"vocab_size": VOCAB, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    models.save_model(directory, "qwen3_moe", **sizes)
     return str(directory)
 
 

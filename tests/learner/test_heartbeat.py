@@ -1,4 +1,4 @@
-"""Ranks that wait for each other without a collective: nobody is waited for longer than they live."""
+"""Ranks that wait for each other without a collective, and stop waiting when a rank dies."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path)
     second.leave()
     with pytest.raises(CollectiveFailure) as failure:
         first.barrier()
-    assert first.likely_cause().startswith("nothing was heard of rank 1 for over 0 s")
+    assert first.likely_cause().startswith("no heartbeat from rank 1 for over 0 s")
     text = str(failure.value)
-    assert text.startswith("rank 0 of 2 failed in generate stage 3: nothing was heard of rank 1 for 1 s")
+    assert text.startswith("rank 0 of 2 failed in generate stage 3: no heartbeat from rank 1 for 1 s")
     assert "rank 1 (node 1): sync stage 3, silent for" in text
     assert "rank 0 (node 0): generate stage 3" in text
     first.leave()
@@ -69,7 +69,7 @@ def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:
     with pytest.raises(CollectiveFailure, match=r"rank 1 of 2 failed in start: the rendezvous .* cannot be reached"):
         lonely.barrier()
     while not lonely.likely_cause():
-        assert lonely.silent(PATIENCE_S) == [], "who cannot listen accuses nobody"
+        assert lonely.silent(PATIENCE_S) == [], "a rank that cannot read the store must not accuse others"
     assert lonely.likely_cause().startswith("the rendezvous on rank 0's node was out of reach")
     lonely.leave()
 

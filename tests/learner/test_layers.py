@@ -1,8 +1,9 @@
-"""Layers with Transformer Engine's names: chosen where they load, and the same weights whichever are taken."""
+"""Layers with Transformer Engine's names: chosen where it is installed, and the same model as local layers."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,11 +21,12 @@ from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.passes import row_multiple
 from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
-from mugrpo_megatron.weights.table import entries, fused_name, table_name
+from mugrpo_megatron.weights.table import NORMS, entries, table_name
+from tests import models
 from tests.learner.fused import fused
 from tests.learner.tiny import recipe, save_model
+from tests.models import FAMILIES
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.ranks_work import Layout, build, enter, round_trips, stored_shapes
 
 LAYER = "decoder.layers.0."
@@ -44,10 +46,10 @@ ROUTED = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
-    for family in tiny.FAMILIES:
-        tiny.save_tiny(directory / family, family)
+    for family in models.FAMILIES:
+        models.save_model(directory / family, family)
     return directory
 
 
@@ -59,12 +61,20 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("routed")
-    tiny.save_tiny(directory, "qwen3_moe", num_hidden_layers=2)
+    models.save_model(directory, "qwen3_moe", num_hidden_layers=2)
     return str(directory)
 
 
+def fused_name(name: str, experts: bool) -> str:
+    """Transformer Engine's name of the table's parameter `name`, in a model with or without experts."""
+    for plain, fused_norm in NORMS.items():
+        if not (experts and plain == "pre_mlp_layernorm."):
+            name = name.replace(f".{plain}", f".{fused_norm}")
+    return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
+
+
 def parameter_names(model: str) -> list[str]:
-    """Of a whole model in this process."""
+    """Parameter names of a whole model in this process."""
     (chunk,), _ = build(Path(model), {}, enter({}))
     return [name for name, _ in chunk.named_parameters()]
 
@@ -76,15 +86,15 @@ def refusal(model: str, chosen: str) -> str:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("family", tiny.FAMILIES)
-def test_names_are_those_of_the_modules_and_come_back(models: Path, family: str) -> None:
-    model = architecture(json.loads((models / family / "config.json").read_text()))
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_names_are_those_of_the_modules_and_come_back(checkpoints: Path, family: str) -> None:
+    model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
     known = {fused_name(name, experts=bool(model.experts)): name for name in entries(model)}
     for name, expected in (ROUTED if model.experts else DENSE).items():
         assert known[LAYER + expected] == LAYER + name
     assert {name: table_name(name) for name in known} == known
     assert all(table_name(name) == name for name in known.values())
-    [found] = run_ranks(1, fused, parameter_names, str(models / family))
+    [found] = run_ranks(1, fused, parameter_names, str(checkpoints / family))
     assert sorted(found) == sorted(known)
 
 
@@ -93,12 +103,12 @@ LAYOUTS: dict[str, Layout] = {"tp2 pp2": {"tensor": 2, "pipeline": 2}, "pp2 ep2"
 
 @pytest.mark.process
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_round_trip_is_bitwise(models: Path, tmp_path: Path, name: str) -> None:
+def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    families = [family for family in tiny.FAMILIES if ("expert" in layout) == (family in ("qwen3_moe", "mixtral"))]
-    run_ranks(4, fused, round_trips, [(models / family, tmp_path / family) for family in families], layout)
+    families = [family for family in models.FAMILIES if ("expert" in layout) == (family in ("qwen3_moe", "mixtral"))]
+    run_ranks(4, fused, round_trips, [(checkpoints / family, tmp_path / family) for family in families], layout)
     for family in families:
-        expected = load_file(models / family / "model.safetensors")
+        expected = load_file(checkpoints / family / "model.safetensors")
         found = load_file(tmp_path / family / "model.safetensors")
         assert expected.keys() == found.keys(), family
         for tensor, value in expected.items():
@@ -108,8 +118,8 @@ def test_round_trip_is_bitwise(models: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.process
 def test_either_kind_of_layers_saves_under_the_keys_and_shapes_of_the_other(models: Path) -> None:
     """Those of the table, which `tests/weights/test_table.py` finds in Megatron's own layers."""
-    [found] = run_ranks(1, fused, stored_shapes, [models / family for family in tiny.FAMILIES])
-    for family, (table, megatrons) in zip(tiny.FAMILIES, found, strict=True):
+    [found] = run_ranks(1, fused, stored_shapes, [models / family for family in FAMILIES])
+    for family, (table, megatrons) in zip(FAMILIES, found, strict=True):
         assert table == megatrons, family
 
 

@@ -6,35 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Sample
+from tests import models
 
 VOCAB = 90
 
 
 def save_model(directory: Path, tied: bool = True, vocab: int = VOCAB, layers: int = 4) -> Path:
-    """A Qwen2 checkpoint with random weights large enough that nothing is near uniform."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        use_sliding_window=False,
-    )
-    model = Qwen2ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.1 * noise if "norm" in name else 0.12 * noise)
-    model.save_pretrained(directory)
+    """A Qwen2 checkpoint with random weights."""
+    sizes: dict[str, Any] = {"vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": 128}
+    models.save_model(directory, tie_word_embeddings=tied, **sizes)
     return directory
 
 

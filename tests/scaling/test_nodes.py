@@ -88,7 +88,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
         # A cable that is cut says nothing. A process that is killed closes its connections, which an update's
         # collectives notice; a save has none and waits for a word.
         silent = cluster.namespaces or phase.startswith("saving")
-        expected = "nothing was heard of ranks 4-7" if silent else "another rank died or its node was cut off"
+        expected = "no heartbeat from ranks 4-7" if silent else "another rank died or its node was cut off"
         assert cause.startswith(expected), failures
     assert all("last heard" in cause and "(node 1, " in cause for _, cause in failures.values()), failures
     store = StageStore(recipe.parent / "run" / "stages" / "00000")

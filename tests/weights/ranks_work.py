@@ -1,4 +1,4 @@
-"""What the ranks of the bridge's tests do; functions of a module, so that they travel to other processes by name."""
+"""What the ranks of the weights' tests run; module functions, so that other processes can import them by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mugrpo_megatron.learner.groups import Ranks, initialize
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import PolicyModel, build_model, policy
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import hf_tensors
+from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf, load_megatron, save_hf
 from mugrpo_megatron.weights.table import entries, stored, whole_shape
@@ -32,7 +32,7 @@ Layout = dict[str, Any]
 
 
 def enter(layout: Layout) -> Ranks:
-    """Lay the groups of a layout over the world; once in a process, since gloo's threads outlive Megatron's groups."""
+    """Create the process groups of a layout; once in a process, since gloo's threads outlive Megatron's groups."""
     ranks = initialize(recipe(Path(), **layout))
     torch.set_num_threads(1)
     return ranks
@@ -111,7 +111,7 @@ def reload_megatron(cases: list[tuple[Path, Path, Path]], layout: Layout) -> Non
 def save_training_checkpoint(source: Path, target: Path, layout: Layout) -> None:
     """Hugging Face -> learner in the layout -> its training checkpoint, optimizer included."""
     learner = build_learner(recipe(source, **layout))
-    checkpoint.save(learner, target, {})
+    checkpoint.begin_save(learner, target, {})()
 
 
 Shapes = dict[str, tuple[int, ...]]
@@ -135,9 +135,9 @@ def stored_shapes(hf_dirs: list[Path]) -> list[tuple[Shapes, Shapes]]:
 
 
 def streams(hf_dir: Path, layout: Layout, bucket_sizes: list[int]) -> list[dict[str, np.ndarray]]:
-    """What `hf_tensors` yields on this rank, for each bucket size."""
+    """What `planned_tensors` yields on this rank, for each bucket size."""
     chunks, architecture = build(hf_dir, layout, enter(layout))
+    plans = [build_plan(chunks, architecture, bucket_bytes) for bucket_bytes in bucket_sizes]
     return [
-        {name: tensor.clone().numpy() for name, tensor in hf_tensors(chunks, architecture, bucket_bytes)}
-        for bucket_bytes in bucket_sizes
+        {name: tensor.clone().numpy() for name, tensor in planned_tensors(plan, chunks, architecture)} for plan in plans
     ]

@@ -1,4 +1,4 @@
-"""Buckets: everything once, nothing overlapping, and a stream that equals the model whatever the bucket size."""
+"""Buckets: everything once, nothing overlapping, and a stream that equals the model for every bucket size."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mugrpo_megatron.weights.buckets import ALIGNMENT, Bucket, pack
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.sync import flattened, serialize
 from mugrpo_megatron.weights.table import entries
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.ranks_work import streams
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "qwen3_moe"
-    tiny.save_tiny(directory, "qwen3_moe", tie_word_embeddings=True)
+    models.save_model(directory, "qwen3_moe", tie_word_embeddings=True)
     return directory
 
 

@@ -16,8 +16,8 @@ from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.weights.check import WeightMismatch, check, unchecked
 from mugrpo_megatron.weights.sync import build_bridge
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.ranks_work import build, enter
 
 pytestmark = pytest.mark.process
@@ -113,7 +113,7 @@ def engine_with_padded_heads(hf: Path) -> tuple[int | str, str]:
 @pytest.fixture(scope="module")
 def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "hf"
-    tiny.save_tiny(directory, "qwen2", tie_word_embeddings=True)
+    models.save_model(directory, "qwen2", tie_word_embeddings=True)
     return directory
 
 

@@ -152,7 +152,7 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
     [
         ("mistral", {}, "sliding_window 4096 is shorter than max_position_embeddings 8192"),
         ("mistral", {"sliding_window": 1024}, "sliding_window 1024 is shorter"),
-        ("llama", {"attention_bias": True}, "attention_bias is True, but the learner can honour False only"),
+        ("llama", {"attention_bias": True}, "attention_bias is True, but the learner supports only False"),
         ("llama", {"mlp_bias": True}, "mlp_bias is True"),
         ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -163,7 +163,7 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
             "mlp_only_layers is [0]",
         ),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "has no field 'low_freq_factor'"),
-        ("llama", {"quantization_config": {"bits": 4}}, "nothing here knows the field 'quantization_config'"),
+        ("llama", {"quantization_config": {"bits": 4}}, "unknown field 'quantization_config'"),
     ],
 )
 def test_what_the_learner_cannot_honour_is_refused(family: str, changes: dict[str, Any], sentence: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests import models
 from tests.ranks import run_ranks
 from tests.weights import tiny
 from tests.weights.ranks_work import Layout, logits_of, replaced, round_trips
@@ -51,7 +52,7 @@ IDS = [(7 * i * i + 3 * i) % 128 for i in range(150)]
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models")
     for name, (family, changes) in MODELS.items():
-        tiny.save_tiny(directory / name, family, **changes)
+        models.save_model(directory / name, family, **changes)
     return directory
 
 
@@ -66,9 +67,9 @@ def test_an_earlier_export_is_whole_until_the_next_one_is(checkpoints: Path, tmp
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = {**LAYOUTS, **EXPERT_LAYOUTS}[name]
-    models = [model for model in MODELS if routed(model) or name in LAYOUTS]
-    run_ranks(4, round_trips, [(checkpoints / model, tmp_path / model) for model in models], layout)
-    for model in models:
+    chosen = [model for model in MODELS if routed(model) or name in LAYOUTS]
+    run_ranks(4, round_trips, [(checkpoints / model, tmp_path / model) for model in chosen], layout)
+    for model in chosen:
         expected = load_file(checkpoints / model / "model.safetensors")
         found = load_file(tmp_path / model / "model.safetensors")
         assert expected.keys() == found.keys(), model

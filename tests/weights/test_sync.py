@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mugrpo_megatron.recipe import Recipe
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.engine_work import feed_engine
 
 pytestmark = pytest.mark.process
@@ -36,10 +37,10 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
     [("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}, 1), ("qwen3", {}, 2)],
 )
 def test_engine_computes_with_the_learners_weights(
-    tmp_path: Path, family: str, changes: dict[str, object], engine_tensor: int
+    tmp_path: Path, family: str, changes: dict[str, Any], engine_tensor: int
 ) -> None:
-    tiny.save_tiny(tmp_path / "first", family, seed=0, **changes)
-    tiny.save_tiny(tmp_path / "second", family, seed=1, **changes)
+    models.save_model(tmp_path / "first", family, seed=0, **changes)
+    models.save_model(tmp_path / "second", family, seed=1, **changes)
     seen, *_ = run_ranks(
         4,
         feed_engine,

@@ -1,4 +1,4 @@
-"""The arithmetic of the table: merging and sharding have inverses, whatever the sizes."""
+"""The arithmetic of the table: merging and sharding have inverses for all sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 from mugrpo_megatron.weights.table import entries, merge, pad_vocab, shard, split, stored, unshard, whole_shape
+from tests import models
 from tests.ranks import run_ranks
-from tests.weights import tiny
 from tests.weights.ranks_work import stored_shapes
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -101,8 +101,8 @@ def test_padding_is_zero_and_last() -> None:
 
 @pytest.mark.process
 def test_stored_keys_are_megatrons_own(tmp_path: Path) -> None:
-    for family in tiny.FAMILIES:
-        tiny.save_tiny(tmp_path / family, family)
-    (found,) = run_ranks(1, stored_shapes, [tmp_path / family for family in tiny.FAMILIES])
-    for family, (table, megatrons) in zip(tiny.FAMILIES, found, strict=True):
+    for family in models.FAMILIES:
+        models.save_model(tmp_path / family, family)
+    (found,) = run_ranks(1, stored_shapes, [tmp_path / family for family in models.FAMILIES])
+    for family, (table, megatrons) in zip(models.FAMILIES, found, strict=True):
         assert table == megatrons, family

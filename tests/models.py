@@ -1,0 +1,58 @@
+"""The one maker of tiny models: random float32 checkpoints of every family, as transformers writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "attention_dropout": 0.0,
+}
+ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "llama": {"head_dim": 8},
+    "mistral": {"sliding_window": None, "head_dim": 16},
+    "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 64, "norm_topk_prob": True, **ROUTED},
+    "mixtral": {**ROUTED},
+}
+
+
+def save_model(
+    directory: Path, family: str = "qwen2", *, seed: int = 0, scale: float | None = 6.0, **config: Any
+) -> PreTrainedModel:
+    """Write a random checkpoint of the family and return the model; `config` overrides `SIZES` and `FAMILIES`.
+
+    scale: factor of the initial weights, which makes next-token distributions far from uniform; norms and biases are
+    moved from their initial ones and zeros, which any mix-up would preserve. None keeps transformers' initialisation.
+    """
+    settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], **config})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager")
+    if scale is not None:
+        _randomise(model, scale)
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+@torch.no_grad()
+def _randomise(model: PreTrainedModel, scale: float) -> None:
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(1 + 0.1 * torch.randn_like(parameter))
+        elif name.endswith("bias"):
+            parameter.copy_(0.1 * torch.randn_like(parameter))
+        else:
+            parameter.mul_(scale)
