@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite with linter and type checker; arguments go to pytest (-m "not slow" leaves the slow ones out).
+# The whole test suite with linter and type checker; arguments go to pytest (-m "not process and not night" is quick).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run_scripts/setup.sh

@@ -63,6 +63,10 @@ class Command:
     def offspring(self) -> list[psutil.Process]:
         return psutil.Process(self.pid).children(recursive=True)
 
+    @property
+    def family(self) -> list[psutil.Process]:
+        return [psutil.Process(self.pid), *self.offspring]
+
     def wait(self, timeout_s: float = 600.0) -> int | None:
         """Its exit code, negative after a signal; None when it is still running after `timeout_s`."""
         self.process.join(timeout_s)
@@ -81,7 +85,7 @@ def started(*arguments: object) -> Iterator[Command]:
             yield command
         finally:
             if command.process.is_alive():
-                for process in [*command.offspring, psutil.Process(command.pid)]:
+                for process in command.family:
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
             command.process.join()

@@ -63,7 +63,6 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
     assert [group_processes(host) for host in hosts] == [[]] * len(hosts)
 
 
-@pytest.mark.slow
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
     engine = Engine.start(recipe(checkpoint, start_timeout_s=1), checkpoint, tmp_path / "engine.log")
     host = _host(engine)

@@ -28,7 +28,6 @@ FLAGS = (
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @pytest.mark.parametrize(
     ("stages", "updates", "sets"), [(1, 1, ["one"]), (4, 16, ["math500", "amc23", "aime24"]), (400, 4, ["one"])]
