@@ -98,7 +98,13 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "sync_bytes": plan.sync_bytes,
         "schedules": [{**asdict(one), "total": one.total} for one in plan.schedules],
         "layouts": [
-            {**asdict(one), "seconds": one.seconds if not one.problems else None}
+            {
+                "layout": asdict(one.layout),
+                "seconds": one.seconds if not one.problems else None,
+                "learn": one.learn,
+                "problems": one.problems,
+                "distance": one.distance,
+            }
             for one in plan.layouts
         ],
     }  # fmt: skip
