@@ -67,6 +67,9 @@ class Metric:
     meaning: str
 
 
+MISMATCH_RESPONSES = 64
+"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """What a row has in place of SET (data/sets.py)."""
 

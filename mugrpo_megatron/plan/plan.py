@@ -1,4 +1,4 @@
-"""A whole plan: `mugrpo plan`."""
+"""The whole plan of a recipe on a cluster: `mugrpo plan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mugrpo_megatron.recipe.checks import check_layout
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `mugrpo plan` says."""
+    """Everything that `mugrpo plan` prints."""
 
     model: Model
     parameters: int
@@ -115,5 +115,5 @@ def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
     if found is None:
-        return f"{said}; no layout fits on so few devices: take more, or a smaller learner.micro_batch_tokens"
+        return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
     return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found)}"
