@@ -214,7 +214,7 @@ def _score(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     from mugrpo_megatron.plan.plan import make_plan
-    from mugrpo_megatron.plan.report import print_json, print_plan
+    from mugrpo_megatron.plan.printing import print_json, print_plan
 
     recipe = load_recipe(options.recipe, options.overrides)
     cluster = options.nodes, options.gpus_per_node, options.gpu

@@ -1,1 +1,1 @@
-"""What a run tells the outside: metric definitions, the log, progress, the report, and the doctor."""
+"""Metric definitions, the metric log, progress bars, and the versions and machine of a run."""

@@ -1,4 +1,4 @@
-"""What software and machine a process runs on: recorded with every run, shown by the doctor and the report."""
+"""Versions of the software and the machine: recorded with every run, shown by doctor and report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PACKAGES = (
     "math-verify",
     "numpy",
 )
-"""Distributions whose versions decide what a run computes and how fast."""
+"""Distributions that affect what a run computes and how fast."""
 
 
 def installed(distribution: str) -> str | None:
-    """The version of an installed distribution, None where it is not."""
+    """The version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -32,7 +32,7 @@ def installed(distribution: str) -> str | None:
 
 
 def environment() -> dict[str, str]:
-    """Name -> version or description: the packages that are installed, Python, system, cores, memory, devices."""
+    """Name -> version or description: installed packages, Python, system, cores, memory, devices."""
     packages = {name: found for name in PACKAGES if (found := installed(name))}
     return packages | {
         "python": platform.python_version(),
@@ -49,8 +49,8 @@ def usable_cores() -> int:
 
 
 def devices() -> str:
-    """The CUDA devices, `2 x NVIDIA H200 (139 GiB)`, or what stands in for them."""
-    import torch  # here, so that the doctor can be asked on a machine without
+    """The CUDA devices, such as `2 x NVIDIA H200 (139 GiB)`, or `none (CPU)`."""
+    import torch  # here, so that doctor runs on a machine without torch
 
     if not torch.cuda.is_available():
         return "none (CPU)"

@@ -1,4 +1,4 @@
-"""The metric log: every row goes to metrics.jsonl, and to TensorBoard and Weights & Biases where the recipe asks."""
+"""The metric log: writes every row to metrics.jsonl and, if the recipe asks, to TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """Takes rows and hands them to its sinks; without sinks (every rank but the first) it only checks names."""
+    """Passes rows to its sinks; without sinks (on every rank but the main rank) it only checks names."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
     """Unix time of the rows."""
     evaluated: set[int] = field(default_factory=set)
-    """After how many updates there is an evaluation, of this process or of one before it."""
+    """Updates taken at each evaluation, of this process and earlier ones."""
 
     def update(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
-        """Log one optimizer update: number `update` of the run, number `age` of its stage, all from 0."""
+        """Log one optimizer update: number `update` of the run and `age` of its stage, both from 0."""
         self._write("update", {"time": self.clock(), "stage": stage, "update": update, "age": age}, metrics)
 
     def stage(self, stage: int, metrics: Mapping[str, float]) -> None:
-        """Log what is known of a stage's responses."""
+        """Log the metrics of a stage's responses."""
         self._write("stage", {"time": self.clock(), "stage": stage}, metrics)
 
     def evaluation(self, stage: int, update: int, age: int, metrics: Mapping[str, float]) -> None:
@@ -48,12 +48,12 @@ class MetricLog:
         self.evaluated.add(update)
 
     def event(self, event: str, text: str) -> None:
-        """Log something that happened: a short name and a sentence."""
+        """Log an event: a short name and a sentence."""
         self._write("event", {"time": self.clock(), "event": event, "text": text}, {})
 
     @contextmanager
     def phase(self, phase: str, stage: int) -> Iterator[dict[str, float]]:
-        """Time the block and log it as a phase, also when it raises; metrics put into the yielded dict go along."""
+        """Time the block and log it as a phase, even if it raises, with the metrics put into the yielded dict."""
         if phase not in PHASES:
             raise ValueError(f"undefined phase {phase}; define it in observe/metrics.py")
         metrics: dict[str, float] = {}
@@ -72,10 +72,10 @@ class MetricLog:
 
 @contextmanager
 def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, write: bool = True) -> Iterator[MetricLog]:
-    """The run's log, appended to; `write` is true on rank 0 alone.
+    """Open the run's log to append to it; `write` is true only on the main rank.
 
-    `updates_done` is where the run stands: a resumed run's TensorBoard curves go on from there.
-    Raises UserError when Weights & Biases is asked for and not installed.
+    `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there.
+    Raises UserError when the recipe asks for Weights & Biases and it is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -84,7 +84,7 @@ def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, wri
         if write:
             sinks.append(stack.enter_context(_json_lines(run_dir / FILE_NAME)))
         if write and section.tensorboard:
-            # The run does not evaluate again what it has evaluated, also behind the checkpoint that it goes on from.
+            # A run resumed from a checkpoint does not repeat evaluations that were made after it: keep them.
             later = [row for row in evaluations if row["update"] >= updates_done]
             sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
@@ -96,8 +96,9 @@ def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, wri
 
 
 def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
-    """Unix time that never goes back inside a run, whatever the machine's clock does: it starts no earlier than the
-    last of the run's `rows` and then follows the monotonic clock.
+    """A Unix time that never goes back within a run, even if the machine's clock does.
+
+    It starts at the time of the last row or later and follows the monotonic clock.
     """
     last = max((float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows), default=0.0)
     start = max(time.time(), last) - time.monotonic()
@@ -105,7 +106,7 @@ def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; a last line that a crash cut short is left out.
+    """The rows of a metrics.jsonl, without a last line that a crash left incomplete.
 
     Raises UserError when the file is missing or another line is not JSON.
     """
@@ -114,11 +115,11 @@ def read_rows(path: Path) -> list[Row]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; is {path.parent} a run directory?") from None
     rows = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or torn
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or incomplete
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not a JSON object ({error}); delete the line to go on") from None
+            raise UserError(f"{path}:{number}: not a JSON object ({error}); delete the line to continue") from None
     return rows
 
 
@@ -136,9 +137,9 @@ def _json_lines(path: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def _tensorboard(directory: Path, updates_done: int, again: Sequence[Row]) -> Iterator[Sink]:
-    """Curves that go on from `updates_done`: what was there from then on is dropped, but the rows `again` are kept."""
-    from torch.utils.tensorboard import SummaryWriter  # half a second of imports that only rank 0 needs
+def _tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iterator[Sink]:
+    """Curves that continue at `updates_done`: later points are dropped, except the rows `kept`."""
+    from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
     with SummaryWriter(str(directory), purge_step=updates_done) as writer:
 
@@ -146,7 +147,7 @@ def _tensorboard(directory: Path, updates_done: int, again: Sequence[Row]) -> It
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
-        for row in again:
+        for row in kept:
             sink(row)
         yield sink
 
@@ -158,7 +159,7 @@ def _wandb(run_dir: Path, project: str) -> Iterator[Sink]:
     except ModuleNotFoundError:
         raise UserError(
             f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", '
-            "or leave the key out"
+            "or remove the key"
         ) from None
     with wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=_wandb_id(run_dir), resume="allow") as run:
         for kind, axis in (("update", "update"), ("eval", "update"), ("stage", "stage"), ("phase", "stage")):
@@ -172,12 +173,12 @@ def _wandb(run_dir: Path, project: str) -> Iterator[Sink]:
 
 
 def _wandb_id(run_dir: Path) -> str:
-    """One id for a run directory, so that a resumed run continues its curves."""
+    """The id of a run directory, so that a resumed run continues its curves."""
     return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
-    """(name, value, step) of a row's metrics; a phase's seconds count as one."""
+    """(name, value, step) of a row's metrics, and of a phase's seconds."""
     kind = row["kind"]
     if kind == "phase":
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
@@ -188,13 +189,13 @@ def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
 
 
 def _finite(row: Row) -> Row:
-    """The row with NaN and infinities replaced by None and named under `not_finite`: JSON cannot hold them."""
+    """The row with NaN and infinities, which JSON does not have, replaced by None and listed in `not_finite`."""
     bad = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {**row, **dict.fromkeys(bad), "not_finite": bad} if bad else row
 
 
 def _drop_torn_line(path: Path) -> None:
-    """Cut a metrics.jsonl back to its last whole line: a crash may have left half a row."""
+    """Truncate a metrics.jsonl to its last complete line: a crash may have left half a row."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)

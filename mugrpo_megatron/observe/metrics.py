@@ -1,7 +1,7 @@
-"""Every metric of a run, defined once: its name, unit and meaning.
+"""Defines every metric of a run: name, unit and meaning.
 
-`docs/metrics.md` is generated from this table (`python -m mugrpo_megatron.observe.metrics > docs/metrics.md`), and a
-name that is not in it cannot be logged.
+`docs/metrics.md` is generated from this table (`python -m mugrpo_megatron.observe.metrics > docs/metrics.md`). A name
+that is not in it cannot be logged.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from mugrpo_megatron.report.paper import NAMES as PAPER_NAMES
 Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
 
 KINDS: dict[Kind, str] = {
-    "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: how "
-    "many updates stale its responses are.",
+    "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
+    "staleness of its responses in updates.",
     "stage": "One stage's responses, written when the stage is sealed on disk.",
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
     "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
-    "stem. Sets are never pooled. Figures are called `accuracy` where `reward.function` is `math`, which says right or "
-    "wrong, and `reward` where it is a function of the user's, whatever it gives.",
-    "phase": "One stretch of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
-    "event": "Something worth a line of its own: a resume, an engine restart.",
+    "stem. Sets are never pooled. Figures are called `accuracy` if `reward.function` is `math`, which returns right or "
+    "wrong, and `reward` if it is the user's own function, whatever it returns.",
+    "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
+    "event": "An event of the run, such as a resume or an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
 }
-"""What a row of metrics.jsonl stands for, by its `kind`."""
+"""`kind` of a row of metrics.jsonl -> what the row stands for."""
 
 PLACE: dict[Kind, tuple[str, ...]] = {
     "update": ("time", "stage", "update", "age"),
@@ -39,21 +39,21 @@ PLACE: dict[Kind, tuple[str, ...]] = {
     "event": ("time", "event", "text"),
     "process": ("time", "environment"),
 }
-"""The keys that say where a row belongs; they are not metrics."""
+"""Keys that say where a row belongs; they are not metrics."""
 
 PHASES: dict[str, str] = {
-    "start": "Learner and engine come up.",
-    "sync": "Weights go from the learner through the bridge into the engine.",
+    "start": "Learner and engine start.",
+    "sync": "The learner's weights are sent to the engine.",
     "generate": "The engine samples the stage's responses; scoring overlaps with it.",
-    "score": "What is left of verification once generation has ended.",
-    "logprobs": "The learner's own logprobs of fresh responses: a few to measure the mismatch with the engine, all "
-    'where `rollout.behaviour = "learner"`. Inside `optimize`, those of the clip\'s reference policy where '
+    "score": "What remains of verification after generation has ended.",
+    "logprobs": "The learner computes logprobs of new responses: of a few to measure the mismatch with the engine, of "
+    'all with `rollout.behaviour = "learner"`. Inside `optimize`, those of the clip\'s reference policy if '
     "`objective.reference_every` is above 1.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
     "eval": "Held-out problems are sampled and scored.",
 }
-"""The phases that wall-clock is divided into."""
+"""Phases of a run's wall-clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,16 @@ class Metric:
 
     kind: Kind
     name: str
-    """A metric of each held-out set has SET where the set's name stands."""
+    """With SET in place of the name of a held-out set."""
     unit: str
     meaning: str
 
 
+MISMATCH_RESPONSES = 64
+"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""What a row has in place of SET (data/sets.py)."""
+"""Short name of a held-out set (data/sets.py)."""
 
 
 def _sentence(text: str) -> str:
@@ -80,19 +83,22 @@ METRICS: tuple[Metric, ...] = (
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
-    Metric("update", "skipped", "0 or 1", "1 when the update was left out because its gradient was not finite."),
+    Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses, sampled when the stage began."),
     Metric(
-        "update", "zero_variance_fraction", "fraction", "Groups whose responses all got the same reward: no gradient."
+        "update",
+        "zero_variance_fraction",
+        "fraction",
+        "Groups whose responses have equal rewards, so no gradient.",
     ),
-    Metric("update", "tokens", "tokens", "Response tokens that the update was trained on."),
-    Metric("update", "packed_efficiency", "fraction", "Useful tokens over tokens computed, padding included."),
+    Metric("update", "tokens", "tokens", "Response tokens that the update trained on."),
+    Metric("update", "packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
     Metric("update", "seconds", "s", "Wall-clock of the update."),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),
-    Metric("stage", "truncated_fraction", "fraction", "Responses cut at `rollout.max_response_tokens`."),
-    Metric("stage", "zero_variance_fraction", "fraction", "Groups whose responses all got the same reward."),
+    Metric("stage", "truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
+    Metric("stage", "zero_variance_fraction", "fraction", "Groups whose responses have equal rewards."),
     Metric("stage", "generated_tokens", "tokens", "Response tokens sampled."),
     Metric("stage", "responses", "responses", "Responses sampled."),
     Metric("stage", "mismatch_mean", "nats", "Mean |log π_engine − log π_learner| over response tokens, same weights."),
@@ -106,21 +112,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "low/mean", "as above", "Lower end of the mean's 95 % interval."),
     Metric("eval", "high/SET", "as above", "Upper end of the set's 95 % interval, clustered by problem."),
     Metric("eval", "high/mean", "as above", "Upper end of the mean's 95 % interval."),
-    Metric("eval", "problems/SET", "problems", "Problems of the set that were asked."),
-    Metric("eval", "samples/SET", "responses", "Responses to each of them: the k of mean@k."),
-    Metric("eval", "tokens", "tokens", "Response tokens sampled, of all sets."),
-    Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, where it did either."),
-    Metric("phase", "bytes", "bytes", "Bytes that the phase moved, where it moved any."),
+    Metric("eval", "problems/SET", "problems", "Problems of the set that were evaluated."),
+    Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
+    Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
+    Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),
+    Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),
     Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
 )
-"""The table. One line a metric; a name may mean the same thing for rows of several kinds."""
+"""All metrics; a name may appear for rows of several kinds."""
 
 NAMES: dict[Kind, frozenset[str]] = {kind: frozenset(m.name for m in METRICS if m.kind == kind) for kind in KINDS}
-"""The metric names that the table has for rows of each kind."""
+"""Kind of a row -> its metric names."""
 
 
 def defined(kind: Kind, name: str) -> bool:
-    """Whether a row of `kind` may carry the name: it is in the table, or there for every held-out set."""
+    """Whether a row of `kind` may have this metric."""
     base, slash, of_set = name.partition("/")
     if not slash or of_set == MEAN:
         return name in NAMES[kind]
@@ -128,7 +134,7 @@ def defined(kind: Kind, name: str) -> bool:
 
 
 def check(kind: Kind, given: Iterable[str]) -> None:
-    """Raise ValueError for a name that the table does not define for rows of `kind`: define it there first."""
+    """Raise ValueError for a metric that is not defined for rows of `kind`."""
     if unknown := sorted(name for name in given if not defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
 
@@ -138,10 +144,10 @@ def markdown() -> str:
     sections = [
         "# Metrics",
         "Generated by `python -m mugrpo_megatron.observe.metrics > docs/metrics.md`; edit the table there.",
-        "A run writes `metrics.jsonl`: one JSON object a line, told apart by its `kind`. JSON has no NaN or infinity: "
-        "such a value is written as `null`, and `not_finite` names it. r = π/β is a token's importance ratio, π the "
-        "policy being trained, β the one that sampled. A run that was killed and resumed takes some updates twice: of "
-        "two rows for one update the later counts.",
+        "A run writes `metrics.jsonl`: one JSON object per line, with a `kind`. JSON has no NaN or infinity: such a "
+        "value is written as `null`, and `not_finite` lists it. r = π/β is a token's importance ratio, π the policy "
+        "being trained, β the behaviour policy, which sampled the responses. A run that was killed and resumed repeats "
+        "some updates: of two rows for one update, the later one counts.",
     ]
     for kind, meaning in KINDS.items():
         sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in PLACE[kind])}.")
@@ -149,7 +155,7 @@ def markdown() -> str:
             sections.append(_table(("Metric", "Unit", "Meaning"), [(f"`{m.name}`", m.unit, m.meaning) for m in rows]))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
     sections.append(
-        "## The paper's names\n\nWhat arXiv 2605.17570 and its project page call it, and where a run has it.\n\n"
+        "## The paper's names\n\nNames of arXiv 2605.17570 and its project page, and where to find them in a run.\n\n"
         + _table(("Paper", "Here", "What to know"), PAPER_NAMES)
     )
     return "\n\n".join(sections) + "\n"

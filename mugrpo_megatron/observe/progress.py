@@ -1,4 +1,4 @@
-"""Progress of long phases: a live bar in a terminal, a plain line every ten seconds anywhere else."""
+"""Progress of long phases: a live bar in a terminal, otherwise a plain line every ten seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Show = Callable[["Bar"], None]
 
 @dataclass(slots=True)
 class Bar:
-    """How far one phase is: `done` of `total` units, how many tokens that took, and the last values worth showing."""
+    """Progress of one phase: `done` of `total` units, their tokens, and the latest values to show."""
 
     title: str
     unit: str
@@ -32,7 +32,7 @@ class Bar:
     began: float = 0.0
 
     def advance(self, units: int = 1, tokens: int = 0, **values: float) -> None:
-        """Count finished units and their tokens; `values` (loss, reward) are shown until the next ones come."""
+        """Count finished units and their tokens; `values` (loss, reward) replace those shown before."""
         self.done += units
         self.tokens += tokens
         self.values.update(values)
@@ -60,7 +60,7 @@ class Bar:
         return ", ".join(parts)
 
     def left(self) -> str:
-        """Time that the rest takes at the pace so far."""
+        """Time left at the average rate so far."""
         if not self.total or not self.done or self.done >= self.total:
             return ""
         return f"{duration(self.seconds * (self.total - self.done) / self.done)} left"
@@ -69,19 +69,19 @@ class Bar:
         return ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
 
     def line(self) -> str:
-        """Everything above in one plain line."""
+        """The progress as one plain line."""
         parts = (self.count(), self.rates(), self.left(), self.shown_values())
         return f"{self.title}: " + ", ".join(part for part in parts if part)
 
     def closing_line(self) -> str:
-        """What remains on the screen once the phase is over."""
+        """The line that is printed when the phase has ended."""
         parts = (f"{self.count()} in {duration(self.seconds)}", self.rates(), self.shown_values())
         return f"{self.title}: " + ", ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Where bars appear; bars may be nested. Without a console (every rank but the first) nothing is shown."""
+    """Shows bars, which may be nested. Without a console (on every rank but the main rank) it shows nothing."""
 
     console: Console | None
     live: Progress | None
@@ -89,7 +89,7 @@ class Display:
 
     @contextmanager
     def bar(self, title: str, total: int | None, unit: str) -> Iterator[Bar]:
-        """A bar for the block: call `advance` on it. `total` None: the end is not known."""
+        """A bar for the block: call `advance` on it. `total` None: unknown."""
         task = None
         if self.live:
             task = self.live.add_task(title, total=total, count="", rates="", left="", values="")
@@ -131,7 +131,7 @@ class Display:
 
 @contextmanager
 def open_display(*, show: bool = True, console: Console | None = None) -> Iterator[Display]:
-    """The run's display on stdout; `show` is true on rank 0 alone."""
+    """The run's display on stdout; `show` is true only on the main rank."""
     console = console or Console()
     if not show:
         yield Display(None, None)
@@ -143,7 +143,7 @@ def open_display(*, show: bool = True, console: Console | None = None) -> Iterat
 
 
 def _columns(width: int) -> Iterator[ProgressColumn]:
-    """What fits into a terminal of `width` characters: a wide one also shows elapsed time and the last values."""
+    """Columns for a terminal of `width` characters; a wide one also shows elapsed time and the latest values."""
     wide = width >= WIDE
     yield SpinnerColumn()
     yield TextColumn("[bold]{task.description}")
@@ -158,7 +158,7 @@ def _columns(width: int) -> Iterator[ProgressColumn]:
 
 
 def duration(seconds: float) -> str:
-    """4.2 s, 1:05, 2:03:04."""
+    """Seconds as 4.2 s, 1:05 or 2:03:04."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -167,7 +167,7 @@ def duration(seconds: float) -> str:
 
 
 def short(value: float) -> str:
-    """Three digits and a thousands letter: 4.21, 355, 9.1k, 1.2M."""
+    """A number with three digits and a suffix: 4.21, 355, 9.1k, 1.2M."""
     for limit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"

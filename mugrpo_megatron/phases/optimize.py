@@ -16,6 +16,7 @@ from mugrpo_megatron.algorithm.advantages import informative, informative_update
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.files.durable import durable_file, fsync, remove_leftovers
 from mugrpo_megatron.learner.update import token_logprobs
+from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
@@ -24,9 +25,6 @@ from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
-
-MISMATCH_RESPONSES = 64
-"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
 
 
 def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:

@@ -1,11 +1,10 @@
-"""A model of what a run needs and takes: from a recipe, a model's config and a cluster to a plan.
+"""A model of what a run needs: from a recipe, a model's config and a cluster to memory, time and layouts.
 
-models    shapes of models that are not on disk         cluster   devices, and what is assumed of them
-layout    who holds which parameters                    case      what a plan is about
-state     weights, gradients, optimizer states          activations  what a micro-batch keeps for backward
-memory    the phases of one rank, added up              lengths   how long responses are, and decoding them
-updating  seconds of the learner's passes               generating  seconds of the engines: stages, evaluations
-timing    seconds of each phase of a stage              schedule  the same run cut into other stages
-search    layouts compared, the nearest that fits       make      the whole plan
-report    the plan as tables
+hardware     devices, clusters and assumptions            models      shapes of models without their weights
+case         what a plan is about                         layout      parameters of each rank
+activations  what a micro-batch keeps for backward        memory      state, update, engine: bytes of one rank
+lengths      response lengths, continuous batching        generation  seconds of engines and verifier
+training     seconds of the learner                       time        seconds of a stage, and of whole schedules
+search       compares layouts                             plan        the whole plan
+printing     the plan as tables or JSON
 """

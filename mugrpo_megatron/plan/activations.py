@@ -1,7 +1,7 @@
-"""What a micro-batch keeps on a rank until its backward pass, tensor by tensor as this learner's layers keep it.
+"""Bytes that a micro-batch keeps on a rank until its backward pass, tensor by tensor.
 
 Shapes per layer of t tokens (after context parallelism), s of them in norms and residual stream (t / TP under sequence
-parallelism, else t); H hidden, Q, K, F as in `weights.rows`, divided by TP. docs/plan.md has the list.
+parallelism, else t); H, Q, K, F as in `weights/blocks.py`, divided by TP. docs/plan.md has the list.
 """
 
 from __future__ import annotations
@@ -13,38 +13,38 @@ from mugrpo_megatron.weights.architecture import Architecture
 
 FLOAT = 4
 PADDED = 1.0
-"""Padded slots of a token in CPU attention: 1 for equal lengths, at most 1.25 (learner/attention.py)."""
+"""Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """One transformer layer."""
+    """Bytes of one transformer layer."""
 
     input: float
-    """The residual stream that enters: all that full recompute keeps."""
+    """The residual stream that enters: all that is kept under full recompute."""
     attention: float
-    """What core attention keeps besides its output: dropped by selective recompute."""
+    """What core attention keeps besides its output; not kept under selective recompute."""
     projections: float
-    """What selective recompute keeps in attention's place."""
+    """What is kept in its place under selective recompute."""
     rest: float
-    """Norms, residual stream, products' inputs, feed-forward."""
+    """Norms, residual stream, inputs of matrix products, feed-forward."""
     working: float
     """Gradients and temporaries that exist at once in the layer's backward pass."""
 
     def kept(self, recompute: str) -> float:
-        """Bytes from forward to backward."""
+        """Bytes kept from forward to backward."""
         if recompute == "full":
             return self.input
         return self.input + self.rest + (self.projections if recompute == "selective" else self.attention)
 
-    def remade(self, recompute: str) -> float:
-        """Bytes that come back for the one layer in whose backward pass the rank is."""
+    def recomputed(self, recompute: str) -> float:
+        """Bytes that are recomputed for the one layer in its backward pass."""
         whole = self.kept("none")
         return {"none": 0.0, "selective": self.attention, "full": whole}[recompute]
 
 
 def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
-    """One layer on `tokens` tokens of this rank (a packed row over context parallel ranks)."""
+    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size."""
     size = architecture.letters
     tp, b = layout.tensor, itemsize
     stream = tokens / (tp if layout.sequence else 1)
@@ -52,13 +52,13 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
     q, k = size["Q"] / tp, size["K"] / tp
     norms = 2 * stream * FLOAT
     if cuda:
-        # v is a view of the projection's output and keeps it whole; rotated q and k are copies; flash keeps lse.
+        # v is a view of the projection's output and keeps all of it; rotated q and k are copies; flash keeps lse.
         attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
     else:
-        # Rotated, padded and widened together; the output once padded, and lse.
+        # q, k, v rotated, padded and in float32; the padded output; lse.
         attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
     if architecture.qk_layernorm:
-        # The norm keeps its input: a copy of q, and k inside the projection's output, which CPU would free without.
+        # The norm keeps its input: a copy of q, and k in the projection's output, freed on CPU without a norm.
         attention += tokens * (b * q + FLOAT * (heads + heads * k / q))
         attention += 0 if cuda else tokens * b * (q + 2 * k)
     projections = tokens * b * (q + 2 * k + q)
@@ -70,12 +70,12 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
 def _feed_forward(
     architecture: Architecture, layout: Layout, tokens: int, stream: float, itemsize: int, cuda: bool
 ) -> tuple[float, float]:
-    """Bytes kept besides the norm's output, and bytes that the backward pass works with."""
+    """(kept, working): bytes kept besides the norm's output, and temporary bytes of the backward pass."""
     size, tp, b = architecture.letters, layout.tensor, itemsize
     if not architecture.experts:
         width = size["F"] / tp
         return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
-    chosen = tokens * architecture.transformer["moe_router_topk"]  # as many as arrive when experts are evenly loaded
+    chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
     kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
@@ -83,7 +83,7 @@ def _feed_forward(
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches (of a whole stage's layers) whose activations stage `stage` keeps at its fullest moment.
+    """Micro-batches whose activations pipeline stage `stage` keeps at its peak, in units of all its layers.
 
     1F1B: one more than its warm-up. Interleaved: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
     """
@@ -95,11 +95,11 @@ def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> f
 
 
 def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool) -> float:
-    """Bytes on the last stage when the loss is formed, for `tokens` tokens that this rank takes the loss of.
+    """Bytes on the last pipeline stage while the loss of this rank's `tokens` tokens is computed.
 
-    Hidden states: the final norm's output, gathered where it was split, the rows of it that predict a trained token
-    (all, at most) and their gradient. With them, first one chunk's logits in float32, in whose place the gradient is
-    written, on CPU also the weight in float32; then autograd's zeros for the output weight, whose gradient went to the
+    Hidden states: the final norm's output, gathered where it was split, its rows that predict a trained token (at most
+    all) and their gradient. On top, the greater of two: one chunk's logits in float32, which their gradient overwrites
+    (on CPU also the weight in float32); or autograd's zeros for the output weight, whose gradient is already in the
     gradient buffer.
     """
     width = architecture.letters["H"]

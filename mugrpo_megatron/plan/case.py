@@ -1,4 +1,4 @@
-"""What a plan is about: one recipe for one model in one layout on one cluster, under stated assumptions."""
+"""What a plan is about: a recipe, its model, its layout on a cluster, and the assumptions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Argument of everything that plans; `layout` is the recipe's on the cluster."""
+    """The input of every part of the plan; `layout` is the recipe's on the cluster."""
 
     recipe: Recipe
     architecture: Architecture
@@ -37,17 +37,17 @@ class Case:
 
     @property
     def responses(self) -> int:
-        """Of one update."""
+        """Responses of one update."""
         return self.recipe.rollout.prompts_per_update * self.recipe.rollout.responses_per_prompt
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens."""
+        """Tokens of a prompt."""
         return max(1.0, self.guess.mean_prompt * self.recipe.data.max_prompt_tokens)
 
     @property
     def mean_response(self) -> float:
-        """Tokens."""
+        """Tokens of a response."""
         return max(1.0, self.guess.mean_response * self.recipe.rollout.max_response_tokens)
 
     @property
@@ -56,12 +56,12 @@ class Case:
         return self.mean_prompt + self.mean_response
 
     def with_recipe(self, recipe: Recipe) -> Case:
-        """The same with another recipe, in the layout that it asks for."""
+        """The same case with another recipe, in that recipe's layout."""
         return replace(self, recipe=recipe, layout=layout_of(recipe, self.cluster.world))
 
 
 def make_case(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, guess: Assumptions
 ) -> Case:
-    """The recipe in its own layout, whose block divides the cluster's ranks."""
+    """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
     return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, guess)

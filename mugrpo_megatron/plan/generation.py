@@ -1,4 +1,4 @@
-"""Seconds that the engines take: a stage's responses, their scores, and the evaluations of a run."""
+"""Seconds of the engines and the verifier: a stage's responses, their scores, and evaluations."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mugrpo_megatron.plan.training import flops_of, work_of
 from mugrpo_megatron.recipe import Recipe
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
-"""Problems of public held-out sets, amc24 at its most (two tests of 25); others are taken to be as large as allowed."""
+"""Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
 
 
 def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
-    """Until all engines, which share one queue, have decoded `responses`; prompts are read in passing."""
+    """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
     guess, device, share = case.guess, case.cluster.device, case.recipe.engine.tensor
     lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, guess.spread)
     resident = case.mean_prompt + resident_mean(lengths)
@@ -36,7 +36,7 @@ def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
 
 
 def scoring_seconds(responses: int, case: Case) -> float:
-    """Of the verifier's processes on every rank that leads an engine: as many as asked for, or one per two cores."""
+    """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
     engines = engines_of(case.recipe, case.cluster)
     cores = case.guess.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
@@ -44,10 +44,10 @@ def scoring_seconds(responses: int, case: Case) -> float:
 
 
 def evaluations(recipe: Recipe) -> tuple[int, int]:
-    """Evaluations of a run: before stages, where the engines are awake anyway; and inside stages or after the last one.
+    """(before stages, others): evaluations of a run; before a stage the engines are awake anyway.
 
-    Before the first stage and every `eval.every_stages`-th one; inside a stage after every `eval.every_updates`-th of
-    its updates but the last; and at the end.
+    Before: the first stage and every `eval.every_stages`-th one. Others: inside a stage after every
+    `eval.every_updates`-th update except the last, and at the end of the run.
     """
     schedule, section = recipe.schedule, recipe.eval
     before = 1 + ((schedule.stages - 1) // section.every_stages if section.every_stages else 0)
@@ -56,7 +56,7 @@ def evaluations(recipe: Recipe) -> tuple[int, int]:
 
 
 def evaluation_seconds(case: Case, engine: Serving) -> float:
-    """One evaluation of all held-out sets; those that are sampled alike are decoded together (phases/evaluate.py)."""
+    """Seconds of one evaluation; sets with the same sampling settings are decoded together (phases/evaluate.py)."""
     recipe = case.recipe
     groups: Counter[tuple[int, float, float, int]] = Counter()
     for name in named_sources(recipe.data.eval):
@@ -68,6 +68,6 @@ def evaluation_seconds(case: Case, engine: Serving) -> float:
 
 
 def _up_to(longest: int, case: Case) -> Case:
-    """The case with responses of at most `longest` tokens, and on average the same share of that."""
+    """The case with responses of at most `longest` tokens; the mean scales with it."""
     rollout = case.recipe.rollout.model_copy(update={"max_response_tokens": longest})
     return case.with_recipe(case.recipe.model_copy(update={"rollout": rollout}))

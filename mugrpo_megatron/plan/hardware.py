@@ -1,4 +1,4 @@
-"""The machines that a plan is for, and everything that is assumed instead of known."""
+"""Devices, clusters, and the assumptions of a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What one rank has to itself."""
+    """The device of one rank."""
 
     name: str
     memory: int
@@ -35,7 +35,7 @@ DEVICES = {
     "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
     "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),
     "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
-    "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; memory is this machine's, shared by its ranks
+    "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; its memory is the machine's, divided by its ranks
 }
 
 
@@ -55,14 +55,14 @@ class Cluster:
 def engines_of(recipe: Recipe, cluster: Cluster) -> int:
     """Engines of the whole cluster, which share one queue of prompts.
 
-    Raises UserError, naming the sizes that work, when the ranks of a node cannot be cut into them.
+    Raises UserError, naming the sizes that work, when the ranks of a node cannot be divided into engines.
     """
     cores = None if cluster.device.cuda else psutil.cpu_count()
     return engine_slot(recipe.engine, 0, cluster.world, 0, cluster.per_node, cores).engines
 
 
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
-    """UserError for a device without an entry or a cluster of nothing."""
+    """Raises UserError for an unknown device or an empty cluster."""
     if device not in DEVICES:
         raise UserError(f"--gpu {device}: known are {', '.join(DEVICES)}")
     if nodes < 1 or per_node < 1:
@@ -108,19 +108,19 @@ class Assumptions:
     disk: float = 2e9
     """Bytes/s of the run directory's disk, for the whole run."""
     wake: float = 3.0
-    """Seconds of an engine's sleeping and waking besides copies."""
+    """Seconds of an engine's sleep and wake, without copies."""
     learner_rest: float = 2.0 * GIB
-    """Bytes of a learner that stay while its state is parked: CUDA context, NCCL, the allocator's remains."""
+    """Bytes that an offloaded learner keeps on the device: CUDA context, NCCL, what the allocator cannot free."""
     engine_rest: float = 3.0 * GIB
-    """Bytes of a sleeping engine that stay: CUDA context, NCCL, CUDA graphs."""
+    """Bytes that a sleeping engine keeps on the device: CUDA context, NCCL, CUDA graphs."""
     engine_work: float = 6.0 * GIB
-    """Bytes that an engine at work needs besides weights and KV cache: activations of a prefill, CUDA graphs."""
+    """Bytes that a working engine needs besides weights and KV cache: activations of a prefill, CUDA graphs."""
     fragmentation: float = 0.05
     """Share of a learner's memory that the allocator cannot use."""
 
 
 def assume(settings: Iterable[str]) -> Assumptions:
-    """The defaults with `name=value` replaced; UserError for an unknown name or a value that is not a number."""
+    """The defaults with `name=value` replaced. Raises UserError for an unknown name or a value that is not a number."""
     known = {field.name for field in dataclasses.fields(Assumptions)}
     found: dict[str, float] = {}
     for setting in settings:
@@ -132,5 +132,5 @@ def assume(settings: Iterable[str]) -> Assumptions:
         except ValueError:
             raise UserError(f"--assume {setting}: {text!r} is not a number") from None
         if found[name] <= 0 and name != "fragmentation":
-            raise UserError(f"--assume {setting}: it has to be above 0")
+            raise UserError(f"--assume {setting}: must be above 0")
     return Assumptions(**found)

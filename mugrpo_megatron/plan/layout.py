@@ -1,4 +1,4 @@
-"""A learner layout, and how many parameters each of its ranks holds."""
+"""The learner's layout on a cluster, and the parameters that each of its ranks holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.weights.blocks import Row
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """The recipe's parallel section with everything settled."""
+    """The recipe's parallel section and recompute choice on a cluster of a known size, which decides `data`."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -45,36 +45,18 @@ class Layout:
 
 
 def layout_of(recipe: Recipe, world: int) -> Layout:
-    """The layout that a recipe asks for on `world` ranks, a multiple of its block."""
+    """The recipe's layout on `world` ranks, a multiple of tensor x pipeline x context."""
     parallel = recipe.parallel
-    block = parallel.tensor * parallel.pipeline * parallel.context
+    replica = parallel.tensor * parallel.pipeline * parallel.context
     return Layout(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         virtual=parallel.virtual_pipeline,
         context=parallel.context,
         expert=parallel.expert,
-        data=max(1, world // block),
+        data=max(1, world // replica),
         sequence=parallel.sequence,
         recompute=recipe.learner.recompute,
-    )
-
-
-def with_layout(recipe: Recipe, layout: Layout) -> Recipe:
-    """The recipe in another layout."""
-    parallel = {
-        "tensor": layout.tensor,
-        "pipeline": layout.pipeline,
-        "virtual_pipeline": layout.virtual,
-        "context": layout.context,
-        "expert": layout.expert,
-        "sequence": layout.sequence,
-    }
-    return recipe.model_copy(
-        update={
-            "parallel": recipe.parallel.model_copy(update=parallel),
-            "learner": recipe.learner.model_copy(update={"recompute": layout.recompute}),
-        }
     )
 
 
@@ -85,7 +67,7 @@ class Held:
     dense: int
     experts: int
     vocabulary: int
-    """Of `dense`: embedding and output layer; the largest single parameter is one of them."""
+    """Embedding and output layer, part of `dense`; one of them is the largest single parameter."""
 
     @property
     def total(self) -> int:
@@ -93,9 +75,9 @@ class Held:
 
 
 def held(architecture: Architecture, layout: Layout, stage: int) -> Held:
-    """What a rank of pipeline stage `stage` holds, vocabulary padding included: from the table that loads weights.
+    """Parameters of a rank of pipeline stage `stage`, vocabulary padding included, from the table that loads weights.
 
-    A tied output layer is the embedding where both are on one rank, and a copy of it on the last of several stages.
+    A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
     """
     layers = architecture.layers // layout.pipeline
     last = stage == layout.pipeline - 1

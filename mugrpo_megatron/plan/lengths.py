@@ -1,14 +1,13 @@
-"""Lengths of responses, and how long an engine that decodes many together takes for them.
+"""Response lengths, and the time that engines with continuous batching take to decode them.
 
-Lengths are log-normal and cut at the recipe's maximum. An engine decodes up to so many responses together and starts
-the next as one ends (continuous batching); at the end ever fewer are left, and the longest decide.
+Lengths are log-normal, cut at the recipe's maximum. An engine decodes up to `slots` responses together and starts the
+next one when one ends. Towards the end fewer and fewer responses run, and the longest ones decide the time.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -16,9 +15,12 @@ import numpy as np
 QUANTILES = 2048
 """Quantiles that stand for a distribution."""
 WAVES = 4
-"""Engines full of requests that are simulated: after that many, ends are spread evenly over time."""
+"""Full engines of requests that are simulated: after these, responses end evenly over time."""
 DRAWS = 4
 """Simulations that are averaged: the longest of few responses varies."""
+
+Supply = Callable[[int], float | None]
+"""Number of responses that an engine is decoding -> length of the next one it takes; None: none now."""
 
 
 def response_lengths(mean: float, longest: int, spread: float, count: int = QUANTILES) -> np.ndarray:
@@ -33,36 +35,51 @@ def response_lengths(mean: float, longest: int, spread: float, count: int = QUAN
 
 
 def resident_mean(lengths: np.ndarray) -> float:
-    """Mean tokens that a running response has so far: a running one is a long one (length-biased), half done."""
+    """Mean tokens that a running response has so far: half of the length-biased mean length."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 
 def seconds_to_decode(requests: int, slots: int, lengths: np.ndarray, step: Callable[[int], float]) -> float:
     """Seconds until an engine has decoded `requests` responses, `slots` of them together.
 
-    `step(n)` is the seconds of one token for each of n responses. Up to WAVES full engines of requests are simulated
-    one by one, with lengths drawn from `lengths`; what is beyond them finds all slots busy.
+    `step(n)` is the seconds of one token for each of n responses. Up to WAVES full engines of requests are simulated,
+    with lengths drawn from `lengths`; the others are decoded with all slots busy.
     """
     if requests <= 0:
         return 0.0
     slots = min(slots, requests)
     simulated = min(requests, WAVES * slots)
     rng = np.random.default_rng(0)
-    runs = [_simulate(rng.choice(lengths, simulated), slots, step) for _ in range(DRAWS)]
+    runs = []
+    for _ in range(DRAWS):
+        queue = iter(rng.choice(lengths, simulated).tolist())
+        runs += decode([lambda running, queue=queue: next(queue, None)], slots, step)
     return float(np.mean(runs)) + (requests - simulated) * float(lengths.mean()) / slots * step(slots)
 
 
-def _simulate(lengths: np.ndarray, slots: int, step: Callable[[int], float]) -> float:
-    """Seconds for responses of `lengths`, of which `slots` start together and another whenever one ends."""
-    order = iter(lengths.tolist())
-    ends = sorted(islice(order, slots))
-    done = seconds = 0.0  # tokens that a response has which has run from the beginning
-    while ends:
-        seconds += (ends[0] - done) * step(len(ends))
-        done = ends[0]
-        following = next(order, None)
-        if following is None:
-            heapq.heappop(ends)
-        else:
-            heapq.heapreplace(ends, done + following)
+def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float]) -> list[float]:
+    """Simulate engines with continuous batching, event by event: seconds at which each decodes its last token.
+
+    An engine asks its supply whenever it has a free slot: at the start, and when one of its responses ends. Engines may
+    share a queue through their supplies.
+    """
+    ends: list[list[float]] = [[] for _ in supplies]  # of running responses, in tokens of one that ran from the start
+    tokens = [0.0] * len(supplies)
+    seconds = [0.0] * len(supplies)
+    events: list[tuple[float, int]] = []
+
+    def refill(engine: int) -> None:
+        running = ends[engine]
+        while len(running) < slots and (length := supplies[engine](len(running))) is not None:
+            heapq.heappush(running, tokens[engine] + length)
+        if running:
+            taken = (running[0] - tokens[engine]) * step(len(running))
+            heapq.heappush(events, (seconds[engine] + taken, engine))
+
+    for engine in range(len(supplies)):
+        refill(engine)
+    while events:
+        now, engine = heapq.heappop(events)
+        seconds[engine], tokens[engine] = now, heapq.heappop(ends[engine])
+        refill(engine)
     return seconds

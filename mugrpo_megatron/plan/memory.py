@@ -1,4 +1,4 @@
-"""The phases of one rank's memory, added up: learner, sync and engine share a device in turn."""
+"""Bytes of one rank: the learner's state and update, the engine, and the phases in which they share a device."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ FLOAT = 4
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes of one rank (learner/model.py and learner/optimizer.py make them)."""
+    """Bytes of a rank's weights, gradients and optimizer state (learner/model.py, learner/optimizer.py)."""
 
     weights: int
     """Of model.dtype, in the buffers of Megatron's data parallel wrapper."""
     gradients: int
     """float32 for every parameter (`grad_reduce_in_fp32`), not sharded."""
     master: int
-    """float32 copies, sharded over data (and context) parallel ranks; none in float32, where weights are the master."""
+    """float32 copies of the weights, sharded over data and context parallel ranks; none if the weights are float32."""
     moments: int
-    """Both float32 moments of AdamW, sharded likewise."""
+    """Both float32 moments of AdamW, sharded in the same way."""
 
     @property
     def optimizer(self) -> int:
-        """What sleeps with its values while the engine works, besides the weights."""
+        """What is offloaded while the engine works, besides the weights."""
         return self.master + self.moments
 
     @property
@@ -52,16 +52,16 @@ def learner_state(held: Held, layout: Layout, itemsize: int) -> State:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """An update as one data parallel rank sees it at its largest."""
+    """The packed rows of one update on a data parallel rank."""
 
     length: int
-    """Tokens of each packed row, over all context parallel ranks."""
+    """Tokens of the longest packed row, over all context parallel ranks."""
     micro_batches: int
-    """Packed rows of a rank in one update of mean lengths."""
+    """Packed rows in an update of mean lengths."""
 
 
 def batch_of(case: Case) -> Batch:
-    """Row length as `learner.packing.plan` bounds it; count from mean lengths."""
+    """Rows as long as `learner.packing.plan` allows; their number follows from mean lengths."""
     recipe, layout = case.recipe, case.layout
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     most = -(-case.responses * longest // layout.data)
@@ -83,25 +83,25 @@ class Learning:
     state: State
     recompute: str
     kept: Mapping[str, float]
-    """Recompute choice -> layer activations of all micro-batches in flight."""
+    """Recompute choice -> activations of all layers and micro-batches in flight."""
     remade: Mapping[str, float]
-    """Recompute choice -> activations that come back for one layer at a time."""
+    """Recompute choice -> activations that are recomputed for one layer at a time."""
     loss: float
-    """Hidden states and the greater of the loss path's forward and backward; 0 on all stages but the last."""
+    """Hidden states, and the greater of the loss path's forward and backward; 0 except on the last pipeline stage."""
     working: float
     """Gradients and temporaries of one layer's backward pass."""
     embedding: float
     """The embedding's gradient, on the first stage, before it is added to the gradient buffer."""
     reduced: float
-    """On CPU, gloo's copy of the gradients that it reduces; NCCL needs none."""
+    """gloo's copy of the gradients that it reduces; 0 with NCCL."""
     in_flight: float
     """Micro-batches whose activations are kept."""
 
     def peak(self, recompute: str) -> float:
-        """What an update needs besides the state at its fullest moment.
+        """Peak bytes of an update besides the state.
 
-        When the loss is formed; in the backward pass of the last layer, the loss path gone; at the embedding, when this
-        micro-batch's activations are gone; when gradients are reduced, with no activations at all.
+        The greatest of four moments: the loss is computed; the last layer's backward pass, after the loss path is
+        freed; the embedding's gradient, after this micro-batch's activations are freed; the reduction of gradients.
         """
         kept = self.kept[recompute]
         others = kept * (1 - 1 / self.in_flight)
@@ -118,7 +118,7 @@ class Learning:
 
 
 def learning(case: Case, batch: Batch, stage: int) -> Learning:
-    """Memory of a rank of pipeline stage `stage` in an update of `batch`."""
+    """Bytes of a rank of pipeline stage `stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
     mine = held(architecture, layout, stage)
     tokens = batch.length // layout.context
@@ -133,7 +133,7 @@ def learning(case: Case, batch: Batch, stage: int) -> Learning:
         state=learner_state(mine, layout, b),
         recompute=recipe.learner.recompute,
         kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
-        remade={choice: layer.remade(choice) for choice in RECOMPUTE},
+        remade={choice: layer.recomputed(choice) for choice in RECOMPUTE},
         loss=loss,
         working=layer.working,
         embedding=float(b * mine.vocabulary if stage == 0 else 0),
@@ -152,9 +152,9 @@ class Serving:
     work: float
     """Activations and CUDA graphs, outside `memory_fraction`."""
     tokens: int
-    """That the cache holds, over the engine's ranks."""
+    """Tokens that the cache holds, over the engine's ranks."""
     requests: int
-    """Responses decoded together, at most: what the cache and `engine.max_running_requests` allow."""
+    """Responses decoded together at most, limited by the cache and `engine.max_running_requests`."""
 
     @property
     def total(self) -> float:
@@ -162,7 +162,7 @@ class Serving:
 
 
 def serving(case: Case) -> Serving:
-    """Memory of one rank of an engine, as SGLang sizes it on a device that the learner has left."""
+    """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, guess, tp = case.recipe, case.guess, case.recipe.engine.tensor
     weights = case.itemsize * parameters(case.architecture) / tp
     sharing = min(tp, case.architecture.transformer["num_query_groups"])
@@ -185,19 +185,19 @@ def serving(case: Case) -> Serving:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Every phase of the fullest rank, and whether it fits its device."""
+    """Bytes of the fullest rank in each phase, and whether they fit its device."""
 
     device: int
     learning: Learning
     serving: Serving
     learn: float
-    """Learner at work, engine asleep."""
+    """The learner works, the engine sleeps."""
     sync: float
-    """Learner's and engine's weights together, and the buckets under way."""
+    """The weights of learner and engine, and the buckets of the sync."""
     generate: float
-    """Engine at work, learner asleep."""
+    """The engine works, the learner is offloaded."""
     host: float
-    """Host memory of one node: what sleeps, pinned, and each rank's copy of the states that a checkpoint saves."""
+    """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
 
     @property
     def fits(self) -> bool:
@@ -217,7 +217,7 @@ class Memory:
 
 
 def memory(case: Case, engine: Serving) -> Memory:
-    """Memory of the run's fullest rank in each phase, with an engine that takes what `engine` says."""
+    """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
     recipe, layout, cluster, guess = case.recipe, case.layout, case.cluster, case.guess
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
@@ -228,16 +228,16 @@ def memory(case: Case, engine: Serving) -> Memory:
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(recipe.engine.bucket_bytes, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
-    asleep = state.weights + state.optimizer if cuda else 0
+    offloaded = state.weights + state.optimizer if cuda else 0
     saved = max((b + 12) * held(case.architecture, layout, stage).total for stage in range(layout.pipeline))
     learn = fullest.state.total + fullest.update * (1 + guess.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
-        # On CPU nobody gives memory back to the other.
+        # On CPU neither frees memory for the other.
         learn=learn + (rests if cuda else engine.total),
         sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
         generate=engine.total + (rests if cuda else state.total),
-        host=cluster.per_node * (asleep + saved),
+        host=cluster.per_node * (offloaded + saved),
     )

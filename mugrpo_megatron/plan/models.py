@@ -28,7 +28,7 @@ class Model:
 def find_model(recipe: Recipe, config: Path | None = None) -> Model:
     """The model to plan for: `config` if given, else `model.path`'s config.json, else the bundled entry of its name.
 
-    No weights are needed. Raises UserError, naming all three ways, when none of them leads to a shape.
+    No weights are needed. Raises UserError, naming all three ways, when none of them gives a shape.
     """
     path = config or recipe.model.path / "config.json"
     if path.is_file():
@@ -38,14 +38,14 @@ def find_model(recipe: Recipe, config: Path | None = None) -> Model:
     table, name = bundled(), recipe.model.path.name
     if name not in table:
         raise UserError(
-            f"model.path = {recipe.model.path} holds no config.json and {name!r} is none of the bundled shapes "
-            f"({', '.join(sorted(table))}); give one with --model-config FILE"
+            f"model.path = {recipe.model.path} holds no config.json and {name!r} is not one of the bundled shapes "
+            f"({', '.join(sorted(table))}); pass --model-config FILE"
         )
     return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
 
 
 def bundled() -> dict[str, dict[str, Any]]:
-    """Folder name -> config of the public models that are known without a download."""
+    """Folder name -> config of the bundled public models."""
     return tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
 

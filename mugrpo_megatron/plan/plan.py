@@ -1,4 +1,4 @@
-"""A whole plan: `mugrpo plan`."""
+"""The whole plan of a recipe on a cluster: `mugrpo plan`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mugrpo_megatron.recipe.checks import check_layout
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `mugrpo plan` says."""
+    """Everything that `mugrpo plan` prints."""
 
     model: Model
     parameters: int
@@ -98,7 +98,13 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "sync_bytes": plan.sync_bytes,
         "schedules": [{**asdict(one), "total": one.total} for one in plan.schedules],
         "layouts": [
-            {**asdict(one), "seconds": one.seconds if not one.problems else None}
+            {
+                "layout": asdict(one.layout),
+                "seconds": one.seconds if not one.problems else None,
+                "learn": one.learn,
+                "problems": one.problems,
+                "distance": one.distance,
+            }
             for one in plan.layouts
         ],
     }  # fmt: skip
@@ -109,5 +115,5 @@ def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
     if found is None:
-        return f"{said}; no layout fits on so few devices: take more, or a smaller learner.micro_batch_tokens"
+        return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
     return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found)}"

@@ -1,4 +1,4 @@
-"""Layouts compared: which fit, how fast they are, why the others are refused."""
+"""Compares layouts: which fit, how fast they are, why the others are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mugrpo_megatron.plan.case import Case
-from mugrpo_megatron.plan.layout import Layout, with_layout
+from mugrpo_megatron.plan.layout import Layout
 from mugrpo_megatron.plan.memory import RECOMPUTE, Serving, memory
 from mugrpo_megatron.plan.training import update_seconds
 from mugrpo_megatron.recipe import Recipe
@@ -19,6 +19,8 @@ from mugrpo_megatron.recipe.sections import ParallelSection
 class Candidate:
     """One layout of the learner on the cluster."""
 
+    recipe: Recipe
+    """The planned recipe in this layout."""
     layout: Layout
     seconds: float
     """Of one update."""
@@ -33,14 +35,14 @@ class Candidate:
 def compare(case: Case, engine: Serving) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
-    Of the recompute choices of a layout the fastest that fits is listed, or, where none fits, the smallest.
+    Each layout has the fastest recompute choice that fits or, where none fits, the one that needs the least memory.
     """
     found = [_best(case, parallel, engine) for parallel in _worth_trying(case)]
     return sorted(found, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
 
 
 def _worth_trying(case: Case) -> Iterator[ParallelSection]:
-    """Every candidate; context parallelism only up to twice of what the recipe asks for."""
+    """Every candidate with at most twice the recipe's context parallelism."""
     for parallel in candidates(dict(case.config), case.cluster.world):
         if parallel.context <= 2 * case.recipe.parallel.context:
             yield parallel
@@ -54,30 +56,30 @@ def _best(case: Case, parallel: ParallelSection, engine: Serving) -> Candidate:
     if parallel.tensor > per_node:
         problems.append(f"tensor {parallel.tensor} would leave the node, which has {per_node} devices")
     if problems:
-        return Candidate(trial.layout, float("inf"), 0.0, tuple(problems), away)
+        return Candidate(trial.recipe, trial.layout, float("inf"), 0.0, tuple(problems), away)
     choices = []
     for recompute in RECOMPUTE:
         learner = case.recipe.learner.model_copy(update={"recompute": recompute})
         choice = trial.with_recipe(trial.recipe.model_copy(update={"learner": learner}))
         need = memory(choice, engine)
-        choices.append(Candidate(choice.layout, update_seconds(choice), need.learn, tuple(need.problems), away))
+        seconds, refusals = update_seconds(choice), tuple(need.problems)
+        choices.append(Candidate(choice.recipe, choice.layout, seconds, need.learn, refusals, away))
     fitting = [one for one in choices if not one.problems]
     return min(fitting, key=lambda one: one.seconds) if fitting else min(choices, key=lambda one: one.learn)
 
 
 def nearest_fitting(found: list[Candidate]) -> Candidate | None:
-    """The valid layout closest to the recipe's; the faster one of equals."""
+    """The valid layout nearest to the recipe's; of equally near ones the fastest."""
     valid = [one for one in found if not one.problems]
     return min(valid, key=lambda one: (one.distance, one.seconds)) if valid else None
 
 
 def recipe_keys(recipe: Recipe, candidate: Candidate) -> str:
-    """The candidate as the keys that a recipe would have to set."""
-    changed = with_layout(recipe, candidate.layout)
+    """The candidate as `--set` options to `recipe`."""
     keys = [
         f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for section in ("parallel", "learner")
-        for key, value in getattr(changed, section).model_dump().items()
+        for key, value in getattr(candidate.recipe, section).model_dump().items()
         if value != getattr(getattr(recipe, section), key)
     ]
     return " ".join(f"--set {key}" for key in keys)

@@ -1,4 +1,4 @@
-"""Seconds of each phase of one stage, from stated rates: a roofline, not a simulation; and what a stage writes."""
+"""Seconds and bytes of a stage from assumed rates, and of the run under other schedules."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Phases:
     """Seconds of one stage."""
 
     switch: float
-    """Learner's state to host memory and back, the engine asleep and awake."""
+    """Learner offloaded and reloaded, engine woken and put to sleep."""
     sync: float
     generate: float
     score: float
-    """Beyond what the verifier does while the engine generates."""
+    """What remains of verification after generation."""
     evaluate: float
-    """All evaluations of the run, shared out over its stages, with the switches of those inside a stage."""
+    """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
     logprobs: float
     optimize: float
     save: float = 0.0
@@ -34,12 +34,12 @@ class Phases:
 
 
 def phases(case: Case, need: Memory) -> Phases:
-    """One stage of the recipe's schedule."""
+    """Seconds of one stage of the recipe's schedule."""
     schedule, state = case.recipe.schedule, need.learning.state
     responses = schedule.updates_per_stage * case.responses
     generate = decoding_seconds(responses, case, need.serving)
-    parked = 2 * (state.weights + state.optimizer) / case.guess.host_link + case.guess.wake
-    switch, sync = parked if case.cuda else 0.0, sync_bytes(case) / case.guess.bridge
+    moved = 2 * (state.weights + state.optimizer) / case.guess.host_link + case.guess.wake
+    switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.guess.bridge
     before, woken = evaluations(case.recipe)
     evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
     found = Phases(
@@ -55,10 +55,10 @@ def phases(case: Case, need: Memory) -> Phases:
 
 
 def saving_seconds(others: float, case: Case) -> float:
-    """A stage's saves, one at its end and those inside it, during `others` seconds of other work.
+    """Seconds of a stage's saves, at its end and inside it, next to `others` seconds of other work.
 
-    Saved asynchronously, the run waits for the copy to host memory, and for the disk where one save is not done before
-    the next begins (run/checkpoints.py).
+    With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
+    ended when the next one begins (run/checkpoints.py).
     """
     section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_per_stage
     saves = 1 + (updates - 1) // section.every_updates if section.every_updates else 1
@@ -71,38 +71,38 @@ def saving_seconds(others: float, case: Case) -> float:
 
 
 def checkpoint_bytes(case: Case) -> float:
-    """Weights, float32 master weights and both moments of the whole model, each once (learner/checkpoint.py)."""
+    """Bytes of weights, float32 master weights and both moments of the whole model (learner/checkpoint.py)."""
     return parameters(case.architecture) * (case.itemsize + 12.0)
 
 
 def sync_bytes(case: Case) -> int:
-    """The weights, to each engine and in every stage."""
+    """Bytes of the weights: sent to each engine in every stage."""
     return parameters(case.architecture) * case.itemsize
 
 
 def stage_bytes(case: Case) -> float:
-    """A stage's Parquet before compression: 8 bytes a response token, 4 a prompt token, 40 a response."""
+    """Bytes of a stage's Parquet before compression: 8 a response token, 4 a prompt token, 40 a response."""
     responses = case.recipe.schedule.updates_per_stage * case.responses
     return responses * (8 * case.mean_response + 4 * case.mean_prompt + 40)
 
 
 GRPO_UPDATES = 4
-"""µ of ordinary GRPO in the paper's comparison."""
+"""µ of GRPO in the paper."""
 MU_GRPO_STAGES = 4
-"""S of mu-GRPO there."""
+"""Stages of mu-GRPO in the paper."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A run's whole cost under one cut."""
+    """The cost of the whole run under one schedule."""
 
     name: str
     stages: int
     updates_per_stage: int
     seconds: Mapping[str, float]
-    """Phase -> seconds over the whole run."""
+    """Phase -> seconds of the whole run."""
     tail: float
-    """Of `generate`: seconds beyond what one single stage would have taken; the wait for the longest responses."""
+    """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
     stage_bytes: float
 
     @property
@@ -111,10 +111,10 @@ class Schedule:
 
 
 def schedules(case: Case, need: Memory) -> list[Schedule]:
-    """The recipe's own cut, then GRPO's and mu-GRPO's schedules, over the same updates, evaluated equally often."""
+    """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated equally often."""
     own = case.recipe.schedule
     updates = own.stages * own.updates_per_stage
-    cuts = {
+    shapes = {
         "this recipe": (own.stages, own.updates_per_stage),
         "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
         "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
@@ -122,15 +122,15 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
     evaluate = own.stages * phases(case, need).evaluate
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
     found = []
-    for name, (stages, per_stage) in cuts.items():
-        cut = _cut(case, stages, per_stage)
-        seconds = {phase: stages * value for phase, value in asdict(phases(cut, need)).items()}
+    for name, (stages, per_stage) in shapes.items():
+        other = _with_schedule(case, stages, per_stage)
+        seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        found.append(Schedule(name, stages, per_stage, seconds, tail, stage_bytes(cut)))
+        found.append(Schedule(name, stages, per_stage, seconds, tail, stage_bytes(other)))
     return found
 
 
-def _cut(case: Case, stages: int, updates_per_stage: int) -> Case:
+def _with_schedule(case: Case, stages: int, updates_per_stage: int) -> Case:
     schedule = case.recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
     return case.with_recipe(case.recipe.model_copy(update={"schedule": schedule}))

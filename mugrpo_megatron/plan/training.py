@@ -1,27 +1,25 @@
-"""Seconds that the learner computes and passes messages: work of a token, an update, a forward pass."""
+"""Seconds of the learner: computing, communication, optimizer step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.layout import Layout, held
 from mugrpo_megatron.plan.memory import batch_of
 from mugrpo_megatron.weights.architecture import Architecture
 
-MISMATCH_RESPONSES = 64
-"""Responses on which engine and learner are compared in every stage (phases/optimize.py)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one token costs in FLOP, forward: 2 for each weight that it meets."""
+    """Forward FLOP of one token: 2 for each weight that it is multiplied with."""
 
     layers: float
     attention: float
-    """Scores and mixing against the mean of the tokens before it."""
+    """Scores and weighted values over the tokens before it, on average."""
     head: float
-    """One product with the output weight; only trained tokens meet it in the learner."""
+    """One product with the output weight; the learner computes it for trained tokens only."""
 
 
 def work_of(architecture: Architecture, sequence: float) -> Work:
@@ -40,13 +38,13 @@ def work_of(architecture: Architecture, sequence: float) -> Work:
 
 
 def flops_of(case: Case) -> float:
-    """FLOP/s that one device reaches on this model."""
+    """FLOP/s that one device is assumed to reach on this model."""
     share = case.guess.mfu_experts if case.architecture.experts else case.guess.mfu
     return case.cluster.device.flops * share
 
 
 def logprob_seconds(case: Case) -> float:
-    """Forward passes of a stage: the engine's mismatch; all of it for the learner's behaviour, and for a reference."""
+    """Seconds of a stage's forward passes: the mismatch with the engine, learner behaviour, reference policy."""
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
     whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1)
     responses += whole * recipe.schedule.updates_per_stage * case.responses
@@ -54,7 +52,7 @@ def logprob_seconds(case: Case) -> float:
 
 
 def update_seconds(case: Case) -> float:
-    """One optimizer update: passes, the pipeline's bubble, messages, the optimizer's own step."""
+    """Seconds of one update: forward and backward, pipeline bubble, communication, optimizer step."""
     objective, layout = case.recipe.objective, case.layout
     passes = 4.0 if layout.recompute == "full" else 3.0
     head = 4 if objective.dependence == "response" else 3
@@ -63,23 +61,23 @@ def update_seconds(case: Case) -> float:
         flops += _sequence_flops(case, passes=1.0, head=1)
     computed = case.responses * flops / case.guess.packing / (case.cluster.world * flops_of(case))
     idle = bubble(layout, batch_of(case).micro_batches)
-    return (computed + message_seconds(case)) / (1 - idle) + step_seconds(case)
+    return (computed + communication_seconds(case)) / (1 - idle) + step_seconds(case)
 
 
 def bubble(layout: Layout, micro_batches: int) -> float:
-    """Share of an update that a pipeline stage idles: (p - 1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
+    """Share of an update for which a pipeline stage idles: (p - 1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
     idle = layout.pipeline - 1
     return idle / (micro_batches * layout.virtual + idle)
 
 
-def message_seconds(case: Case) -> float:
-    """Messages inside the passes of one update: tensor, context and expert parallel ones of a rank's layers."""
+def communication_seconds(case: Case) -> float:
+    """Seconds of tensor, context and expert parallel communication in one update, over a rank's layers."""
     architecture, layout, b = case.architecture, case.layout, case.itemsize
     size = architecture.letters
     tokens = case.responses * case.mean_sequence / case.guess.packing / layout.shards
-    # A layer's tensors pass in every forward pass and in the backward pass, two of each kind.
+    # Each layer communicates two tensors of each kind in every forward pass and in the backward pass.
     times = 2 * (3 if layout.recompute == "full" else 2)
-    # An all-reduce, or a reduce-scatter and an all-gather, passes twice a rank's share of the tensor.
+    # An all-reduce, or a reduce-scatter and an all-gather, moves a rank's share of the tensor twice.
     reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
     gathered = times * _others(layout.context) * tokens * layout.context * size["K"] / layout.tensor * b
     seconds = reduced / case.guess.inside + gathered / _link(layout.tensor * layout.context, case)
@@ -91,7 +89,7 @@ def message_seconds(case: Case) -> float:
 
 
 def step_seconds(case: Case) -> float:
-    """Gradients reduced, states read and written, weights gathered (not overlapped here), on the fullest stage."""
+    """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
     stages = [held(case.architecture, layout, stage) for stage in range(layout.pipeline)]
     mine = max(stages, key=lambda one: one.total)
@@ -102,16 +100,16 @@ def step_seconds(case: Case) -> float:
 
 
 def _sequence_flops(case: Case, passes: float, head: int) -> float:
-    """FLOP of one sequence: `passes` through the layers and `head` products with the output weight where trained."""
+    """FLOP of one sequence: `passes` through the layers, `head` products with the output weight for trained tokens."""
     work = work_of(case.architecture, case.mean_sequence)
     return passes * case.mean_sequence * (work.layers + work.attention) + head * case.mean_response * work.head
 
 
 def _others(ranks: int) -> float:
-    """Share of a tensor that comes from other ranks."""
+    """Share of a tensor that other ranks hold."""
     return (ranks - 1) / ranks
 
 
 def _link(ranks: int, case: Case) -> float:
-    """Bytes/s inside a group that spans `ranks` neighbours."""
+    """Bytes/s in a process group that spans `ranks` neighbouring ranks."""
     return case.guess.inside if ranks <= case.cluster.per_node else case.guess.between

@@ -1,4 +1,4 @@
-"""The report's charts: which metrics share a panel, how they are drawn, what the reader is told."""
+"""The report's charts: metrics of each panel, how they are drawn, and their explanations."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MAX_LINES_BY_AGE = 8
 def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> list[Chart]:
     """Every chart that has a value.
 
-    `buckets` are consecutive updates that one point stands for, `stages` the stage rows; series name their axis
-    `update`, `eval`, `stage` or `age`.
+    A point of a curve over updates stands for one of `buckets`, consecutive updates. `stages` are the stage rows. The
+    axis of a series is `update`, `eval`, `stage` or `age`.
     """
     every = (
         *_learning(run, buckets, stages),
@@ -46,22 +46,22 @@ def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[R
     yield Chart(
         "accuracy",
         f"{measure.capitalize()} and training reward",
-        _what_is_compared(run.recipe, f"Held-out {measure}{of}"),
+        _sampling_note(run.recipe, f"Held-out {measure}{of}"),
         [*held_out(run.evals), reward if has_values(reward.y) else by_stage],
         format="percent" if measure == "accuracy" and within_unit(reward.y) and within_unit(by_stage.y) else "number",
         wide=True,
     )
 
 
-def _what_is_compared(recipe: Mapping[str, Any], held_out_measure: str) -> str:
-    """Accuracy and training reward share an axis: what they are, and why they differ before anything is learned."""
+def _sampling_note(recipe: Mapping[str, Any], held_out_measure: str) -> str:
+    """How held-out and training responses are sampled: why the two curves differ even before the first update."""
     held_out = {recipe.get("eval", {}).get("temperature")}
     held_out |= {one["temperature"] for one in recipe.get("eval", {}).get("sets", {}).values() if "temperature" in one}
     training = recipe.get("rollout", {}).get("temperature")
     return (
         f"{held_out_measure}, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
-        f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. They "
-        "share the axis, but neither problems nor sampling: compare each curve with itself."
+        f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. The "
+        "two curves differ in problems and sampling: compare each curve with itself."
     )
 
 
@@ -76,7 +76,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
     yield Chart(
         "dropped",
         "Tokens vetoed and clipped",
-        "Shares of response tokens: dropped by the veto or another mask, and held back by the clip.",
+        "Shares of response tokens: dropped by the veto or another mask, and clipped.",
         [
             over_updates(buckets, "vetoed", "red", "vetoed_fraction", restarts=True),
             over_updates(buckets, "clipped", "blue", "clipped_fraction", restarts=True),
@@ -87,7 +87,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
     yield Chart(
         "ratio_neg",
         "Importance ratio, negative advantage",
-        "π/β of tokens in responses with negative advantage. At 1 the policy is the one that sampled.",
+        "π/β of tokens in responses with negative advantage; 1 on policy.",
         [
             over_updates(buckets, "max", "red", "ratio_neg_max", restarts=True, reduce=max),
             over_updates(buckets, "p99", "orange", "ratio_neg_p99", restarts=True, reduce=max),
@@ -100,7 +100,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
     yield Chart(
         "ess",
         "Effective sample size",
-        "(Σr)² / TΣr² of the token ratios: the share of the data that still counts. It decays as the data grow stale.",
+        "(Σr)² / TΣr² of the token ratios; 1 on policy. It falls as the data become stale.",
         [over_updates(buckets, "ESS", "teal", "ess", restarts=True, reduce=min)],
         format="percent",
     )
@@ -114,11 +114,9 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
         ],
     )
     if any(row["age"] for row in run.updates) and run.updates[0]["stage"] < run.updates[-1]["stage"]:
+        yield _by_age(run, "ess", "ESS by age", "Effective sample size against the age of the data in updates.", "teal")
         yield _by_age(
-            run, "ess", "ESS by age", "Effective sample size against how many updates old the data are.", "teal"
-        )
-        yield _by_age(
-            run, "vetoed_fraction", "Vetoed by age", "Tokens vetoed against how many updates old the data are.", "red"
+            run, "vetoed_fraction", "Vetoed by age", "Tokens vetoed against the age of the data in updates.", "red"
         )
 
 
@@ -143,13 +141,13 @@ def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart
     yield Chart(
         "loss",
         "Loss",
-        "The surrogate that an update minimises; its level says little, its jumps do.",
+        "The loss that an update minimises. Watch its jumps, not its level.",
         [over_updates(buckets, "loss", "violet", "loss", smooth=True)],
     )
     yield Chart(
         "lr",
         "Learning rate",
-        "As the schedule set it.",
+        "Learning rate of each update.",
         [over_updates(buckets, "lr", "yellow", "lr")],
         zero=True,
     )
@@ -169,11 +167,11 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
     )
     yield Chart(
         "groups",
-        "Groups without signal, responses cut short",
-        "Groups whose responses all got one reward carry no gradient; cut responses hit the length limit.",
+        "Groups without signal, truncated responses",
+        "Zero-variance groups have equal rewards and no gradient; truncated responses reached the length limit.",
         [
             steps("zero-variance groups", "magenta", "zero_variance_fraction"),
-            steps("cut short", "yellow", "truncated_fraction"),
+            steps("truncated", "yellow", "truncated_fraction"),
         ],
         format="percent",
         zero=True,
@@ -181,7 +179,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
     yield Chart(
         "mismatch",
         "Engine against learner",
-        "|log π_engine − log π_learner| per token under the same weights, in nats.",
+        "|log π_engine − log π_learner| per token with the same weights, in nats.",
         [
             steps("max", "red", "mismatch_max"),
             steps("p99", "orange", "mismatch_p99"),
@@ -197,7 +195,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
     yield Chart(
         "throughput",
         "Throughput",
-        "Response tokens per second of generation and of optimization, by stage.",
+        "Response tokens per second in generation and in optimization, by stage.",
         [
             Series(label, color, "stage", [rates.get((phase, row["stage"])) for row in stages], draw="step")
             for label, color, phase in (("sampled", "blue", "generate"), ("trained", "teal", "optimize"))
@@ -207,7 +205,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
 
 
 def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) -> Chart:
-    """A metric against age: a curve for each of a few stages, median and 10-90 % band of many."""
+    """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
     curves = [
         {row["age"]: row.get(metric) for row in rows} for _, rows in groupby(run.updates, key=itemgetter("stage"))
     ]

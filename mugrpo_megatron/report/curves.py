@@ -1,4 +1,4 @@
-"""A chart as data, and its curves out of a run's rows."""
+"""Charts and curves as data, computed from a run's rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Format = Literal["percent", "number", "tokens"]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve; `y` runs along the axis of that name, None where there is no finite value."""
+    """One curve; `y` has a value for each point of the axis `axis`, None where there is no finite value."""
 
     label: str
     color: str
@@ -27,11 +27,11 @@ class Series:
     high: Values | None = None
     """A band around the curve."""
     smooth: bool = False
-    """Too noisy to read raw: drawn faintly under its moving average."""
+    """Noisy: drawn faintly under its moving average."""
     restarts: bool = False
-    """Restarts with the responses of every stage: no line leads from one stage to the next."""
+    """Starts again with every stage: no line connects one stage with the next."""
     bold: bool = False
-    """The one to look at among several: drawn thicker."""
+    """The most important of several curves: drawn thicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,15 @@ class Chart:
     format: Format = "number"
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
-    """The vertical axis starts at 0; a log axis that has to show a 0 runs linearly to it below its smallest value."""
+    """The vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
     along: Literal["run", "age"] = "run"
     rule: float | None = None
     """A dashed reference line at this height."""
     rule_label: str = ""
     rule_in_view: bool = False
-    """The vertical axis reaches `rule`, however far the curves are from it."""
+    """The vertical axis includes `rule`, even if the curves are far from it."""
     wide: bool = False
-    """Takes the page's whole width."""
+    """As wide as the page."""
 
 
 def over_updates(
@@ -68,19 +68,19 @@ def over_updates(
     bold: bool = False,
     reduce: Callable[[Sequence[float]], float] = statistics.fmean,
 ) -> Series:
-    """A metric's curve along `axis`, whose points stand for `buckets` of updates; None where no update has a value."""
+    """A metric's curve along `axis`, one point for each bucket of updates; None where no update has a value."""
     found = [[value for row in rows if (value := row.get(metric)) is not None] for rows in buckets]
     values = [rounded(reduce(values)) if values else None for values in found]
     return Series(label, color, axis, values, smooth=smooth, restarts=restarts, bold=bold)
 
 
 def column(rows: Iterable[Row], metric: str) -> Values:
-    """A metric's value in each row, None where a row has none."""
+    """A metric's value in each row; None where a row has no value."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]
 
 
 def rounded(value: float) -> float:
-    """Six significant digits: what a screen can show, in a third of the bytes."""
+    """Rounded to six significant digits, which is enough for a screen and a third of the bytes."""
     return float(f"{value:.6g}")
 
 
@@ -93,6 +93,6 @@ def within_unit(values: Values) -> bool:
 
 
 def spread(values: Values) -> float:
-    """Largest over median of the positive values; 1 where there are none."""
+    """Largest over median of the positive values; 1 without any."""
     positive = [value for value in values if value is not None and value > 0]
     return max(positive) / statistics.median(positive) if positive else 1.0

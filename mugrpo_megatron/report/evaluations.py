@@ -1,4 +1,4 @@
-"""The figures of an evaluation row: one for every held-out set and their mean; nothing else spells their names."""
+"""Writes and reads the figures of an evaluation row: each held-out set's and their mean. Defines their names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SetFigures:
-    """What an evaluation found out about one held-out set."""
+    """The result of an evaluation on one held-out set."""
 
     mean: Interval
     problems: int
@@ -24,7 +24,7 @@ class SetFigures:
 
 
 def figures_of(measure: Measure, sets: Mapping[str, SetFigures]) -> dict[str, float]:
-    """The metrics of an evaluation row; an interval's end that is infinite is left out."""
+    """The metrics of an evaluation row, without infinite ends of intervals."""
     means = {name: figures.mean for name, figures in sets.items()}
     row: dict[str, float] = {}
     for name, mean in {**means, MEAN: macro_average(list(means.values()))}.items():
@@ -36,47 +36,47 @@ def figures_of(measure: Measure, sets: Mapping[str, SetFigures]) -> dict[str, fl
 
 
 def measure_in(rows: Iterable[Row]) -> Measure:
-    """What the rows' figures are means of; `accuracy` where there is no row."""
+    """What the rows' figures are means of; `accuracy` without rows."""
     return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
 
 
 def sets_in(rows: Iterable[Row]) -> list[str]:
-    """The held-out sets that any of the rows has a figure of, in the rows' order, without the mean."""
+    """The held-out sets of the rows, in their order, without the mean."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [name for base, _, name in (key.partition("/") for key in keys) if base == "problems" and name]
 
 
 def value_in(row: Row, name: str = MEAN) -> float | None:
-    """A set's figure, or the mean's; None where the row has none."""
+    """A set's figure, or the mean's; None if the row has none."""
     found = row.get(f"{measure_in([row])}/{name}")
     return None if found is None else float(found)
 
 
 def interval_in(row: Row, name: str = MEAN) -> list[float] | None:
-    """[low, high] of a set's 95 % interval, or of the mean's; None where it has no finite ends."""
+    """[low, high] of a set's 95 % interval, or of the mean's; None unless both ends are finite."""
     low, high = row.get(f"low/{name}"), row.get(f"high/{name}")
     return None if low is None or high is None else [float(low), float(high)]
 
 
 def problems_in(row: Row) -> int:
-    """Held-out problems asked, of all sets."""
+    """Number of held-out problems, over all sets."""
     return sum(int(row[f"problems/{name}"]) for name in sets_in([row]))
 
 
 def shown(value: float | None, measure: str) -> str:
-    """A held-out figure as text: accuracies in percent, mean rewards as they are."""
+    """A held-out figure as text: accuracy in percent, mean reward as a number."""
     if value is None:
         return "–"
     return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"
 
 
 def difference(gain: float, measure: str) -> str:
-    """A gain as text, in points where the figures are accuracies."""
+    """A gain as text: accuracy in points, mean reward as a number."""
     return f"{100 * gain:+.1f} points" if measure == "accuracy" else f"{gain:+.4g}"
 
 
 def between(interval: Sequence[float] | None, measure: str) -> str:
-    """An interval as text; empty where there is none."""
+    """An interval as text; empty for None."""
     if interval is None:
         return ""
     low, high = (shown(end, measure).removesuffix(" %") for end in interval)

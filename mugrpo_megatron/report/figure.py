@@ -1,6 +1,6 @@
-"""A run as one picture for a README: accuracy and reward on the clock, and under them what the clock was spent on.
+"""One picture of a run: accuracy and reward over wall-clock, with the phases below.
 
-`python -m mugrpo_megatron.observe.figure RUN_DIR OUT.svg [--dark]`
+`python -m mugrpo_megatron.report.figure RUN_DIR OUT.svg [--dark]`
 """
 
 from __future__ import annotations
@@ -21,16 +21,14 @@ from mugrpo_megatron.report.payload import Drawing, draw
 from mugrpo_megatron.report.rundata import RunData, read_run
 
 LANES = ("generate", "optimize")
-"""Phases that the picture shows: the two that take turns."""
-
-
+"""Phases that the picture shows."""
 MAX_BOUNDARIES = 16
-"""With more stages than this, their boundaries would hide the curves."""
+"""With more stages than this, their boundaries are not drawn: they would hide the curves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of one background."""
+    """Colours for a light or a dark background."""
 
     paper: str
     ink: str
@@ -47,7 +45,7 @@ DARK = Theme("#0d1117", "#eceef3", "#a5acba", "#2b313c", "#5b9bff", "#f08a4b", "
 
 
 def write_figure(run_dir: Path, path: Path, *, dark: bool = False) -> Path:
-    """Draw the run in `run_dir` into `path`, whose ending (.svg, .png) decides the format.
+    """Draw the run in `run_dir` into `path`; its suffix (.svg, .png) decides the format.
 
     Raises UserError as `read_run` does.
     """
@@ -91,7 +89,7 @@ def _curves(axes: Axes, run: RunData, theme: Theme) -> None:
 
 
 def _held_out(axes: Axes, run: RunData, theme: Theme) -> None:
-    """The mean of the held-out sets with its interval, over thin lines of the sets where there are several."""
+    """The mean of the held-out sets with its interval; with several sets, a thin line for each."""
     times = [run.clock(row["time"]) for row in run.evals]
     measure, names = measure_in(run.evals), sets_in(run.evals)
     for name in names if len(names) > 1 else ():
@@ -128,7 +126,7 @@ def _lanes(axes: Axes, drawing: Drawing, theme: Theme) -> None:
 
 
 def _boundaries(axes: Axes, drawing: Drawing, theme: Theme) -> None:
-    """Where stages begin, as long as they can be told apart."""
+    """A line where each stage begins."""
     if len(drawing.boundaries) <= MAX_BOUNDARIES:
         for boundary in drawing.boundaries[1:]:
             axes.axvline(boundary["t"], color=theme.soft, linewidth=0.8, linestyle=(0, (2, 3)), alpha=0.7)

@@ -1,4 +1,4 @@
-"""The paper's Figures 2 and 3 (arXiv 2605.17570, the project page's plots) for one run: a line of each."""
+"""One run as a line of the paper's Figures 2 and 3 (arXiv 2605.17570, project page)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.report.paper import mask_name
 from mugrpo_megatron.report.rundata import RunData
 
 SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "ramp-5")
-"""Of held-out sets, next to the blue of their mean and the orange of the training reward."""
+"""Colours of held-out sets; their mean is blue, the training reward orange."""
 
 
 def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
@@ -21,15 +21,15 @@ def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Cha
     yield Chart(
         "paper_clipping",
         "Figure 2: token clipping rate",
-        "Share of response tokens whose gradient the clip takes away, as a fraction like the paper's axis.",
+        "Share of response tokens whose gradient the clip removes; a fraction, as on the paper's axis.",
         [over_updates(buckets, "token clipping rate", "blue", "clipped_fraction", restarts=True)],
         zero=True,
     )
     yield Chart(
         "paper_ratio",
         "Figure 3: E[ρ_t | A_t < 0]",
-        "Mean importance ratio of negative tokens, vetoed ones included. In the paper it stays at 1 in stable runs and "
-        "falls in those that collapse.",
+        "Mean importance ratio of tokens with negative advantage, vetoed ones included. In the paper it stays at 1 in "
+        "stable runs and falls in runs that collapse.",
         [over_updates(buckets, "E[ρ_t | A_t < 0]", "violet", "ratio_neg_mean", restarts=True)],
         zero=True,
         rule=1.0,
@@ -38,7 +38,7 @@ def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Cha
 
 
 def paper_remark(run: RunData) -> str:
-    """Which line of the paper's legends the run would be."""
+    """The run's settings in the terms of the paper's legends."""
     objective = run.recipe.get("objective", {})
     clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
     stage = run.recipe.get("schedule", {}).get("updates_per_stage", "?")
@@ -46,7 +46,7 @@ def paper_remark(run: RunData) -> str:
 
 
 def held_out(evals: Sequence[Row]) -> list[Series]:
-    """The held-out curves: of the only set, or of every set and their mean, which alone has its interval drawn."""
+    """The held-out curves: the only set's, or each set's and their mean, with an interval at the last one."""
     measure, names = measure_in(evals), sets_in(evals)
     several = len(names) > 1
     label, name = (f"mean {measure}", MEAN) if several else (f"held-out {measure}", *names, MEAN)[:2]
@@ -67,8 +67,8 @@ def _accuracy(run: RunData) -> Chart:
     return Chart(
         "paper_accuracy",
         f"Figures 2 and 3: average {measure}",
-        "Unweighted mean of the held-out sets with its 95 % interval. Along wall-clock it is the paper's Figure 1. "
-        "Evaluations inside a stage come with eval.every_updates.",
+        "Unweighted mean of the held-out sets with its 95 % interval. Over wall-clock it is the paper's Figure 1. "
+        "eval.every_updates adds evaluations inside a stage.",
         held_out(run.evals),
         format="percent" if measure == "accuracy" else "number",
         wide=True,

@@ -1,4 +1,4 @@
-"""Everything that report.js needs to draw a run: axes, stage boundaries, charts and the time line."""
+"""The data that report.js draws: axes, stage boundaries, charts and the time line."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.rundata import RunData
 
 MAX_POINTS = 4096
-"""A longer run is drawn in buckets of consecutive updates, which keeps the page small."""
+"""With more updates than this, a point stands for several, which keeps the page small."""
 MAX_SPANS = 1500
-"""A time line with more phases than this is drawn as shares of time slices."""
+"""With more phases than this, the time line shows shares of time slices."""
 SLICES = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """Everything report.js needs."""
+    """The data that report.js draws."""
 
     axes: dict[str, dict[str, list[float]]]
     """Axis name -> positions of its points: `u` in updates (or age), `t` in seconds."""
@@ -41,7 +41,7 @@ class Drawing:
 
 
 def draw(run: RunData) -> Drawing:
-    """The charts of a run; a chart without any value is left out."""
+    """The drawing of a run, without charts that have no value."""
     bucket = math.ceil(len(run.updates) / MAX_POINTS) or 1
     buckets = [run.updates[start : start + bucket] for start in range(0, len(run.updates), bucket)]
     boundaries = _boundaries(run)
@@ -65,7 +65,7 @@ def draw(run: RunData) -> Drawing:
 
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
-    """Where each stage with an update begins: on the clock that is its first phase, its sync."""
+    """Where each stage with an update begins; its time is that of its first phase, the sync."""
     first_phase: dict[int, float] = {}
     for row in run.phases:
         first_phase[row["stage"]] = min(row["start"], first_phase.get(row["stage"], row["start"]))
@@ -81,7 +81,7 @@ def _boundaries(run: RunData) -> list[dict[str, float]]:
 
 
 def _timeline(run: RunData) -> dict[str, Any]:
-    """Phases as spans [phase, stage, start, end], or as shares of equal time slices where there are too many."""
+    """Phases as spans [phase, stage, start, end]; if there are too many, as shares of equal time slices."""
     ran = {row["phase"] for row in run.phases}
     names = [name for name in PHASES if name in ran]
     spans = [(names.index(r["phase"]), r["stage"], run.clock(r["start"]), run.clock(r["end"])) for r in run.phases]

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page of a run, finished or not."""
+"""The report: one self-contained HTML page of a finished or unfinished run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SECTIONS = (
     ("Learning", "", ("accuracy",)),
     (
         "Off-policy health",
-        "how far the policy has moved from the one that sampled",
+        "how far the policy has moved from the behaviour policy",
         ("dropped", "ratio_neg", "ess", "kl", "ess_by_age", "vetoed_fraction_by_age"),
     ),
     (
@@ -69,9 +69,9 @@ TIME_LINE = {
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and, where there is one, summary.json.
+    """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and summary.json, if there is one.
 
-    Raises UserError when `run_dir` is no run directory, or a file in it is damaged.
+    Raises UserError when `run_dir` is not a run directory, or a file in it is damaged.
     """
     path = run_dir / FILE_NAME
     write_text(path, page(read_run(run_dir)))
@@ -79,7 +79,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def page(run: RunData) -> str:
-    """The report's HTML: no resource outside it; the curves are drawn by the script inside it."""
+    """The report's HTML: it loads nothing, and its own script draws the curves."""
     drawing, summary = draw(run), summary_of(run)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
@@ -128,18 +128,18 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any]) -> list[str]:
-    """What a reader must know before trusting the curves."""
+    """What to know before reading the curves."""
     lines = []
     if drawing.not_finite:
         found = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())
-        lines.append(f"Not finite, and so missing from the curves: {found} of {len(run.updates):,} updates.")
+        lines.append(f"Not finite, so missing from the curves: {found} of {len(run.updates):,} updates.")
     if skipped := summary["skipped_updates"]:
         lines.append(f"{skipped:,} updates were skipped because their gradient was not finite.")
     if (resumes := len(run.processes) - 1) > 0:
-        lines.append(f"Resumed {resumes} time{'s' if resumes > 1 else ''}; the time in between is left out.")
+        lines.append(f"Resumed {resumes} time{'s' if resumes > 1 else ''}; the time between is left out.")
     if drawing.bucket > 1:
         lines.append(
-            f"A point of a curve stands for {drawing.bucket} updates: the worst p99, max, min and ESS, else the mean."
+            f"A point stands for {drawing.bucket} updates: worst value of p99, max, min and ESS, mean of the others."
         )
     return lines
 
@@ -203,7 +203,7 @@ def _token_tile(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unbroken(text: str) -> str:
-    """With spaces at which no line breaks."""
+    """The text with non-breaking spaces."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 

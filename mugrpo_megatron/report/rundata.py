@@ -1,4 +1,4 @@
-"""A run directory read back: rows in order, resumes resolved, time counted while the run was alive."""
+"""Reads a run directory: rows in order, without those that a resumed run repeated, and the run's own clock."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """Maps Unix time to seconds that the run has been alive; what lies between a stop and a resume does not count."""
+    """Maps Unix time to seconds that the run has been running, without the time between a stop and a resume."""
 
     starts: tuple[float, ...]
     """When each process of the run started."""
     offsets: tuple[float, ...]
-    """Seconds alive before each start."""
+    """Running seconds before each start."""
 
     def __call__(self, time: float) -> float:
         place = max(bisect_right(self.starts, time) - 1, 0)
@@ -32,7 +32,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What a run directory says about its run, which may be finished, going on, or broken off."""
+    """The content of a run directory; the run may be finished, running or interrupted."""
 
     path: Path
     recipe: dict[str, Any]
@@ -48,7 +48,7 @@ class RunData:
     processes: list[Row]
     clock: Clock
     seconds: float
-    """How long the run has been alive."""
+    """How long the run has been running."""
 
     def stage_starts(self) -> list[Row]:
         """The first update row of each stage that has any."""
@@ -56,7 +56,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Read recipe.toml, metrics.jsonl and, where it exists, summary.json of a run directory.
+    """Read recipe.toml, metrics.jsonl and, if it exists, summary.json of a run directory.
 
     Raises UserError when recipe or metrics are missing, or when a file is damaged.
     """
@@ -64,7 +64,7 @@ def read_run(path: Path) -> RunData:
     try:
         recipe = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path / 'recipe.toml'}: not valid TOML ({error}); put the run's recipe back") from None
+        raise UserError(f"{path / 'recipe.toml'}: not valid TOML ({error}); restore the run's recipe") from None
     rows = read_rows(path / FILE_NAME)
     if not rows:
         raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started")
@@ -98,7 +98,7 @@ def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def _last_of_each(rows: Sequence[Row], kind: str, key: str) -> list[Row]:
-    """Rows of `kind`, ascending in `key`: one taken again after a resume replaces itself and all later ones."""
+    """Rows of `kind`, ascending in `key`: a row repeated after a resume replaces the old one and later ones."""
     kept: list[Row] = []
     for row in _of_kind(rows, kind):
         while kept and kept[-1][key] >= row[key]:
@@ -108,7 +108,7 @@ def _last_of_each(rows: Sequence[Row], kind: str, key: str) -> list[Row]:
 
 
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
-    """The run's clock and how long it has been alive, from where process rows interrupt the file."""
+    """The run's clock and running seconds; a process row begins each start."""
     starts: list[float] = []
     offsets: list[float] = []
     alive, last = 0.0, 0.0
@@ -129,7 +129,7 @@ def _summary(path: Path) -> dict[str, Any] | None:
     try:
         return json.loads(_read(path))
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); delete it, the report does without") from None
+        raise UserError(f"{path}: not valid JSON ({error}); delete it; the report does not need it") from None
 
 
 def _read(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The figures that a run comes down to: summary.json and the table a command ends with."""
+"""The summary of a run: summary.json, and the table that training ends with."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from mugrpo_megatron.report.paper import paper_seconds
 from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
 
 REPORTED_PHASES = ("sync", "generate", "score", "optimize")
-"""Phases that `seconds` holds even where a run spent no time in them."""
+"""Phases that `seconds` always has, even with 0 seconds."""
 FIGURES = ("before", "before_interval", "after", "interval")
-"""What is said of a held-out set, and of the mean of the sets."""
+"""Figures of each held-out set, and of the mean of the sets."""
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """What summary.json holds, counted from the rows that the run has logged; a resumed run counts in full.
+    """The content of summary.json, from all rows that the run has logged, resumes included.
 
     `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, None without an evaluation.
     `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
@@ -45,7 +45,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
 
 def summary_of(run: RunData) -> dict[str, Any]:
-    """`summarize` for a run that is already read."""
+    """`summarize` for a run that has been read."""
     measure = measure_in(run.evals)
     taken = seconds_by_phase(run.phases)
     phases = {name: taken.get(name, 0.0) for name in PHASES if name in taken or name in REPORTED_PHASES}
@@ -68,7 +68,7 @@ def summary_of(run: RunData) -> dict[str, Any]:
 
 
 def _gain(evals: Sequence[Row], name: str) -> dict[str, Any]:
-    """A set's figures, or the mean's, at the first evaluation and at the last."""
+    """A set's figures, or the mean's, at the first and the last evaluation."""
     if not evals:
         return dict.fromkeys(FIGURES)
     first, last = evals[0], evals[-1]
@@ -81,7 +81,7 @@ def _size(row: Row, name: str) -> dict[str, int | None]:
 
 
 def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """The mean over the sets of a summary in the form of one of its sets: before, before_interval, after, interval."""
+    """A summary's mean over the sets, with the keys of one set: before, before_interval, after, interval."""
     return {key: summary[f"{summary['measure']}_{key}"] for key in FIGURES}
 
 

@@ -1,4 +1,4 @@
-"""The report's tables: stages, summary, and the recipe as it was resolved."""
+"""The report's tables: stages, summary, and the resolved recipe."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ STAGE_HEAD = (
 
 
 def stage_table(run: RunData) -> dict[str, Any] | None:
-    """Head and rows, one a stage: what was sampled, how stale training made it, what it took, and the held-out figures
-    after its last update, set by set and their mean. None before an update.
+    """Head and one row for each stage: rewards, staleness, seconds, and each set's figure after its last update.
+
+    None for a run without an update.
     """
     names = sets_in(run.evals)
     names = [*names, MEAN] if len(names) > 1 else names
@@ -50,7 +51,7 @@ def stage_table(run: RunData) -> dict[str, Any] | None:
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The summary as names and values."""
+    """The summary as pairs of name and value."""
     return [
         *_gains(summary),
         ("Stages", f"{summary['stages']:,}"),
@@ -64,7 +65,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    """Held-out figures before and after: their mean, and each set's where there are several."""
+    """Held-out figures before and after: each set's, and with several sets their mean."""
     measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
     for when, interval in (("before", "before_interval"), ("after", "interval")):
         if len(sets) > 1:
@@ -75,7 +76,7 @@ def _gains(summary: dict[str, Any]) -> Iterable[tuple[str, str]]:
 
 
 def recipe_sections(run: RunData) -> list[dict[str, Any]]:
-    """The recipe's sections with their keys; `changed` marks what differs from the defaults."""
+    """The recipe's sections with their keys; `changed` marks values that differ from the defaults."""
     defaults = Recipe().model_dump(mode="json")
     return [
         {
@@ -131,7 +132,7 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, measur
 
 
 def _flat(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
-    """Keys and values, those of a table inside with its name before them."""
+    """Keys and values; keys of an inner table begin with its name."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{within}{key}.")

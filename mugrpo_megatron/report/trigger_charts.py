@@ -1,6 +1,6 @@
 """Triggers at every measured threshold: what another `objective.trigger_ratio` would have found in this run.
 
-The metrics count tokens against thresholds on their own ratio, whatever the run's own threshold and veto are.
+The metrics compare each token's ratio with every threshold, independently of the run's own threshold and veto.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from mugrpo_megatron.report.rundata import RunData
 
 PREFIX = "trigger_tokens_"
 PAPER_RATIO = 1e-4
-"""The threshold of the paper's example: what to look at where a recipe has none."""
+"""The threshold of the paper's example, for recipes without one."""
 
 COLORS = {"trigger": "yellow", "suffix": "blue", "suffix_non_trigger": "teal", "response": "red"}
-"""Scopes that drop anything, in the order of the legend and of the table."""
+"""Colours of the veto's scopes, in the order of the legend and the table."""
 
-ZEROS = "Lines are moving averages of the faint values; below the smallest one the log axis runs linearly to 0."
+ZEROS = "Lines are moving averages of the faint values. Below the smallest one, the log axis is linear down to 0."
 
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The thresholds that a run measured, largest first, and where its own one lies."""
+    """The thresholds that a run measured, largest first, and its own."""
 
     names: tuple[str, ...]
     ratio: float | None
@@ -39,19 +39,19 @@ class Thresholds:
 
     @property
     def nearest(self) -> str:
-        """The measured threshold next to the recipe's own, on the log axis."""
-        wanted = math.log(max(PAPER_RATIO if self.ratio is None else self.ratio, 1e-300))
-        return min(self.names, key=lambda name: abs(math.log(float(name)) - wanted))
+        """The measured threshold nearest to the recipe's own, in log space."""
+        own = math.log(max(PAPER_RATIO if self.ratio is None else self.ratio, 1e-300))
+        return min(self.names, key=lambda name: abs(math.log(float(name)) - own))
 
     def label(self, name: str) -> str:
-        """`name`, with a remark where it is the recipe's own or next to it."""
+        """`name`, marked if it is the recipe's own or the nearest to it."""
         if self.ratio is None or name != self.nearest:
             return name
         return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {_text(self.ratio)})"
 
 
 def thresholds_of(run: RunData) -> Thresholds:
-    """Read off the rows' names: `trigger_tokens_1e-4` measures 1e-4."""
+    """The thresholds in the rows' metric names: `trigger_tokens_1e-4` measures 1e-4."""
     found = {name.removeprefix(PREFIX) for row in run.updates for name in row if name.startswith(PREFIX)}
     return Thresholds(
         tuple(sorted(found, key=float, reverse=True)), run.recipe.get("objective", {}).get("trigger_ratio")
@@ -59,7 +59,7 @@ def thresholds_of(run: RunData) -> Thresholds:
 
 
 def trigger_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
-    """Shares of triggers and of what each scope would drop, against age and over the run; none without the metrics."""
+    """Shares of triggers and of tokens that each scope would drop, against age and over the run."""
     thresholds = thresholds_of(run)
     if not thresholds.names:
         return
@@ -70,18 +70,18 @@ def trigger_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[C
     yield Chart(
         "ratio_neg_min",
         "Smallest importance ratio, negative advantage",
-        "The lowest π/β of a negative token in each update: a threshold below it finds no trigger there. Log-ratios "
-        f"are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {_text(math.exp(-LOG_RATIO_LIMIT))}.",
+        "The lowest π/β of a token with negative advantage in each update: a threshold below it finds no trigger. "
+        f"Log-ratios are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {_text(math.exp(-LOG_RATIO_LIMIT))}.",
         [over_updates(buckets, "smallest", "blue", "ratio_neg_min", restarts=True, reduce=min)],
         scale="log",
-        rule=thresholds.ratio or None,  # 0 has no place on a log axis
+        rule=thresholds.ratio or None,  # a log axis cannot show 0
         rule_label="trigger_ratio",
         rule_in_view=True,
     )
 
 
 def trigger_remark(run: RunData) -> str:
-    """The run's own choice, next to the section's title."""
+    """The run's threshold and veto, for the section's title."""
     objective = run.recipe.get("objective", {})
     if "trigger_ratio" not in objective:
         return ""
@@ -90,15 +90,15 @@ def trigger_remark(run: RunData) -> str:
 
 
 def trigger_table(run: RunData) -> dict[str, Any] | None:
-    """Mean and largest update of every threshold's shares; None without the metrics."""
+    """Mean and maximum over updates of every threshold's shares; None without the metrics."""
     thresholds = thresholds_of(run)
     if not thresholds.names:
         return None
     metrics = ("trigger_tokens", "trigger_responses", *(f"dropped_{scope}" for scope in COLORS))
     return {
-        "title": "What each threshold finds, what each scope would drop",
-        "explains": "Mean over all updates, and the largest of any update in grey. Triggers as a share of negative "
-        "tokens and of negative responses; dropped tokens as a share of all response tokens.",
+        "title": "What each threshold finds and each scope would drop",
+        "explains": "Mean over all updates; in grey the maximum. Triggers as a share of tokens and responses with "
+        "negative advantage; dropped tokens as a share of all response tokens.",
         "head": ("Threshold", "Trigger tokens", "Responses with one", *(f"{SCOPES[scope]} drops" for scope in COLORS)),
         "rows": [
             {
@@ -112,7 +112,7 @@ def trigger_table(run: RunData) -> dict[str, Any] | None:
 
 
 def _shares(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str) -> Iterable[Chart]:
-    """The three charts of shares along one axis."""
+    """The three charts of shares along `axis`."""
     along: dict[str, Any] = {"format": "percent", "scale": "log", "zero": True}
     if axis == "age":
         along["along"] = "age"
@@ -154,7 +154,7 @@ def _shares(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str)
 
 
 def _ramp(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], metric: str, axis: str) -> list[Series]:
-    """One curve a threshold, in one colour that gets stronger as the threshold gets smaller."""
+    """One curve for each threshold; smaller thresholds have a stronger colour."""
     steps = max(len(thresholds.names) - 1, 1)
     return [
         over_updates(
@@ -185,14 +185,14 @@ def _mean_and_max(updates: Iterable[Row], metric: str) -> tuple[str, str]:
 
 
 def _text(ratio: float) -> str:
-    """0.5, 0.001, 1e-4."""
+    """The ratio as 0.5, 0.001 or 1e-4."""
     if ratio == 0 or ratio >= 1e-3:
         return f"{ratio:g}"
     return np.format_float_scientific(ratio, precision=2, trim="-", exp_digits=1)
 
 
 def _share(value: float) -> str:
-    """Two significant digits of a percentage: the shares span six powers of ten."""
+    """A percentage with two significant digits: the shares span six powers of ten."""
     if value == 0:
         return "0 %"
     return f"{100 * value:.{max(0, 1 - math.floor(math.log10(100 * value)))}f} %"

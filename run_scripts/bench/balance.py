@@ -3,15 +3,15 @@
 
     .venv/bin/python run_scripts/bench/balance.py
 
-A discrete simulation of a stage: engines decode up to `--slots` groups together, a token a step, and a group takes as
-many steps as its longest response; lengths are lognormal, cut at the limit. The queue is the one that runs use. The
-static split gives every engine the same number of groups up front. Packing is the learner's own plan.
+Simulates a stage: engines decode up to `--slots` groups together, a token a step, and a group takes as many steps as
+its longest response. Lengths are log-normal, cut at the limit. The queue is the one that runs use. The static split
+gives every engine the same number of groups in advance. Packing is the learner's own.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.learner.packing import plan
+from mugrpo_megatron.plan.lengths import Supply, decode
 
 Take = Callable[[int, int], list[int]]
 
@@ -27,7 +28,7 @@ Take = Callable[[int, int], list[int]]
 class Outcome:
     """What generating one stage took, in decoding steps."""
 
-    makespan: int
+    makespan: float
     idle: float
     """Share of engine time between an engine's last response and the stage's end."""
     empty: float
@@ -43,29 +44,23 @@ def lengths(responses: int, limit: int, median: float, sigma: float, generator: 
 def simulate(steps: np.ndarray, takes: list[Take], slots: int) -> Outcome:
     """Generate groups of `steps` decoding steps each on as many engines as there are `takes`."""
     engines = len(takes)
-    waiting: list[list[int]] = [[] for _ in takes]
-    decoding = [0] * engines
-    ends = [0] * engines
-    finishing: list[tuple[int, int]] = []
-
-    def go_on(engine: int, now: int) -> None:
-        while taken := takes[engine](decoding[engine] + len(waiting[engine]), slots):
-            waiting[engine] += taken
-        while waiting[engine] and decoding[engine] < slots:
-            decoding[engine] += 1
-            heapq.heappush(finishing, (now + int(steps[waiting[engine].pop(0)]), engine))
-
-    for engine in range(engines):
-        go_on(engine, 0)
-    while finishing:
-        now, engine = heapq.heappop(finishing)
-        decoding[engine] -= 1
-        ends[engine] = now
-        go_on(engine, now)
+    ends = decode([supply(steps, take, slots) for take in takes], slots, step=lambda running: 1.0)
     makespan = max(ends)
     return Outcome(
         makespan, 1 - sum(ends) / (engines * makespan), 1 - float(steps.sum()) / (engines * slots * makespan)
     )
+
+
+def supply(steps: np.ndarray, take: Take, slots: int) -> Supply:
+    """An engine's groups: those that it has taken from the queue in advance, refilled whenever it asks."""
+    waiting: deque[int] = deque()
+
+    def following(running: int) -> float | None:
+        while taken := take(running + len(waiting), slots):
+            waiting.extend(taken)
+        return float(steps[waiting.popleft()]) if waiting else None
+
+    return following
 
 
 def queue_takes(groups: int, engines: int) -> list[Take]:
@@ -80,12 +75,12 @@ def queue_takes(groups: int, engines: int) -> list[Take]:
 
 
 def static_takes(groups: int, engines: int) -> list[Take]:
-    """The same number of groups for each engine, handed out up front."""
+    """The same number of groups for each engine, assigned in advance."""
     return [PromptQueue(range(engine, groups, engines)).take for engine in range(engines)]
 
 
 def efficiency(responses: np.ndarray, per_update: int, prompt: int, dp: int, budget: int) -> np.ndarray:
-    """float64 [updates]: share of packed tokens that are no padding, update by update."""
+    """float64 [updates]: share of packed tokens that are not padding, update by update."""
     updates = responses.reshape(-1, per_update)
     return np.array([plan((update + prompt).tolist(), dp, budget).efficiency for update in updates])
 

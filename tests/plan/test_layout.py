@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mugrpo_megatron.plan.layout import Layout, held, layout_of, parameters, with_layout
-from mugrpo_megatron.plan.memory import learner_state
+from mugrpo_megatron.plan.case import make_case
+from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
+from mugrpo_megatron.plan.layout import Layout, held, layout_of, parameters
+from mugrpo_megatron.plan.memory import learner_state, serving
 from mugrpo_megatron.plan.models import bundled
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.plan.search import compare, recipe_keys
+from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 
@@ -66,8 +69,22 @@ def test_only_optimizer_states_are_sharded_over_data_and_context_parallel_ranks(
     assert alone.optimizer == 4 * shared.optimizer
 
 
-def test_a_layout_goes_into_a_recipe_and_comes_out_again() -> None:
-    layout = Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
+def test_a_recipe_on_a_cluster_has_one_layout() -> None:
+    parallel = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2, "sequence": True}
+    layout = layout_of(Recipe.model_validate({"parallel": parallel, "learner": {"recompute": "full"}}), 16)
+    assert layout == Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
     assert layout.world == 16
-    assert layout_of(with_layout(Recipe(), layout), 16) == layout
     assert str(layout) == "TP2 PP2 VPP2 CP2 DP2 SP full recompute"
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-30B-A3B"])
+def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
+    recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
+    cluster = make_cluster(1, 4, "h200")
+    case = make_case(recipe, shape(name), bundled()[name], cluster, Assumptions())
+    found = compare(case, serving(case))
+    assert len(found) > 10
+    for one in found:
+        options = recipe_keys(recipe, one).replace("--set ", "").split()
+        again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
+        assert layout_of(again, cluster.world) == one.layout

@@ -17,7 +17,7 @@ const color = (name) => `var(--${name})`;
 
 // ---------------------------------------------------------------- one chart
 
-/** Indices of the first point of each stage, for curves that start anew with every stage; none where stages are short. */
+/** Indices of the first point of each stage, for curves that restart with every stage; none if stages are short. */
 function stageStarts(series) {
   const bounds = drawing.boundaries, at = drawing.axes[series.axis].u;
   if (!series.restarts || at.length < 8 * bounds.length) return new Set();

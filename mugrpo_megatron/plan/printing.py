@@ -1,4 +1,4 @@
-"""A plan as tables on a terminal."""
+"""Prints a plan: tables on a terminal, or JSON."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mugrpo_megatron.plan.memory import RECOMPUTE
 from mugrpo_megatron.plan.plan import Plan, plan_as_dict
 
 LISTED = 8
-"""Layouts of each kind that a report lists."""
+"""Layouts of each kind that are listed."""
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """All tables of a plan."""
+    """Print all tables of a plan."""
     console = console or Console()
     for line in _head(plan):
         console.print(line, highlight=False)
@@ -29,14 +29,14 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         if table is not None:
             console.print(table)
     console.print(
-        "All of this is a model. Its times follow from assumed rates and lengths, replaced with --assume name=value; "
-        "docs/plan.md has every formula and holds the hours to the paper's.",
+        "These figures come from a model. Its times depend on assumed rates and lengths; --assume name=value replaces "
+        "one. docs/plan.md has every formula and compares the hours with the paper's.",
         highlight=False,
     )
 
 
 def print_json(plan: Plan) -> None:
-    """The plan as JSON on standard output: bytes, seconds and shares."""
+    """Print the plan as JSON: bytes, seconds and shares."""
     print(json.dumps(plan_as_dict(plan), indent=2))
 
 
@@ -65,7 +65,7 @@ def _memory(plan: Plan) -> Table:
             for choice in RECOMPUTE
         ),
         ("  of it: activations kept", learn.kept[learn.recompute], f"{learn.in_flight:g} micro-batches in flight"),
-        ("  of it: remade for one layer", learn.remade[learn.recompute], ""),
+        ("  of it: recomputed layer", learn.remade[learn.recompute], ""),
         ("  of it: loss path", learn.loss, "hidden states, one chunk of logits" if learn.loss else "on the last stage"),
         ("  of it: a layer's backward pass", learn.working, "after the loss path"),
         ("engine: weights", serve.weights, ""),
@@ -74,18 +74,18 @@ def _memory(plan: Plan) -> Table:
             serve.cache,
             f"{serve.tokens:,} tokens, {serve.requests:,} responses together; {plan.engines} engines",
         ),
-        ("engine: at work", serve.work, "activations, CUDA graphs; assumed"),
+        ("engine: working memory", serve.work, "activations, CUDA graphs; assumed"),
     ]
     for name, value, note in rows:
         table.add_row(name, _gib(value), note)
     table.add_section()
     for name, value, note in (
         ("phase: learner at work", need.learn, "engine asleep"),
-        ("phase: sync", need.sync, "both weights and the buckets"),
-        ("phase: engine at work", need.generate, "learner asleep"),
+        ("phase: sync", need.sync, "both weights, buckets"),
+        ("phase: engine at work", need.generate, "learner offloaded"),
     ):
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
-    table.add_row("host memory of a node", _gib(need.host), "what sleeps, and a checkpoint being saved")
+    table.add_row("host memory of a node", _gib(need.host), "offloaded state, a checkpoint")
     return table
 
 
@@ -100,13 +100,13 @@ def _phases(plan: Plan) -> Table:
 
 
 def _schedules(plan: Plan) -> Table:
-    title = "The whole run under three schedules, the objective unchanged"
+    title = "The whole run under three schedules, same objective"
     table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
     table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
     for phase in plan.schedules[0].seconds:
         table.add_row(phase, *(duration(one.seconds[phase]) for one in plan.schedules))
         if phase == "generate":
-            table.add_row("  of it tails", *(duration(one.tail) for one in plan.schedules))
+            table.add_row("  of it: tails", *(duration(one.tail) for one in plan.schedules))
     table.add_section()
     table.add_row("total", *(duration(one.total) for one in plan.schedules))
     table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
@@ -138,7 +138,7 @@ def _refused(plan: Plan) -> Table | None:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """A table whose columns are right-aligned where their name begins with `>`."""
+    """A table; a column whose name begins with `>` is right-aligned."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in columns:
         table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
