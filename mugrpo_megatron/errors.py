@@ -1,21 +1,21 @@
-"""The kinds of failure a command can end with, and their exit codes."""
+"""The failures that end a command, and their exit codes."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user can mend: says what is wrong, where, and the way out.
+    """Something the user can fix: says what is wrong, where, and how to fix it.
 
-    Commands print it as one sentence on stderr and exit with 2; it never shows a traceback.
+    Commands print it as one sentence on stderr and exit with 2; never as a traceback.
     """
 
 
 class TrainingFailure(Exception):
-    """Training cannot go on: says what happened, what was saved, and what to try. Commands exit with 1."""
+    """Training cannot continue: says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
 class CollectiveFailure(RuntimeError):
-    """Ranks lost each other: names this rank, the phase it was in, the likely cause and what each rank did last."""
+    """Ranks lost contact: names this rank, the phase it was in, the likely cause and what each rank was doing."""
 
 
 class EngineFailure(Exception):
