@@ -158,9 +158,10 @@ def test_what_fails_leaves_nothing_and_keeps_the_old(writes: str, tmp_path: Path
     assert (path if writes == "file" else path / "config").read_text() == "old"
 
 
+@pytest.mark.process
 def test_a_writer_that_is_killed_leaves_what_only_its_own_name_removes(tmp_path: Path) -> None:
     code = (
-        "import os, signal, sys; from pathlib import Path; from mugrpo_megatron.durable import durable_file\n"
+        "import os, signal, sys; from pathlib import Path; from mugrpo_megatron.files.durable import durable_file\n"
         "with durable_file(Path(sys.argv[1])) as file:\n"
         "    file.write(b'half'); file.flush(); os.kill(os.getpid(), signal.SIGKILL)"
     )
