@@ -75,7 +75,7 @@ def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_held_out_set_without_usable_problems_is_named(tmp_path: Path) -> None:
+def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
     with pytest.raises(UserError, match=r"data\.eval: .*bad\.jsonl has no usable problem"):
         prepare(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)
