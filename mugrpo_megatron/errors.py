@@ -1,12 +1,12 @@
-"""The failures that end a command, and their exit codes."""
+"""The kinds of failure a command can end with, and their exit codes."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user can fix: says what is wrong, where, and how to fix it.
+    """A mistake that the user can fix: says what is wrong, where, and how to fix it.
 
-    Commands print it as one sentence on stderr and exit with 2; never as a traceback.
+    Commands print it as one sentence on stderr and exit with 2; it never shows a traceback.
     """
 
 
@@ -15,8 +15,8 @@ class TrainingFailure(Exception):
 
 
 class CollectiveFailure(RuntimeError):
-    """Ranks lost contact: names this rank, the phase it was in, the likely cause and what each rank was doing."""
+    """A collective or barrier failed: names this rank, its phase, the likely cause and what each rank did last."""
 
 
 class EngineFailure(Exception):
-    """The generation engine died, hung or answered with an error; carries the cause and the engine's log tail."""
+    """The generation engine died, hung or answered with an error; carries the cause and the end of the engine's log."""
