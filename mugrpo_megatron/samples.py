@@ -1,4 +1,4 @@
-"""The records that flow from the prompts to the learner."""
+"""The records between data and learner: problems, prompts, responses, scored samples."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Problem:
     """Unique within its data set: `source:line`."""
     question: str
     answer: str
-    """The gold answer as it stands in the data, not yet wrapped for the verifier."""
+    """The gold answer as the data has it, not yet wrapped for the verifier."""
     source: str = ""
 
 
@@ -39,7 +39,7 @@ class Response:
     finish_reason: str
     """`stop` (end-of-sequence) or `length`."""
     weight_version: int
-    """The learner's update count whose weights sampled it."""
+    """Optimizer updates behind the weights that sampled it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Sample:
     engine_logprobs: np.ndarray | None = None
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
     reference_logprobs: np.ndarray | None = None
-    """float32 [R]: under the policy that the clip range lies around, where that is not the current one; not stored."""
+    """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
 
     @property
     def tokens(self) -> int:

@@ -1,1 +1,1 @@
-"""From files and hub names to prompts: problems, tokenizers, prompt styles, order. No Megatron, no SGLang."""
+"""From files and hub names to prompts: problems, tokenizers, prompt styles, order. Imports no Megatron, no SGLang."""

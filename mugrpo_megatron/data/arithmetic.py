@@ -1,4 +1,4 @@
-"""The bundled task: generated arithmetic problems whose held-out split no training seed can ever reach."""
+"""The bundled tasks: generated arithmetic problems; no training seed can draw a held-out problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVAL_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One operation with the digits of its operands, and how often it is drawn."""
+    """One operation, the digits of its operands, and how often it is drawn."""
 
     operator: str
     left_digits: int
@@ -38,18 +38,18 @@ MIX = (
 """Mostly three-digit sums and differences, which a small model picks up within a minute, with a tail of rarer kinds."""
 
 LONG_TERMS = (3, 48)
-"""Fewest and most terms of an `arithmetic_long` sum; their number is Pareto-distributed in between."""
+"""Fewest and most terms of an `arithmetic_long` sum; the number is Pareto-distributed in between."""
 
 
 def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[Problem]:
     """Return `n` problems of `split`, the same for the same arguments on every machine.
 
-    A question belongs to the split that a hash of its operands says (operands sorted where the operation
-    commutes), so training and held-out problems are disjoint whatever the seeds. Held-out questions are distinct.
-    Training questions may repeat: without repeats a long set would run out of the short ones and drift from the mix.
+    A hash of a question's operands (sorted where the operation commutes) decides its split, so training and held-out
+    problems are disjoint for all seeds. Held-out questions are distinct. Training questions may repeat: without repeats
+    a long set would run out of short questions and drift from the mix.
     """
     if task not in TASKS:
-        raise UserError(f"no bundled task is called {task!r}: take one of {', '.join(TASKS)}")
+        raise UserError(f"{task!r} is not a bundled task: choose one of {', '.join(TASKS)}")
     rng = np.random.default_rng([seed, 0 if split == "train" else 1])
     found: list[Problem] = []
     asked: set[str] = set()
@@ -63,7 +63,7 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
 
 
 def demonstration(problem: Problem) -> str:
-    """The response that a warm start imitates: the bare answer, or running totals and a boxed answer for a long sum."""
+    """The target response of a warm start: the bare answer, or for a long sum running totals and a boxed answer."""
     if problem.source != "arithmetic_long":
         return problem.answer
     total, totals = 0, []

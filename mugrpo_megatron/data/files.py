@@ -1,4 +1,4 @@
-"""Rows of JSONL and Parquet files, one at a time, each with its line."""
+"""Reads JSONL and Parquet files row by row, with line numbers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line from 1, row, or the reason why it is none). A Parquet row's line is its number.
+    """Yield (line from 1, row or why it is malformed); a Parquet row's line is its number from 1.
 
-    Raises UserError for a file that is missing, unreadable or of another kind.
+    Raises UserError for a file that is missing, unreadable or of another format.
     """
     if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} is none of {', '.join(SUFFIXES)}: convert it to one of them")
+        raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
     if not path.is_file():
         raise UserError(f"{path} does not exist: check the path")
     yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
 
 
 def field_at(row: dict[str, Any], path: str) -> Any:
-    """Value of a column, or of something inside it: `reward_model.ground_truth`, `prompt.0.content`.
+    """Value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
 
     Raises KeyError naming the part that is missing.
     """
@@ -55,9 +55,9 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 def _json_row(raw: bytes) -> dict[str, Any] | str:
     try:
         row = json.loads(raw)
-    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both
+    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
         return f"not JSON ({error})"
-    return row if isinstance(row, dict) else f"a JSON object is expected, found {type(row).__name__}"
+    return row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

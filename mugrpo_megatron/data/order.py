@@ -1,4 +1,4 @@
-"""Which problem stands at which position of an endless training stream."""
+"""The training order: which problem is at which position of an endless stream."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def problem_at(seed: int, n_problems: int, position: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutation(seed: int, n: int, epoch: int) -> np.ndarray:
-    """int64 [n]. Sorts raw PCG64 draws: numpy guarantees that stream for ever, `Generator.permutation` it does not."""
+    """int64 [n]. Sorts raw PCG64 draws: numpy keeps that stream across versions, but not `Generator.permutation`."""
     draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n)
     return np.argsort(draws, kind="stable")

@@ -1,4 +1,4 @@
-"""Problems that say the same: duplicates inside a set, and training problems that are in an evaluation set."""
+"""Duplicate problems within a set, and training problems that are also in an evaluation set."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.samples import Problem
 NGRAM = 8
 """Words that make one n-gram."""
 OVERLAP = 0.5
-"""Share of an evaluation problem's n-grams that makes a training problem count as the same."""
+"""A training problem with this share of an evaluation problem's n-grams counts as the same."""
 
 _LATEX = re.compile(r"\\(?:left|right|displaystyle|text|mathrm|[dt]?frac|[,;:! ])|[\\${}~]")
 _WORD = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^\sa-z0-9]")
@@ -36,7 +36,7 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
-    """The first of every question, and one sentence for each question whose copies disagree about the answer."""
+    """Keep the first copy of every question; also return a sentence for each copy with another answer."""
     first: dict[tuple[str, ...], Problem] = {}
     disagreements: list[str] = []
     for problem in problems:
@@ -49,9 +49,9 @@ def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list
 
 
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list[Contamination]:
-    """Training problems that share most of their wording with an evaluation problem.
+    """Training problems with at least OVERLAP of an evaluation problem's n-grams.
 
-    A problem of fewer than `NGRAM` words counts only where all its words are the same.
+    A problem of fewer than NGRAM words matches only when all its words are the same.
     """
     grams = [_ngrams(words(problem.question)) for problem in held_out]
     holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
@@ -69,5 +69,5 @@ def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list
 
 
 def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
-    """All n-grams; a text that is shorter than one is its only n-gram."""
+    """All n-grams of a text; a shorter text is its own single n-gram."""
     return {text[i : i + NGRAM] for i in range(max(1, len(text) - NGRAM + 1))}

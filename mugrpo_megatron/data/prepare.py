@@ -1,4 +1,4 @@
-"""All between the recipe's `[data]` section and prompts: read, check, clean, render; and say what was left out."""
+"""From the recipe's `[data]` section to prompts: read, check, clean and render problems, and note what was left out."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fittin
 from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection, RewardSection
-from mugrpo_megatron.rewards.golds import unusable_golds
+from mugrpo_megatron.rewards.gold_check import unusable_golds
 from mugrpo_megatron.samples import Problem
 
 SHOWN = 20
-"""Golds and overlaps that are named one by one; the rest is counted."""
+"""Most rows, golds or overlaps named one by one; the rest is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Problems with their prompts, and what happened on the way."""
+    """Training and held-out problems with their prompts, and notes on what was left out."""
 
     train: FittingPrompts
     held_out: FittingPrompts
-    """Of all sets, one behind the other; a problem's `source` is its set's name."""
+    """Of all sets, concatenated; a problem's `source` is its set's name."""
     notes: list[str]
-    """One sentence for everything that was left out or looks wrong."""
+    """One sentence for each thing that was left out or looks wrong."""
 
 
 def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
     """Load and prepare training and held-out problems.
 
-    Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
+    Raises UserError for unusable data, and with `data.strict` for any malformed row or unverifiable gold.
     """
     notes: list[str] = []
     held_out = held_out_problems(data.eval, data, reward, notes)
@@ -47,7 +47,7 @@ def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedToken
         distinct, disagreements = without_duplicates(read)
         notes += _few(disagreements)
         if len(distinct) < len(read):
-            notes.append(f"{len(read) - len(distinct)} training problems ask what another one asks: left out")
+            notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
         read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
@@ -63,11 +63,13 @@ def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedToken
 def held_out_problems(
     sources: str, data: DataSection, reward: RewardSection, notes: list[str], key: str = "data.eval"
 ) -> list[Problem]:
-    """The usable problems of every held-out set; UserError for a set that has none, or that is named twice."""
+    """The usable problems of every held-out set; UserError for a set without any, or a set named twice."""
     names = held_out_sets(sources, key)
     found = usable_problems(sources, "eval", data, reward, notes)
     for name in names.keys() - {problem.source for problem in found}:
-        raise UserError(f"{key}: no problem of {names[name]} can be used; its rows say why with data.strict=true")
+        raise UserError(
+            f"{key}: {names[name]} has no usable problem; data.strict=true says what is wrong with its rows"
+        )
     return found
 
 
@@ -85,14 +87,14 @@ def first_of_each(problems: list[Problem], limit: int) -> list[Problem]:
 def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
-    """Problems of well-formed rows whose golds verify against themselves; what is left out is added to `notes`."""
+    """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
     read = load(source, data, split)
     notes += _few(read.malformed)
     if reward.function != "math" or source in TASKS:
         return read.problems
     unusable = unusable_golds(read.problems, reward)
     if unusable and data.strict:
-        raise UserError(f"{'; '.join(_few(list(unusable.values())))}: mend these golds or set data.strict=false")
+        raise UserError(f"{'; '.join(_few(list(unusable.values())))}: fix these golds or set data.strict=false")
     notes += _few(list(unusable.values()))
     return [problem for problem in read.problems if problem.id not in unusable]
 

@@ -1,4 +1,4 @@
-"""Data sets by name: where they are on the Hugging Face hub, and which columns hold question and answer."""
+"""Named data sets: their repositories and columns on the Hugging Face hub, and the download of their files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from mugrpo_megatron.errors import UserError
+
+PARQUET_BRANCH = "refs/convert/parquet"
+"""Branch on which the hub keeps every data set as Parquet files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,9 @@ class Preset:
     eval: str = "test"
     """Split to evaluate on."""
     question_prefix: str = ""
-    """Text before the question that the data set repeats in every row and that is cut off."""
+    """Text that the data set puts before every question; it is cut off."""
     question_suffix: str = ""
+    """Text after every question, cut off as well."""
 
 
 _DAPO_PREFIX = (
@@ -60,11 +64,8 @@ PRESETS: dict[str, Preset] = {
 """Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
 
 
-PARQUET_BRANCH = "refs/convert/parquet"
-
-
 def download(repository: str, config: str, split: str) -> list[Path]:
-    """Parquet files of one split, from the local cache where they are there; UserError when they cannot be had."""
+    """Parquet files of one split, downloaded or from the local cache; UserError when neither works."""
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
@@ -72,10 +73,10 @@ def download(repository: str, config: str, split: str) -> list[Path]:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{name} cannot be had from the Hugging Face hub ({reason}): check the name and the network, "
+            f"{name} could not be downloaded from the Hugging Face hub ({reason}): check the name and the network, "
             "or give a local file, as NAME@FILE for a named data set"
         ) from error
     files = sorted(Path(folder).glob(pattern))
     if not files:
-        raise UserError(f"{name} holds no Parquet file on the Hugging Face hub: check configuration and split")
+        raise UserError(f"{name} has no Parquet files on the Hugging Face hub: check configuration and split")
     return files

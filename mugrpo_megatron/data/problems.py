@@ -1,4 +1,4 @@
-"""Problems from the bundled tasks, from files and from the hub, with every malformed row named by file and line."""
+"""Loads problems from bundled tasks, files and the hub; names every malformed row by file and line."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ from mugrpo_megatron.samples import Problem
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
-
 SHOWN_ROWS = 100
-"""Malformed rows that one error message names."""
+"""Most malformed rows that one error message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One data set: its name, the files that hold it, and how they are read."""
+    """One data set: its name, its files, and how they are read."""
 
     name: str
     files: list[Path]
     readings: tuple[Preset, ...]
-    """The first whose question a row has is the one that reads it."""
+    """Presets to try; the first whose question column a row has reads the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was read: well-formed problems, and one sentence (file:line: reason) for every row that is none."""
+    """The well-formed problems of a source, and one sentence (file:line: reason) for every malformed row."""
 
     problems: list[Problem] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
 
 
 def load_problems(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> list[Problem]:
-    """The problems of `load`, for callers that do not tell which rows were left out."""
+    """The problems of `load`, for callers that do not report malformed rows."""
     return load(source, section, split, seed).problems
 
 
 def load(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> Read:
-    """All problems of a source, or of several with commas between; `split` and `seed` choose inside a named one.
+    """All problems of a source, or of several separated by commas; `split` and `seed` choose inside a named set.
 
     A problem's `source` is the short name of its set (`sets.named_sources`).
 
     A source is a bundled task, a `.jsonl` or `.parquet` file, a preset's name, `NAME@FILE` (a file read as that preset
-    is), or a hub name `owner/name[/config][:split]`. Raises UserError for a source that cannot be read or holds
-    nothing, and with `data.strict` when rows are malformed.
+    is), or a hub name `owner/name[/config][:split]`. Raises UserError for a source that cannot be read or is
+    empty, and with `data.strict` when rows are malformed.
     """
     found = Read()
     for name, one in named_sources(source).items():
@@ -72,14 +71,14 @@ def load(source: str, section: DataSection, split: arithmetic.Split = "train", s
     if found.malformed and section.strict:
         hidden = len(found.malformed) - SHOWN_ROWS
         shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden} more" if hidden > 0 else "")
-        raise UserError(f"{shown}: mend these rows or set data.strict=false to leave them out")
+        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
     if not found.problems:
-        raise UserError(f"data source {source!r} names nothing: give a task, a file or a data set")
+        raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
     return found
 
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
-    """Where a source's rows are; downloads them where they are on the hub."""
+    """The files of a source; downloads a data set of the hub."""
     plain = Preset("", question=section.question_field, answer=section.answer_field)
     name, at, file = source.partition("@")
     if at and name in PRESETS:
@@ -94,7 +93,7 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
         chosen = match["split"] or ("train" if split == "train" else "test")
         return Source(source, download(match["repository"], match["config"] or "default", chosen), (plain,))
     known = ", ".join([*arithmetic.TASKS, *PRESETS])
-    raise UserError(f"data source {source!r} is no file, no hub name, and none of {known}: check the spelling")
+    raise UserError(f"data source {source!r} is not a file, a hub name or one of {known}: check the spelling")
 
 
 def read_source(source: Source) -> Read:
@@ -111,7 +110,7 @@ def read_source(source: Source) -> Read:
 
 
 def _problem(row: dict[str, Any], source: Source, place: str) -> Problem | str:
-    """The problem of a row, or why it has none."""
+    """The problem of a row, or why the row is malformed."""
     reading = next((r for r in source.readings if r.question in row), source.readings[0])
     texts = []
     for path in (reading.question, reading.answer):
@@ -133,7 +132,7 @@ def _problem(row: dict[str, Any], source: Source, place: str) -> Problem | str:
 
 
 def final_answer(text: str) -> str:
-    r"""The answer in a gold text: behind the last `####`, in the last `\boxed{}`, or all of it."""
+    r"""The answer in a gold text: after the last `####`, in the last `\boxed{}`, or the whole text."""
     if "####" in text:
         return text.rsplit("####", 1)[1].strip()
     boxed = boxed_answer(text)
@@ -141,10 +140,10 @@ def final_answer(text: str) -> str:
 
 
 def _answers(value: Any) -> Iterator[str]:
-    """A value as texts: several answers of one problem come as a list, in some sets as a list that is printed."""
+    """The answers in a value: several come as a list, in some data sets as a printed Python list."""
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):  # brackets of another meaning
+        except (ValueError, SyntaxError):  # brackets that mean something else
             value = [value]
     yield from map(str, value if isinstance(value, list) else [value])

@@ -42,12 +42,12 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> 
     """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one."""
     if style == "chat":
         if tokenizer.chat_template is None:
-            raise UserError("data.prompt_style is 'chat' but the tokenizer has no chat template: take another style")
+            raise UserError("data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style")
         messages = [{"role": "user", "content": problem.question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
     if style not in STYLES:
-        raise UserError(f"data.prompt_style {style!r} is unknown: take one of chat, {', '.join(STYLES)}")
+        raise UserError(f"data.prompt_style {style!r} is unknown: choose one of chat, {', '.join(STYLES)}")
     ids = tokenizer.encode(STYLES[style].format(question=problem.question), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
@@ -71,7 +71,7 @@ def fitting_prompts(
 def fitting_prompts_of_each(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
 ) -> FittingPrompts:
-    """`fitting_prompts` of several data sets, one behind the other; each must have a prompt that fits."""
+    """`fitting_prompts` of several data sets, concatenated; each must have a prompt that fits."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)

@@ -1,4 +1,4 @@
-"""Short, unique names of data sets: under them held-out figures are reported and `[eval.sets]` changes the sampling."""
+"""Short, unique names of data sets: held-out figures carry them, and they are the keys of `[eval.sets]`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import EvalSection
 
 MEAN = "mean"
-"""What stands for all sets together among a metric's names; no set is called so."""
+"""The name of all sets together in a metric; no set gets it."""
 
 
 def named_sources(sources: str) -> dict[str, str]:
-    """Name -> source, in their order, of sources with commas between.
+    """Split comma-separated sources: name -> source, in their order.
 
-    A bundled task, a preset and `PRESET@FILE` have that name, a file its stem, a data set on the hub the last part of
-    its name. A file or a set on the hub that would share its name, with another one or with a task, has its folder or
-    owner before it; what still shares one has a number behind it. Only letters, digits, `-` and `_` are kept, so that a
+    A bundled task and a preset keep their name, also in `PRESET@FILE`; a file gets its stem, a data set of the hub the
+    last part of its name. When a file or a hub set would share its name with another source or a task, its folder or
+    owner goes in front; names that are still equal get a number. Only letters, digits, `-` and `_` are kept, so that a
     name can be a TOML key.
     """
     listed = [part for part in (part.strip() for part in sources.split(",")) if part]
@@ -37,7 +37,7 @@ def named_sources(sources: str) -> dict[str, str]:
 
 
 def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
-    """`named_sources` of held-out sets; UserError when one is named twice, which would count it twice."""
+    """`named_sources` of held-out sets; UserError when one is named twice, as it would count twice."""
     named = named_sources(sources)
     for source, times in Counter(named.values()).items():
         if times > 1:
@@ -50,12 +50,12 @@ def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") ->
     unknown = sorted(section.sets.keys() - known)
     if unknown:
         raise UserError(
-            f"[eval.sets.{unknown[0]}] names no held-out set: those of {key} are {', '.join(sorted(known)) or 'none'}"
+            f"[eval.sets.{unknown[0]}] names no held-out set: those in {key} are {', '.join(sorted(known)) or 'none'}"
         )
 
 
 def _name(source: str, words: int) -> str:
-    """The last `words` words of what a source is called; a task or preset has one."""
+    """A source's name, made of its last `words` words; a task or preset has one."""
     preset, at, file = source.partition("@")
     if source in TASKS or source in PRESETS:
         telling = [source]

@@ -13,7 +13,7 @@ from mugrpo_megatron.errors import UserError
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
-"""Qwen2's own names: `AutoTokenizer` makes a Qwen2 tokenizer of a Qwen2 model's, and that one adds what it misses."""
+"""Qwen2's names: for a Qwen2 model, `AutoTokenizer` makes a Qwen2 tokenizer, which adds them if they are missing."""
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -24,9 +24,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face checkpoint directory; it has an end-of-sequence token and a padding token."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     if not any((directory / name).is_file() for name in names):
-        raise UserError(
-            f"{directory} holds no tokenizer (none of {', '.join(names)}): point model.path at a checkpoint"
-        )
+        raise UserError(f"{directory} holds no tokenizer (no {', no '.join(names)}): point model.path at a checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
         _check_conversion(tokenizer, directory)
@@ -40,7 +38,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """transformers converts sentencepiece models, and without a tokenizer_config.json it may convert them wrong."""
+    """Check how transformers converts a sentencepiece model: without a tokenizer_config.json it may be wrong."""
     original = SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
     probe = "Find 12 + 34 = x, please."
     if tokenizer.encode(probe, add_special_tokens=False) != original.encode(probe):
@@ -51,7 +49,7 @@ def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> No
 
 
 def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB_SIZE` tokens: one token a byte, so every text encodes and decodes to itself."""
+    """A byte-level tokenizer of `VOCAB_SIZE` tokens: one per byte, so every text encodes and decodes to itself."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,1 +1,1 @@
-"""The SGLang engine's life and what is sampled; never imports Megatron."""
+"""The SGLang engine: its process, its settings, its queue of prompts. Never imports Megatron."""

@@ -1,4 +1,4 @@
-"""The client side of the engine: start it, give it weights, generate, put it to sleep, bring it back."""
+"""Client of an SGLang engine: start it, load weights, generate, put it to sleep, wake it, stop it."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
 PROMPTS_PER_MESSAGE = 64
 
-Take = Callable[[int, int], list[Prompt]]
-"""(prompts that the engine holds unfinished, prompts that it decodes together) -> prompts to go on with, maybe none."""
+PromptSource = Callable[[int, int], list[Prompt]]
+"""(unfinished prompts that the engine holds, prompts that it decodes together) -> the next prompts, possibly empty."""
 
 
 class Engine:
     """One SGLang engine in a host process of its own.
 
-    `start` returns at once, so the engine loads while the learner does; whatever needs it waits for it. A call raises
-    EngineFailure, with the cause and the end of the engine's log, when the engine dies, hangs or refuses; no process
-    is left then, and `wake` or `restart` brings the engine back, with the weights of its model directory.
+    `start` returns at once, so engine and learner load in parallel; the first call that needs the engine waits for it.
+    A call raises EngineFailure, with the cause and the end of the engine's log, when the engine dies, hangs or refuses.
+    Its processes are gone by then; `wake` or `restart` starts it again, with the weights of its model directory.
     """
 
     def __init__(self, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot = ALONE) -> None:
@@ -54,7 +54,7 @@ class Engine:
         return engine
 
     def restart(self) -> None:
-        """End the process if there is one, launch it again, and return at once."""
+        """End the process if there is one, launch a new one, and return at once."""
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
@@ -63,19 +63,19 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether there is a process, as far as anybody has noticed: False once it was stopped or has failed."""
+        """Whether there is a process: True from a start until a stop or a failure that a call has noticed."""
         return self._host is not None
 
     @property
     def tensor_parallel(self) -> int:
-        """How many serialisations of a bucket `load_bucket` takes."""
+        """Tensor parallel size: `load_bucket` takes as many serialisations of a bucket."""
         return self._section.tensor
 
     def stop(self) -> None:
-        """End the engine: politely where it is idle, by killing its process group where not."""
+        """End the engine: with a stop message when it is idle, else by killing its process group."""
         patience_s = 0.0
         if self._host is not None and self._ready and self._host.alive:
-            with suppress(EngineFailure):  # it died just now: all the same
+            with suppress(EngineFailure):  # it has just died, which ends it too
                 self._host.send(("stop", None))
                 patience_s = STOP_SECONDS
         self._end(patience_s)
@@ -87,9 +87,9 @@ class Engine:
             self._ready = True
 
     def sleep(self) -> None:
-        """Give the memory back until `wake`: release it, or end the process, as `engine.between_stages` says.
+        """Free the engine's memory until `wake`: release it or end the process, as `engine.between_stages` says.
 
-        An engine that sleeps, was stopped or has failed is left as it is.
+        Does nothing to an engine that sleeps, was stopped or has failed.
         """
         if self._section.between_stages == "restart":
             self.stop()
@@ -98,9 +98,9 @@ class Engine:
             self._asleep.update(awake)
 
     def wake(self, tag: Tag) -> None:
-        """Take memory back. Wake `weights`, sync them, then wake `kv_cache`: both and a bucket may not fit at once.
+        """Allocate the memory of `tag` again. Wake `weights`, sync, wake `kv_cache`: a bucket may not fit next to both.
 
-        An engine that is not running, because it was stopped or failed, is started anew, awake as a whole.
+        An engine that was stopped or has failed is restarted, with all its memory awake.
         """
         if self._host is None:
             self.restart()
@@ -129,8 +129,8 @@ class Engine:
     ) -> Iterator[tuple[Prompt, list[Response]]]:
         """Sample `n` responses to each prompt; yield groups in order of completion.
 
-        Prompts are pulled from the iterable as capacity frees, twice as many as are decoded together: the scheduler
-        then always has a next request. Closing the iterator early aborts what is in flight.
+        Keeps twice as many prompts in flight as are decoded together, so the scheduler always has a next request.
+        Closing the iterator early aborts the prompts in flight.
         """
         source = iter(prompts)
 
@@ -139,10 +139,10 @@ class Engine:
 
         return self.generate_from(take, n, sampling)
 
-    def generate_from(self, take: Take, n: int, sampling: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
-        """`generate` for a source that several engines share: it is asked again whenever groups have finished.
+    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
+        """`generate` from a source that several engines share: `take` is called whenever groups have finished.
 
-        Ends when nothing is held and the source gives nothing.
+        Ends when no prompt is in flight and `take` returns none.
         """
         self.wait_ready()
         self._send(("generate", sampling))
@@ -168,7 +168,7 @@ class Engine:
     def _close_generation(self) -> None:
         self._send(("close", None))
         kind = "groups"
-        while kind == "groups":  # some may have finished after nobody waited for them any more
+        while kind == "groups":  # groups that finished before the host read the close
             kind, _ = self._receive_any(self._section.request_timeout_s, "generate")
 
     def _call(self, name: str, *arguments: Any) -> Any:

@@ -1,9 +1,8 @@
-"""`sglang.Engine` on CPU: forked, with batched attention and weights that stay mapped, through SGLang's own openings.
+"""`sglang.Engine` on CPU: forked processes, batched attention, weights that stay mapped. Uses SGLang's own hooks.
 
-`Engine.run_*_process_func` and `Engine._launch_*` are its hooks for other processes (its Ray engine uses them), the
-argument `custom_weight_loader` names another loader of weights, `register_attention_backend` is the registry of
-backends. The backend takes the name of the one that it stands in for, because SGLang knows by that name which of its
-Triton kernels to leave alone.
+`Engine.run_*_process_func` and `Engine._launch_*` are the hooks for other processes (SGLang's Ray engine uses them),
+`custom_weight_loader` adds a loader of weights, and `register_attention_backend` adds an attention backend. Ours takes
+the name of the backend that it replaces, because SGLang decides by that name which of its Triton kernels to skip.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ class BatchedAttention(TorchNativeAttnBackend):
         )
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """Prompts, behind whatever prefix is cached."""
+        """Prefill: prompts, after any cached prefix."""
         if _plain(layer):
             return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
         return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """One token of every sequence."""
+        """Decode: one token of every sequence."""
         if _plain(layer):
             return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
         return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
@@ -75,10 +74,10 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Load weights out of the bridge's shared memory and keep that memory mapped until the engine ends.
+    """Load weights from the bridge's shared memory and keep that memory mapped until the engine ends.
 
-    To map it anew for each sync costs more than to copy it: 27 ms against 24 for 221 MB. The bridge goes through the
-    same one or two buffers all along, so nothing is kept that it would not hold anyway.
+    Mapping it again for each sync costs more than copying it: 27 ms against 24 for 221 MB. The bridge reuses one or two
+    buffers, so this keeps no memory that the bridge does not hold anyway.
     """
     mapped = model.__dict__.setdefault("mapped", {})  # unpickling finds a mapping again as long as it is alive
     mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
@@ -86,10 +85,10 @@ def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]])
 
 
 class CpuEngine(Engine):
-    """An engine whose schedulers know BatchedAttention.
+    """An engine whose schedulers use BatchedAttention.
 
-    Its processes are forked, where SGLang's are spawned: each spawned one spends ten seconds of a core on importing
-    what this one has imported already. Nothing here has used a thread pool, an event loop or a socket by then.
+    Its processes are forked; SGLang would spawn them, and each spawned one spends ten seconds of a core on imports that
+    this process has done. This process has used no thread pool, event loop or socket by then.
     """
 
     @staticmethod
@@ -118,7 +117,7 @@ class CpuEngine(Engine):
 
 @contextmanager
 def _forking() -> Iterator[None]:
-    """Processes made inside are forked."""
+    """Fork the processes that are made inside."""
     multiprocessing.set_start_method("fork", force=True)
     try:
         yield

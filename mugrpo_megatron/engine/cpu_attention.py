@@ -1,7 +1,7 @@
 """Attention over a paged KV cache on CPU: sequences of similar length share one SDPA call.
 
 SGLang's CPU backend calls SDPA once for every sequence and layer; with hundreds of short sequences that overhead, tens
-of microseconds each, is nearly all the time a small model takes.
+of microseconds each, is nearly all of a small model's time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def plan(
     """Group the sequences of a forward pass by length.
 
     `slot_table` [requests, positions] holds the cache row of every position; sequence i is its row `requests[i]`, has
-    `key_lengths[i]` positions and asks with its last `query_lengths[i]` of them. Query rows lie one sequence after
-    another. All int, on CPU.
+    `key_lengths[i]` positions and queries for the last `query_lengths[i]` of them. Query rows are concatenated in the
+    order of the sequences. All int, on CPU.
     """
     starts = query_lengths.cumsum(0) - query_lengths
     batches = []

@@ -2,8 +2,8 @@
 
 Its main thread waits for a command, carries it out with SGLang's public calls, answers, and waits again. While it
 generates, SGLang's event loop runs and reads the socket as one more event source, so prompts arrive and groups leave
-without a pause. It lives in a process group of its own, with a guard that ends the whole group once this process is
-gone, whatever ended it; and this process ends with its parent. So nothing outlives a killed learner.
+without a pause. It leads a process group of its own. A guard kills the whole group when this process ends, for any
+reason, and this process ends with its parent: nothing outlives a killed learner.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FLUSH_SECONDS = 0.02
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends. The call comes too late if it already has."""
+    """Ask the kernel to kill this process when its parent ends; exit if the parent has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the process that started this engine is gone")
@@ -42,14 +42,14 @@ def start_guard() -> subprocess.Popen[bytes]:
     """A shell that waits for this process to end, then removes its scratch folder and kills its process group.
 
     SGLang's children ask to die with this process too, but only seconds into their start; the guard has no such gap.
-    Being a member of the group itself, it can never hit a re-used process id.
+    The guard is in the group itself, so it cannot kill a reused process id.
     """
     script = 'trap "" INT TERM QUIT; read -r _; rm -rf -- "$1"; kill -KILL 0'
     return subprocess.Popen(["/bin/sh", "-c", script, "sh", tempfile.gettempdir()], stdin=subprocess.PIPE)
 
 
 class Generation:
-    """One generate command in flight: every prompt is a task, finished groups are flushed together."""
+    """One generate command: every prompt is a task, and finished groups are sent together."""
 
     def __init__(self, engine: Any, connection: Connection, sampling: Sampling, version: int) -> None:
         self._engine = engine
@@ -63,13 +63,13 @@ class Generation:
         }
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
         self._in_flight = 0
-        # Two threads for the blocking socket: a client that is busy scoring must hold up neither the event loop nor
-        # the reading of prompts. Daemons, so that a dying host does not wait for them.
+        # Two threads for the blocking socket: a client that is busy scoring must not block the event loop or the
+        # reading of prompts. Daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
     async def run(self) -> None:
-        """Answer prompts until the client closes the command; what is then in flight is aborted."""
+        """Answer prompts until the client closes the command; abort what is in flight then."""
         reader = threading.Thread(target=self._read, args=[asyncio.get_running_loop()], daemon=True)
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
@@ -85,12 +85,12 @@ class Generation:
         writer.join()
 
     async def _answer(self, work: Work) -> None:
-        # n copies of the prompt, not n samples of one: SGLang would run the prompt once more to fill its prefix cache.
+        # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engine.async_generate(
             input_ids=[work.ids] * work.n, sampling_params=self._parameters, return_logprob=True
         )
         self._in_flight -= 1
-        # An aborted group ends with reason `abort`; nobody waits for it.
+        # An aborted group ends with reason `abort`; the client does not wait for it.
         if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
             self._finished.append((work.key, outputs))
             if not self._in_flight:
@@ -115,7 +115,7 @@ class Generation:
 
 
 class Host:
-    """Carries out one command after another."""
+    """Executes the client's commands, one after another."""
 
     def __init__(self, engine: Any, connection: Connection) -> None:
         self._engine = engine
@@ -139,7 +139,7 @@ class Host:
         self._update_weights(serialized, loaders[0] if loaders else "flattened_bucket")
 
     def _update_weights(self, serialized: list[bytes], load_format: str) -> None:
-        # `Engine.update_weights_from_tensor` would pickle once more what a loader of ours is to read.
+        # `Engine.update_weights_from_tensor` would pickle again what the client has serialised.
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -172,8 +172,8 @@ class Host:
 
 
 def load_engine(arguments: dict[str, Any]) -> Any:
-    """SGLang's engine with these arguments, in this process; on CPU the one of `cpu_engine`."""
-    # Imported here, so that the guard stands before anything slow begins.
+    """SGLang's engine with these arguments, in this process; on CPU, `cpu.CpuEngine`."""
+    # Imported here, so that the guard runs before the slow imports.
     if arguments["device"] == "cpu":
         from mugrpo_megatron.engine.cpu import CpuEngine
 
@@ -185,10 +185,10 @@ def load_engine(arguments: dict[str, Any]) -> Any:
 
 def main() -> None:
     socket, parent = map(int, sys.argv[1:])
-    guard = start_guard()  # first: it cleans up even if the next line finds that the parent is gone already
+    guard = start_guard()  # first: it cleans up even if the parent is gone already
     die_with_parent(parent)
     connection = Connection(socket)
-    # Forked children of the engine must not hold open what tells client and guard that this process has ended.
+    # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.stdin.close)  # type: ignore[union-attr]
     kind, arguments = connection.recv()
@@ -199,7 +199,7 @@ def main() -> None:
         connection.send(("ready", None))
         Host(engine, connection).serve()
     except Exception as error:
-        # The cause goes to the client, which ends this process; the whole story goes to the log.
+        # The cause goes to the client, which ends this process; the traceback goes to the log.
         connection.send(("error", f"{type(error).__name__}: {error}"))
         raise
 

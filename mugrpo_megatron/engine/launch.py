@@ -1,4 +1,4 @@
-"""From the recipe to a running engine process: SGLang's arguments, the environment, the process group."""
+"""SGLang's settings from a recipe: engine arguments, process environment, sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
 
 CPU_KV_BYTES = 1 << 29
-"""KV cache of an engine on CPU, at most; it is written at start, so it costs memory whether used or not."""
+"""Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
 SUMMING = f"{write_sums.__module__}.{write_sums.__name__}"
-"""The "loader of weights" that sums them."""
+"""Import path of the "loader of weights" that takes their checksums."""
 SEED_STRIDE = 7_919
-"""Between the random seeds of two engines."""
+"""Distance between the random seeds of two engines."""
 LENGTH_MARGIN = 8
-"""SGLang refuses the last few positions of its context; the window is this much longer than what is sampled."""
+"""SGLang refuses the last few positions of its context; the window is this much longer than prompt and response."""
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
 def runs_on_cuda(recipe: Recipe) -> bool:
-    """The device that `run.device` stands for on this machine."""
+    """Whether `run.device` means CUDA on this machine."""
     return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
 
 
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
-    """Arguments of `sglang.Engine`; engines of one run draw from random streams of their own.
+    """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
-    Raises UserError when `model_dir` is no checkpoint or when prompt plus response do not fit the model's positions.
+    Raises UserError when `model_dir` is not a checkpoint, or when prompt and response exceed the model's positions.
     """
     config = read_model_config(model_dir)
     response = longest_response(recipe)
@@ -48,7 +48,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
     if limits > positions:
         raise UserError(
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} and responses of {response} tokens "
-            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}: lower one"
+            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}: "
+            "lower one of them"
         )
     engine = recipe.engine
     arguments: dict[str, Any] = {
@@ -94,9 +95,9 @@ def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, 
         "sampling_backend": "pytorch",
         "custom_weight_loader": ["mugrpo_megatron.engine.cpu.load_mapped", SUMMING],
         "disable_cuda_graph": True,
-        # Small models are bound by the host's work per step; overlapping it needs a second thread that CPU cores lack.
+        # Small models are bound by the host's work per step; overlapping it needs a core to spare.
         "disable_overlap_schedule": True,
-        # Shorter prompts cannot share their prefix with the other responses of their group, and pay for the cache.
+        # Shorter prompts cannot share their prefix within a group, and still pay for the cache.
         "disable_radix_cache": recipe.data.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
         "mem_fraction_static": 0.1,
         "max_total_tokens": recipe.engine.max_total_tokens or min(batch_tokens, affordable),
@@ -104,7 +105,7 @@ def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, 
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """Bytes of keys and values that one token keeps in all layers, from a Hugging Face config; UserError for a gap."""
+    """KV cache bytes of one token in all layers, from a Hugging Face config; UserError for a missing field."""
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
         if not config.get(name):
             raise UserError(f"config.json has no field {name!r}, so the size of the engine's KV cache is unknown")
@@ -115,7 +116,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
-    """Environment of the host process: this one's without torchrun's variables, which SGLang would obey."""
+    """Environment of the host process: this one's without torchrun's variables, which SGLang would follow."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN_PREFIXES)}
     environment |= {
         "PYTHONUNBUFFERED": "1",
@@ -136,7 +137,7 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
 def _other_models(config: Mapping[str, Any]) -> list[str]:
     """SGLang's model modules that do not define the checkpoint's architecture; importing all 200 takes seconds.
 
-    Empty, so that SGLang looks everywhere, when no module defines it.
+    Empty when no module defines it, so that SGLang imports them all.
     """
     package = find_spec("sglang")
     if package is None or package.origin is None:

@@ -1,7 +1,7 @@
-"""Which ranks lead an engine, and on which devices: worked out on paper, the same on every rank.
+"""Which ranks lead an engine, and on which devices: a pure function, the same on every rank.
 
-The ranks of a node are cut into blocks of `engine.tensor` consecutive ones. An engine sits on the devices of a block,
-whose first rank leads it, so no engine reaches beyond its node, however the learner's layout lies across the nodes.
+The ranks of a node are divided into blocks of `engine.tensor` consecutive ones. An engine runs on the devices of one
+block and the block's first rank leads it, so an engine never spans nodes, whatever the learner's layout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mugrpo_megatron.recipe.sections import EngineSection
 
 @dataclass(frozen=True, slots=True)
 class EngineSlot:
-    """Where one rank stands among the engines."""
+    """The engine of one rank, and its index among the engines."""
 
     leads_engine: bool
     number: int
@@ -23,36 +23,36 @@ class EngineSlot:
     engines: int
     """Engines of the whole world."""
     local: int
-    """The engine's place among those of its node."""
+    """The engine's index on its node."""
     local_engines: int
     """Engines of this node."""
     gpu: int
-    """The first of the node's devices that the engine uses; it uses as many as it has tensor parallel ranks."""
+    """Index of the engine's first device on the node; it uses as many as it has tensor parallel ranks."""
 
 
 ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engines=1, gpu=0)
-"""A process with an engine to itself."""
+"""The slot of a single process with a single engine."""
 
 
 def engine_slot(
     engine: EngineSection, rank: int, world: int, local_rank: int, local_world: int, cores: int | None
 ) -> EngineSlot:
-    """EngineSlot of a rank; `cores` of its node where engines run on CPU, None on CUDA.
+    """The slot of a rank. `cores`: the node's CPU cores where engines run on CPU, None on CUDA.
 
-    Raises UserError when the node's ranks cannot be cut into engines, or not into as many as the recipe asks for.
+    Raises UserError when the node's ranks cannot be divided into engines, or into as many as the recipe asks for.
     """
     size = engine.tensor
     if local_world % size:
         sizes = [d for d in range(1, local_world + 1) if local_world % d == 0]
         raise UserError(
-            f"engine.tensor = {size} does not divide the {local_world} ranks of a node, whose devices it takes {size} "
-            f"by {size}; take one of {sizes} or start another number of ranks on each node"
+            f"engine.tensor = {size} does not divide the {local_world} ranks of a node, and each engine takes the "
+            f"devices of {size} ranks; set it to one of {sizes} or start another number of ranks on each node"
         )
     fit = local_world // size
     if engine.per_node > fit:
         raise UserError(
             f"engine.per_node = {engine.per_node} engines of engine.tensor = {size} need {engine.per_node * size} "
-            f"ranks on each node but {local_world} run there; take at most {fit}"
+            f"ranks on each node but {local_world} run there; the most is {fit}"
         )
     affordable = fit if cores is None else min(fit, max(1, cores // (size * engine.threads)))
     here = engine.per_node or affordable
@@ -69,7 +69,7 @@ def engine_slot(
 
 
 def slot_of_environment(engine: EngineSection, cuda: bool) -> EngineSlot:
-    """This process's slot as torchrun's variables place it; a process without them is a world of one."""
+    """This process's slot, from torchrun's variables; without them it is the only process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return engine_slot(
         engine,

@@ -1,7 +1,8 @@
-"""One queue of prompts for all engines: a counter that everybody adds to, claimed as capacity frees.
+"""One queue of prompts for all engines: they claim groups from a shared counter as they have capacity.
 
-No rank hands out work. Every leader holds the same list of groups that a stage lacks; whoever adds n to the counter of
-claims owns the n places that the counter passed. An engine with long responses claims less, so it holds up nobody.
+There is no dispatcher. Every leader holds the same list of the groups that a stage lacks; a leader that adds n to the
+counter `claimed` owns the n groups that the counter passed. An engine with long responses claims fewer, so it delays
+no other engine.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 Add = Callable[[str, int], int]
-"""(counter, amount) -> the counter's new value; atomic over all who share it."""
+"""(counter, amount) -> the counter's new value; atomic over all engines."""
 
 CLAIM = 64
-"""Places claimed at once, at most."""
+"""Most groups claimed at once."""
 
 
 class PromptQueue:
-    """What one round of generation has to do, as one engine sees it; the others see the same through `add`."""
+    """The groups of one round of generation, as one engine sees them; `add` connects it to the other engines."""
 
     def __init__(self, groups: Sequence[int], engines: int = 1, add: Add | None = None) -> None:
-        """`groups` are the same on every engine; without `add` there is no other engine."""
+        """`groups` are the same on every engine; without `add` this is the only engine."""
         self._groups = groups
         self._engines = engines
         self._add = add or _counters_of_one()
@@ -32,12 +33,12 @@ class PromptQueue:
         return len(self._groups)
 
     def take(self, held: int, slots: int) -> list[int]:
-        """Groups to go on with, for an engine that holds `held` unfinished ones and decodes `slots` together.
+        """The next groups of an engine that holds `held` unfinished ones and decodes `slots` together.
 
-        While there is plenty, an engine holds twice what it decodes, so that it never waits for the queue. Once what is
-        left fits into the engines' slots, it holds no more than it decodes: what would wait inside one engine is better
-        left to the next one that frees up. A round that fits into the slots from its start is shared evenly.
-        Empty when nothing more is to be taken, now or, when nothing is held, at all.
+        While many groups are left, an engine holds twice what it decodes, so that it never waits for the queue. Once
+        the rest fits into the engines' slots, it holds only what it decodes: a group that would wait inside one engine
+        is better left to the next engine with a free slot. A round that fits into the slots from its start is shared
+        evenly. Returns an empty list when there is nothing to take now, and with `held` = 0 when the round is over.
         """
         if self._exhausted:
             return []
@@ -55,11 +56,11 @@ class PromptQueue:
         return list(self._groups[end - room : end])
 
     def leave(self) -> None:
-        """Say that this engine failed. Once half of the engines have, nobody claims more: all come back together."""
+        """Report that this engine failed. Once half of the engines have, all stop claiming, to restart together."""
         self._add("out", 1)
 
     def close(self) -> None:
-        """Let nobody claim more: the run was asked to stop."""
+        """Stop all engines' claims: the run was asked to stop."""
         self._add("out", self._engines)
 
     def finished(self, tokens: int) -> None:
@@ -68,7 +69,7 @@ class PromptQueue:
         self._add("tokens", tokens)
 
     def totals(self) -> tuple[int, int]:
-        """Groups and tokens that all engines have finished in this round."""
+        """Groups and tokens that all engines together have finished in this round."""
         return self._add("groups", 0), self._add("tokens", 0)
 
 

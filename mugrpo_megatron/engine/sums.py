@@ -1,7 +1,7 @@
-"""Checksums of an engine's weights, taken inside its own processes, where the weights are.
+"""Checksums of an engine's weights, taken in the engine's processes, which hold the weights.
 
 SGLang's own checksums need CUDA, and its `save_sharded_model` writes the whole model to a disk. Here a "loader of
-weights" (`custom_weight_loader`) loads nothing and leaves the sums in the scratch folder that the host shares with the
+weights" (`custom_weight_loader`) loads nothing and writes the sums to the scratch folder that the host shares with the
 engine's processes.
 """
 
@@ -18,14 +18,14 @@ from mugrpo_megatron.files.tensors import Sums, sums
 
 def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang calls this in each tensor parallel rank; `tensors` is empty."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank  # whoever names this function has no SGLang
+    from sglang.srt.distributed import get_tensor_model_parallel_rank  # here, as launch.py needs no SGLang
 
     path = _file(get_tensor_model_parallel_rank())
     path.write_text(json.dumps(sums(model.named_parameters())), encoding="utf-8")
 
 
 def read_sums(ranks: int) -> list[Sums]:
-    """What the ranks of this host's engine left."""
+    """Read what the ranks of this host's engine wrote."""
     found = [json.loads(_file(rank).read_text(encoding="utf-8")) for rank in range(ranks)]
     return [{name: (dtype, sha256) for name, (dtype, sha256) in of_rank.items()} for of_rank in found]
 

@@ -1,8 +1,8 @@
-"""Atomic, fsynced writes of files and directories, and checksums that tell whether they are still what was written.
+"""Atomic, fsynced writes of files and directories, and checksums.
 
-This is the only module that writes what has to be whole or absent. A temporary is named `.NAME.XXXXXXXX.partial`, with
-eight random hexadecimal digits: two writers of one path never share one, and what a killed writer left is recognised.
-Where several ranks or a later command go on with one directory, it is `resumable(path)`, `.NAME.partial`.
+Every file that has to be complete or absent is written here. A temporary is named `.NAME.XXXXXXXX.partial`, with eight
+random hexadecimal digits: two writers of one path never share one, and a killed writer's leftovers are recognised. A
+directory that several ranks fill, or that a later command continues, is `resumable(path)`, `.NAME.partial`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mugrpo_megatron.errors import UserError
 HASH_BLOCK = 1 << 20
 TOKEN = "[0-9a-f]" * 8
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's renameat2(2)."""
+"""Constants of Linux's renameat2(2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Span:
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
-    """Write `path` whole or not at all: a temporary of its own, fsync, rename, fsync of the directory.
+    """Write `path` completely or not at all: temporary file, fsync, rename, fsync of the directory.
 
     Of several writers the last to finish wins. As with `open`, a link is followed and an existing file keeps its
     permissions. Raises UserError when `path` is not a regular file, cannot be written, or the disk is full.
     """
     target = path.resolve() if path.is_symlink() else path
     if target.exists() and not target.is_file():
-        raise UserError(f"{path} exists and is not a regular file; name another")
+        raise UserError(f"{path} exists and is not a regular file; choose another path")
     temporary = _temporary(target)
     try:
         file = temporary.open("xb")
@@ -71,15 +71,15 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def durable_directory(path: Path) -> Iterator[Path]:
-    """Fill a directory next to `path`, which takes that name once it is complete; what had the name stays until then.
+    """Yield a temporary directory that becomes `path` once it is complete; the old `path` stays until then.
 
-    Raises UserError when the directory cannot be made or the disk is full.
+    Raises UserError when the directory cannot be created or the disk is full.
     """
     partial = _temporary(path)
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise _full_disk(error, path) or UserError(f"{path} cannot be made ({error.strerror})") from error
+        raise _full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
     try:
         yield partial
         publish(partial, path)
@@ -91,7 +91,7 @@ def durable_directory(path: Path) -> Iterator[Path]:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give the finished directory `partial` the name `path`, durably, in place of what had it."""
+    """Rename the finished directory `partial` to `path`, durably, and remove what had that name."""
     for folder, _, names in os.walk(partial):
         for name in names:
             fsync(Path(folder, name))
@@ -106,15 +106,15 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def resumable(path: Path) -> Path:
-    """The one place where several processes, or one after another, make the directory `path`; `publish` names it."""
+    """The temporary directory of `path` that several ranks or commands share; `publish` renames it to `path`."""
     return path.with_name(f".{path.name}.partial")
 
 
 def remove_leftovers(directory: Path, names: str) -> None:
-    """Remove what killed writers left of the files and directories whose names match the pattern `names`.
+    """Remove the temporaries that killed writers left of files and directories that match the pattern `names`.
 
-    Only for a caller who knows that no writer of them lives. A directory that had to leave its name for a swap that
-    did not happen gets it back.
+    Call it only when no writer of them is alive. A directory that was moved aside for an unfinished swap gets its name
+    back.
     """
     for aside in directory.glob(f".{names}.{TOKEN}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
@@ -127,30 +127,30 @@ def remove_leftovers(directory: Path, names: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` so that `path` holds either its old content or the new one, whatever happens."""
+    """Replace the content of `path` with `text`, atomically."""
     with durable_file(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of a JSON value, for people to read."""
+    """Write a JSON value, indented, as `write_text` does."""
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_sealed(path: Path, name: str, body: Any, **head: Any) -> None:
-    """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and whatever `head` adds."""
+    """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and the keys of `head`."""
     write_text(path, json.dumps({**head, "sha256": _sum(body), name: body}))
 
 
 def read_sealed(path: Path, name: str, **head: Any) -> Any:
-    """The body that `write_sealed` wrote; ValueError when it was changed or `head` is another."""
+    """The body that `write_sealed` wrote; ValueError when its checksum or a key of `head` does not match."""
     stored = json.loads(path.read_text(encoding="utf-8"))
     try:
         if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
             return stored[name]
     except (KeyError, TypeError):
         pass
-    raise ValueError(f"{path}: its checksum does not fit")
+    raise ValueError(f"{path}: its checksum does not match")
 
 
 def fsync(path: Path) -> None:
@@ -163,7 +163,7 @@ def fsync(path: Path) -> None:
 
 
 def digest(path: Path, start: int = 0, end: int | None = None) -> Span:
-    """Hash the bytes [start, end) of a file, to its end by default, block by block."""
+    """SHA-256 of the bytes [start, end) of a file, to its end by default; reads block by block."""
     end = path.stat().st_size if end is None else end
     sha = hashlib.sha256()
     with path.open("rb") as file:
@@ -191,7 +191,7 @@ def _remove(path: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two names; in one step where the file system can (not on NFS), else the old one steps aside for a moment."""
+    """Swap two names: atomically where the file system can (NFS cannot), else through a third name."""
     if _exchanged(new, old):
         return
     aside = old.with_name(f".{old.name}.{secrets.token_hex(4)}.old")
@@ -211,13 +211,13 @@ def _exchanged(one: Path, other: Path) -> bool:
 
 
 def _full_disk(error: BaseException, path: Path) -> UserError | None:
-    """The sentence for a full disk; a library may have hidden it behind an error of its own, as torch.save does."""
+    """UserError for a full disk, else None; libraries such as torch.save hide the cause in an error of their own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
             return UserError(
-                f"{path.parent}: no space left for {path.name}; what was complete before is kept, "
-                "so free some space and run the same command again"
+                f"{path.parent}: no space left for {path.name}; all complete files are kept; "
+                "free some space and run the same command again"
             )
         cause = cause.__cause__ or cause.__context__
     return None

@@ -1,4 +1,4 @@
-"""Checks that need more than one section: the layout against the world, the model and the batch."""
+"""Checks across sections: the layout against the number of ranks, the model and the batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, neare
 from mugrpo_megatron.recipe.sections import ParallelSection, Recipe
 
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
-"""What all sides of a product in fp8 are a multiple of: 16 for the tensor cores, or a block under one scale."""
+"""All dimensions of an fp8 product are multiples of this: 16 for the tensor cores, 128 for a block with one scale."""
 
 
 RECIPE_KEYS = {
@@ -36,10 +36,10 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def check_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> None:
-    """Everything that a layout can get wrong, found before a process group or an engine exists.
+    """Check the layout before a process group or an engine exists.
 
-    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError with every problem
-    and, where the layout is one, with the nearest layout that works.
+    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError that lists every
+    problem and, for a wrong layout, the nearest one that works.
     """
     wrong = list(layout_problems(recipe, model, world_size))
     problems = [*wrong, *_other_problems(recipe, model)]
@@ -49,49 +49,44 @@ def check_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> N
         problems.append(
             f"the nearest layout that {rank} can run: {describe(found)}"
             if found
-            else f"this model and batch have no layout on {rank}; change the number of ranks"
+            else f"no layout of this model and batch works on {rank}; change the number of ranks"
         )
     if problems:
         raise UserError("; ".join(problems))
 
 
 def longest_response(recipe: Recipe) -> int:
-    """Tokens of the longest response that anything samples: training, or the evaluation of a held-out set."""
+    """Tokens of the longest response that training or an evaluation may sample."""
     held_out = [recipe.eval.max_tokens, *(one.max_tokens for one in recipe.eval.sets.values())]
     return max(recipe.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
 
 def check_layers(recipe: Recipe, cuda: bool) -> None:
-    """UserError where a learner on this machine cannot have the layers, or the precision in them, that are asked for.
-
-    `learner.fp8` is settled here as well: every reason against it stands in the recipe.
-    """
+    """Raise UserError when this machine cannot run `learner.layers`, or the recipe rules out `learner.fp8`."""
     if recipe.learner.fp8 != "none":
         _check_fp8(recipe)
     if recipe.learner.layers != "transformer_engine":
         return
     asked = 'learner.layers = "transformer_engine"'
     if not cuda:
-        raise UserError(f'{asked} needs CUDA, and this learner runs on CPU; set it to "local", or to "auto"')
+        raise UserError(f'{asked} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
     if find_spec("transformer_engine") is None:
         raise UserError(
             f"{asked}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
-            'or set it to "local", or to "auto"'
+            'or set it to "local" or "auto"'
         )
 
 
 def _check_fp8(recipe: Recipe) -> None:
     asked = f'learner.fp8 = "{recipe.learner.fp8}"'
     if recipe.learner.layers != "transformer_engine":
-        raise UserError(
-            f'{asked} is a matter of Transformer Engine\'s layers: set learner.layers = "transformer_engine"'
-        )
+        raise UserError(f'{asked} needs Transformer Engine\'s layers: set learner.layers = "transformer_engine"')
     if recipe.model.dtype != "bfloat16":
-        raise UserError(f'{asked} needs model.dtype = "bfloat16", which weights and everything else then have')
+        raise UserError(f'{asked} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
 
 
 def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
-    """The layout closest to the recipe's that nothing here speaks against; None where there is none."""
+    """The valid layout nearest to the recipe's, or None."""
 
     def allowed(layout: ParallelSection) -> bool:
         return not any(layout_problems(recipe.model_copy(update={"parallel": layout}), model, world_size))
@@ -100,7 +95,7 @@ def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) ->
 
 
 def layout_problems(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> Iterator[str]:
-    """Why the recipe's `parallel` section cannot run this model on so many ranks, a sentence each."""
+    """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each."""
     parallel = recipe.parallel
     tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp
@@ -170,19 +165,19 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
 
 
 def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """Sides of the model's products that tensor cores cannot take in fp8."""
+    """Dimensions of the model that tensor cores cannot multiply in fp8."""
     multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
         if model.get(key) and model[key] % (multiple * tp):
             shared = f" over {tp} tensor parallel ranks" if tp > 1 else ""
             yield (
-                f'learner.fp8 = "{recipe.learner.fp8}" needs multiples of {multiple}, which the model\'s {key} of '
-                f'{model[key]}{shared} does not give; set it to "none"'
+                f'learner.fp8 = "{recipe.learner.fp8}" needs multiples of {multiple}, but the model\'s {key} is '
+                f'{model[key]}{shared}; set it to "none"'
             )
 
 
 def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong whatever the learner's layout is."""
+    """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from _fp8_problems(recipe, model)
     if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":

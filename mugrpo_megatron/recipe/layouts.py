@@ -1,4 +1,4 @@
-"""Layouts that a model allows on a number of ranks, and the one nearest to what a recipe asks for."""
+"""Layouts that fit a model and a number of ranks, and the one nearest to a recipe's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mugrpo_megatron.recipe.sections import ParallelSection
 
 VIRTUAL = (1, 2, 4)
-"""Chunks per pipeline rank that are worth trying."""
+"""Chunks per pipeline rank to try."""
 
 
 def experts_of(model: Mapping[str, Any]) -> int:
@@ -46,7 +46,7 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
 
 
 def distance(one: ParallelSection, other: ParallelSection) -> float:
-    """How far apart two layouts are: doublings of each size, with context parallelism the last thing to bring in."""
+    """Distance of two layouts: doublings of each size; context parallelism costs most, as the last resort."""
     sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
     weights = (1.0, 1.0, 0.5, 2.0, 1.0)
     steps = sum(w * abs(math.log2(getattr(one, s) / getattr(other, s))) for s, w in zip(sizes, weights, strict=True))

@@ -1,4 +1,4 @@
-"""From TOML files and `--set` overrides to a checked recipe, and back to TOML."""
+"""Loads a recipe from TOML files and `--set` overrides, validates it, and writes it back as TOML."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def _read_with_base(path: Path, seen: tuple[Path, ...]) -> Table:
     if path.resolve() in seen:
-        raise UserError(f"{path}: its `base` leads back to itself; break the circle")
+        raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def _sentence(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         known = _known_keys(error["loc"][:-1])
         close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known here: {', '.join(sorted(known))}"
+        hint = f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(sorted(known))}"
         return f"`{place}` is not a recipe key; {hint}"
     message = error["msg"].removeprefix("Value error, ")
     value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
@@ -107,7 +107,7 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     parts = iter(loc)
     for part in parts:
         annotation = model.model_fields[str(part)].annotation
-        if get_origin(annotation) is dict:  # tables by a name of the user's
+        if get_origin(annotation) is dict:  # tables whose names the user chooses
             next(parts)
             annotation = get_args(annotation)[1]
         assert isinstance(annotation, type)

@@ -1,4 +1,4 @@
-"""The `[objective]` section: which loss, and every number in it."""
+"""The base class of all sections, and the `[objective]` section: the loss and its numbers."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
     "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
 }
-"""Defaults that a name stands for; a field set in the recipe wins over its preset."""
+"""Defaults of each objective name; a field set in the recipe wins over its preset."""
 KAPPA = (
     "`kappa` is now `trigger_ratio`, default 1e-4: in the mu-GRPO paper κ is the position of the first trigger, not a "
-    "threshold, and the threshold in its example is 1e-4, where the old default of 0.5 was 5,000 times larger; remove "
-    "the key, or set trigger_ratio (to kappa's value to repeat an old run)"
+    "threshold, and the paper's example has a threshold of 1e-4; the old default was 0.5; remove the key, or set "
+    "trigger_ratio (to kappa's value to repeat an old run)"
 )
 """Why a recipe with `kappa` is refused."""
 
@@ -79,7 +79,7 @@ class ObjectiveSection(Section):
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
     clip_centre: Literal["one", "reference"] = "one"
-    """Clip range around 1, or around the ratio of a reference policy: the learner's at the last refresh."""
+    """Centre of the clip range: 1, or the ratio of a reference policy, which is the learner at the last refresh."""
     reference_every: PositiveInt = 1
     """Updates between refreshes of the clip's reference policy, from a stage's start; at 1 the clip binds no token."""
     dual_clip: float | None = Field(None, gt=1.0)
@@ -130,18 +130,18 @@ class ObjectiveSection(Section):
     def _check_there_is_a_reference(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("clip_centre") == "one":
             raise ValueError(
-                'the clip range lies around 1, so there is no reference policy; set clip_centre = "reference" or leave '
+                'the clip range is centred at 1, without a reference policy; set clip_centre = "reference" or leave '
                 "the key out"
             )
         return value
 
     @property
     def dependence(self) -> Dependence:
-        """What, besides numbers known before the update, decides a token's gradient: how the loss path can be fused.
+        """What decides a token's gradient, besides numbers known before the update; the loss path is fused accordingly.
 
-        `token`, its own log-probability, and `prefix`, its response's tokens so far, need one pass in token order;
-        `response` needs the log-probabilities of whole responses first. A trigger (scope T) depends
-        on the token itself, by prefix mean on its prefix; a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
+        `token` (its own log-probability) and `prefix` (its response's tokens so far) need one pass in token order;
+        `response` needs the log-probabilities of whole responses first. A trigger (scope T) depends on the token
+        itself, or by prefix mean on its prefix; a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
         """
         if self.ratio != "token" or self.sequence_mask is not None or self.veto == "response":
             return "response"
@@ -149,5 +149,5 @@ class ObjectiveSection(Section):
 
     @property
     def needs_statistics(self) -> bool:
-        """A forward pass over the whole update has to come before its first gradient, for `update_statistics`."""
+        """Whether `update_statistics` needs a forward pass over the whole update before its first gradient."""
         return self.second_moment != "none" or self.renormalise

@@ -1,4 +1,4 @@
-"""The recipe's sections other than the objective; each field's docstring is its reference entry."""
+"""The recipe's sections except `[objective]`; each field's docstring is its entry in docs/recipe.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RunSection(Section):
     dir: Path = Path("runs/default")
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: NonNegativeInt = 0
-    """Seed of the data order, the sampling and every other random stream of the run."""
+    """Seed of the data order, of sampling and of every other random stream."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of learner and engine; `auto` takes CUDA where torch finds it."""
     collective_timeout_s: PositiveFloat = 1800.0
@@ -29,7 +29,7 @@ class ModelSection(Section):
     path: Path = Path("runs/warm-start/hf")
     """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameter and activation type of learner and engine; master weights and moments are float32 always."""
+    """Parameter and activation type of learner and engine; master weights and moments are always float32."""
 
 
 class DataSection(Section):
@@ -52,15 +52,15 @@ class DataSection(Section):
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
     strict: bool = True
-    """A malformed row or a gold that cannot be verified ends the command; false leaves them out and says how many."""
+    """A malformed row or an unverifiable gold ends the command; false leaves them out and says how many."""
     deduplicate: bool = True
-    """Keep the first of training problems with the same question."""
+    """Keep only the first of several training problems with the same question."""
     contamination: Literal["report", "drop", "off"] = "report"
-    """What happens to training problems that share half of their 8-grams with a held-out problem."""
+    """What to do with training problems that share half of their 8-grams with a held-out problem."""
 
 
 class ScheduleSection(Section):
-    """S stages of µ updates each. GRPO and mu-GRPO differ in this and in `[objective]`."""
+    """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
     stages: PositiveInt = 4
     """S: how often the engines generate, unless stages end early."""
@@ -69,18 +69,18 @@ class ScheduleSection(Section):
     min_ess: float = Field(0.0, ge=0.0, lt=1.0)
     """End a stage early after an update whose effective sample size is below this; the run still takes S µ updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
-    """End a stage early after an update of whose response tokens more than this fraction was vetoed."""
+    """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
 
 
 class RolloutSection(Section):
-    """What is sampled for one update."""
+    """How the responses of an update are sampled."""
 
     prompts_per_update: PositiveInt = 32
     """Problems whose responses make up one optimizer update."""
     responses_per_prompt: int = Field(8, ge=2)
     """G: responses sampled for each problem; the group that the advantage is relative to."""
     max_response_tokens: PositiveInt = 1024
-    """A response that is longer is cut and finishes with reason `length`."""
+    """A longer response is cut and finishes with reason `length`."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner divides its logits by it as well, so that ratios compare the same policies."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
@@ -95,7 +95,7 @@ class OptimizerSection(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate that decay ends at."""
+    """Learning rate at the end of the decay."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up, over all updates of the run."""
     warmup_updates: NonNegativeInt = 0
@@ -111,11 +111,11 @@ class OptimizerSection(Section):
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
     max_skipped: PositiveInt = 10
-    """Updates in a row skipped for a non-finite gradient that end the run, its state and the last batch saved."""
+    """End the run, with state and last batch saved, after this many skipped updates (non-finite gradient) in a row."""
 
 
 class ParallelSection(Section):
-    """How the learner is laid out over ranks; data parallelism is what the other sizes leave of the world."""
+    """How the learner is laid out over ranks; the ranks that the other sizes leave are data parallel."""
 
     tensor: PositiveInt = 1
     """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
@@ -124,7 +124,7 @@ class ParallelSection(Section):
     virtual_pipeline: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved schedule); 1 is plain 1F1B."""
     context: PositiveInt = 1
-    """Context parallel size: each packed row is split over this many ranks, for sequences that one cannot hold."""
+    """Context parallel size: each packed row is split over this many ranks, for sequences that one rank cannot hold."""
     expert: PositiveInt = 1
     """Expert parallel size of mixture-of-experts models."""
     sequence: bool = False
@@ -132,27 +132,27 @@ class ParallelSection(Section):
 
 
 class LearnerSection(Section):
-    """How an update is cut into micro-batches and what it keeps in memory."""
+    """How an update is split into micro-batches, and what it keeps in memory."""
 
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone."""
     loss_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at once on the loss path."""
+    """Tokens whose logits are in memory at once."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, Transformer Engine's with the norms fused in, or `auto`: those where installed."""
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     threads: NonNegativeInt = 0
-    """CPU threads of each learner rank; 0 shares the machine's cores between the local ranks."""
+    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
 
 
 class EngineSection(Section):
     """The SGLang engine that shares the learner's devices."""
 
     tensor: PositiveInt = 1
-    """Tensor parallel size of each engine; it divides the ranks of a node, whose engines share one queue of prompts."""
+    """Tensor parallel size of each engine; it must divide the ranks of a node."""
     per_node: NonNegativeInt = 0
     """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
     between_stages: Literal["restart", "sleep"] = "sleep"
@@ -160,24 +160,24 @@ class EngineSection(Section):
     memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
     """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
     max_running_requests: PositiveInt = 1024
-    """Responses decoded together, at most; short ones gain from many."""
+    """Most responses decoded together; short responses gain from many."""
     max_total_tokens: NonNegativeInt = 0
     """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
     attention_backend: str = "auto"
     """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA."""
     threads: PositiveInt = 1
-    """CPU threads of each engine rank (CPU); more pay for large models on idle cores only: threads that wait for a core
-    that something else uses slow each other down."""
+    """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
+    slow each other down."""
     start_timeout_s: PositiveFloat = 300.0
-    """Seconds until an engine that has not come up counts as failed."""
+    """Seconds until an engine that has not started counts as failed."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds without any finished response until a generating engine counts as hung."""
     max_failures: PositiveInt = 3
-    """Failures in a row, without a finished response between them, that end the run."""
+    """End the run after this many engine failures in a row without a finished response between them."""
     bucket_bytes: PositiveInt = 512 * 1024 * 1024
     """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
     check_weights: Literal["first", "every", "never"] = "first"
-    """Compare the engines' weights with the learner's, bit by bit: after each engine's first sync, or every one."""
+    """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
 
 
 class RewardSection(Section):
@@ -186,11 +186,11 @@ class RewardSection(Section):
     function: str = "math"
     """`math` (math-verify) or a user's `module:function`."""
     workers: NonNegativeInt = 0
-    """Verifier processes on each generating rank; 0 shares one per two cores among the node's engines, at least 1."""
+    """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
     timeout_s: PositiveFloat = 8.0
-    """Wall-clock seconds after which a worker is killed; it gives up by itself after an eighth in processor time."""
+    """Wall-clock seconds after which a worker is killed; it gives up by itself after 1/8 of that in processor time."""
     max_answer_chars: PositiveInt = 2000
     """A longer extracted answer scores 0 without being parsed."""
     worker_memory_mb: PositiveInt = 1024
@@ -200,13 +200,13 @@ class RewardSection(Section):
     format_weight: float = Field(0.0, ge=0.0, le=1.0)
     """Added to the reward of a well-formed response; 0 leaves the format free."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """The last tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: none."""
+    """This many tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: off."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """What a response of `rollout.max_response_tokens` loses when there is an overlong buffer."""
+    """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
 
 
 class SetSection(Section):
-    """How one held-out set is sampled; what is unset here is as `[eval]` says."""
+    """How one held-out set is sampled; unset keys take the values of `[eval]`."""
 
     samples: PositiveInt | None = None
     """Responses per problem (mean@k)."""
@@ -222,9 +222,9 @@ class EvalSection(Section):
     """Held-out accuracy before, during and after training, set by set."""
 
     every_stages: NonNegativeInt = 1
-    """Evaluate after every n-th stage; 0 evaluates only before the first and after the last."""
+    """Evaluate after every n-th stage; 0 evaluates only before the first stage and after the last."""
     every_updates: NonNegativeInt = 0
-    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates at the ends of stages only."""
+    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates only at the ends of stages."""
     samples: PositiveInt = 1
     """Responses per problem (mean@k)."""
     temperature: NonNegativeFloat = 0.0
@@ -234,10 +234,10 @@ class EvalSection(Section):
     max_tokens: PositiveInt | None = None
     """A longer response is cut; unset takes `rollout.max_response_tokens`."""
     sets: dict[str, SetSection] = Field(default_factory=dict)
-    """Sets that are sampled otherwise, by name: `[eval.sets.aime24]`, with any of the four keys before this one."""
+    """Held-out sets with other settings, by name: `[eval.sets.aime24]`, with any of the four keys above."""
 
     def of(self, name: str) -> EvalSection:
-        """The section as it is for the held-out set `name`: its own settings instead of the general ones."""
+        """The settings of the held-out set `name`: its own, else the general ones."""
         own = self.sets.get(name, SetSection())
         return self.model_copy(update={**own.model_dump(exclude_none=True), "sets": {}})
 
@@ -246,13 +246,13 @@ class CheckpointSection(Section):
     """When the learner's full state is saved, and how many saves are kept."""
 
     every_updates: NonNegativeInt = 0
-    """Also save inside a stage every n updates; 0 saves at stage ends only."""
+    """Also save inside a stage every n updates; 0 saves only at stage ends."""
     every_minutes: NonNegativeFloat = 0.0
-    """Also save inside a stage when the last save is n minutes old; 0 does not look at the clock."""
+    """Also save inside a stage when the last save is n minutes old; 0 ignores the clock."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits for the disk."""
+    """Copy the state to host memory and write it while training continues; false waits for the disk."""
     keep: PositiveInt = 2
-    """Newest complete checkpoints that are kept."""
+    """Number of newest complete checkpoints to keep."""
 
 
 class TrackSection(Section):
@@ -265,10 +265,10 @@ class TrackSection(Section):
 
 
 class SftSection(Section):
-    """Warm start: a small Qwen2 model that learns a bundled task from scratch by supervised learning."""
+    """Warm start: a small Qwen2 model learns a bundled task from scratch by supervised learning."""
 
     output: Path = Path("runs/warm-start")
-    """Run directory of the warm start; the checkpoint lands in its `hf/`."""
+    """Run directory of the warm start; the checkpoint is in its `hf/`."""
     layers: PositiveInt = 2
     """Transformer layers of the new model."""
     hidden: PositiveInt = 128
@@ -280,7 +280,7 @@ class SftSection(Section):
     kv_heads: PositiveInt = 8
     """Key/value heads; with fewer than `heads` the bundled task takes several times the updates."""
     max_updates: PositiveInt = 4000
-    """Updates after which the warm start ends whatever its accuracy."""
+    """Updates after which the warm start ends at any accuracy."""
     batch: PositiveInt = 48
     """Problems in one update."""
     lr: PositiveFloat = 1e-3
@@ -292,7 +292,7 @@ class SftSection(Section):
 
 
 class Recipe(Section):
-    """Everything one run needs to know."""
+    """All settings of one run."""
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()

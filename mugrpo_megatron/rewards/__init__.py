@@ -1,1 +1,1 @@
-"""From a response to a number: math-verify behind a policy, in worker processes that may die at any time."""
+"""From a response to a reward: math-verify with a strict policy, in worker processes that may die at any time."""

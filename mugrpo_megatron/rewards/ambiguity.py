@@ -1,7 +1,7 @@
-"""Which answers are refused before they are compared: hedges, unfinished sums, and what is too large to evaluate.
+"""Refuses answers before comparison: hedges, unfinished sums, and text that is too large to evaluate.
 
-A policy under optimisation finds every string that a parser reads two ways. These rules ask that an answer commits to
-one value. They look at text only and cost microseconds.
+A policy under optimisation finds every string that a parser reads two ways. These rules require an answer to commit
+to one value. They look at text only and cost microseconds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MAX_SPARE_ELEMENTS = 4
 
 
 def hedged(answer: str, gold: str) -> str:
-    """Why an answer is refused whose gold is no number, or "": it holds an evasive sign that the gold lacks."""
+    """Why an answer to a non-numeric gold is refused, or "": it has an evasive sign that the gold lacks."""
     for match in _HEDGES.finditer(answer):
         if match[0] not in gold:
             return f"ambiguous: {match[0]} is not in the gold answer"
@@ -56,7 +56,7 @@ def hedged(answer: str, gold: str) -> str:
 
 
 def no_single_value(side: str) -> str:
-    """Why text is not one number, or "". Anything that a parser might skip over is refused, not only known tricks."""
+    """Why text is not one number, or "". Refuses anything that a parser might skip, not only known tricks."""
     for token in _TOKEN.findall(side):
         if token.startswith("\\") and len(token) > 1:
             if token[1:] not in _VALUE_COMMANDS:
@@ -74,7 +74,7 @@ def no_single_value(side: str) -> str:
 
 
 def not_worked_out(side: str) -> str:
-    """Why text leaves the arithmetic to the verifier, or "": a number is asked for and a sum or product is given."""
+    """Why text leaves the arithmetic to the verifier, or "": it is a sum or product where a number is asked for."""
     bare = _TEN_TO_THE.sub("", side)
     if _OPERATORS.search(bare) or len(_FRACTIONS.findall(bare)) > 1:
         return "not worked out: the gold is a plain number and the answer is an expression"
@@ -82,9 +82,9 @@ def not_worked_out(side: str) -> str:
 
 
 def too_large(text: str, gold: str) -> str:
-    """Why text is not even parsed, or "": depth, length and size that cost a parser or an evaluation seconds.
+    """Why text is not parsed, or "": depth, length or size would cost a parser or an evaluation seconds.
 
-    What the gold itself needs is allowed on top of each limit.
+    What the gold itself needs is added to each limit.
     """
     braces, groups = _depth(text, "{", "}"), _depth(text, "([", ")]")
     if braces > MAX_DEPTH + _depth(gold, "{", "}") or groups > MAX_GROUPS + _depth(gold, "([", ")]"):

@@ -1,4 +1,4 @@
-"""Where in a response its answer stands. Pure string work, microseconds a response; nothing is parsed here."""
+"""Finds the answer in a response. Only string work, microseconds per response; nothing is parsed here."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _CONNECTIVE = re.compile(
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|\{|\}", re.DOTALL)
 _PROSE_CHARS = 1000
 _TAIL_CHARS = 8000
-"""Only this much of a response's end is searched: an answer that far from the end is none."""
+"""Only this much of a response's end is searched; an earlier answer does not count."""
 
 
 def answer_of(response: str) -> str:
-    r"""The part of a response that is taken for its answer, whitespace stripped; empty where there is none.
+    r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    In this order: a response that is one integer; the last `\boxed{}`, with the boxes right before it that only "and",
-    commas and the like set apart; what follows the last `####`; what follows the last "answer is" or "answer:" in
-    its sentence; a displayed `$$...$$` at the end; the last line, or in running text its last formula or number.
+    Tried in this order: a response that is one integer; the last `\boxed{}`, joined with the boxes before it when only
+    "and", commas and the like stand between; what follows the last `####`; what follows the last "answer is" or
+    "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or in prose its last formula or number.
     """
     text = response.strip()
     if is_integer(text):
@@ -56,7 +56,7 @@ def answer_of(response: str) -> str:
 
 
 def committed(statement: str) -> str:
-    """What a statement of the answer commits to: itself, or in prose all its formulas or else all its numbers."""
+    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers."""
     if not _PROSE.search(statement[:_PROSE_CHARS]):
         return statement
     statement = statement[:_PROSE_CHARS]
@@ -67,8 +67,8 @@ def committed(statement: str) -> str:
 def boxed_answer(text: str) -> str | None:
     r"""Contents of the last group of `\boxed{}`, joined by commas; None without a complete box.
 
-    Boxes belong together where nothing but connectives stands between them. Several answers make a list, which equals a
-    single gold no more than any list does, so boxing many candidates wins nothing.
+    Boxes form a group when only connectives stand between them. Several answers make a list, and a list never equals a
+    single gold, so boxing many candidates gains nothing.
     """
     boxes = _boxes(text)
     if not boxes:

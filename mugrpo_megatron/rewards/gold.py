@@ -1,4 +1,4 @@
-"""A gold answer, read once: what kind of answer it asks for."""
+"""Reads a gold answer: its kind and its value, which decide how answers are compared with it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Gold:
     text: str
     kind: Literal["number", "words", "choice", "other"]
     plain: bool
-    """A number written out, so that an expression for it counts as not worked out."""
+    """Whether it is a written-out number, so that an expression counts as not worked out."""
     parsed: list[Any]
 
 
 @lru_cache(maxsize=4096)
 def read_gold(answer: str) -> Gold:
-    r"""Wrap and parse a gold answer, its last `\boxed{}` where it has one; ValueError when nothing is left of it."""
+    r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty."""
     boxed = boxed_answer(answer)
     text = normalize(committed(answer) if boxed is None else boxed)
     if not text:
@@ -50,7 +50,7 @@ def read_gold(answer: str) -> Gold:
 
 
 def verifies_itself(answer: str, gold: str) -> float:
-    """1.0 for a gold that is text to compare, or that math-verify finds equal to itself; called as a reward is."""
+    """1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0; a reward function."""
     try:
         read = read_gold(gold)
     except ValueError:
@@ -59,14 +59,14 @@ def verifies_itself(answer: str, gold: str) -> float:
 
 
 def sides(text: str, operators: str = "") -> list[str]:
-    """The sides of a chain of equations or approximations, without a first one that is a name without `operators`."""
+    """The sides of a chain of equations or approximations, less a first side that is a name without `operators`."""
     found = split_top(text, _EQUALS)
     named = len(found) > 1 and _is_name(found[0]) and not any(sign in found[0] for sign in operators)
     return found[1:] if named else found
 
 
 def without_name(text: str) -> str:
-    """`x = 1, x = 2` as `1, 2`; text stays as it is unless every element gives a value to the same name."""
+    """`x = 1, x = 2` becomes `1, 2`; text is unchanged unless every element assigns to the same name."""
     pairs = [split_top(element, _EQUALS) for element in split_top(text, ",")]
     if len(pairs) > 1 and all(len(pair) == 2 and _is_name(pair[0]) and pair[0] == pairs[0][0] for pair in pairs):
         return ", ".join(value for _, value in pairs)
@@ -74,13 +74,13 @@ def without_name(text: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side only names what is sought: letters and no digits outside of indices, powers and arguments."""
+    """Whether a side only names the unknown: it has letters, and digits only in indices, powers and arguments."""
     bare = _NAME_DETAIL.sub("", side)
     return bool(re.search("[A-Za-z]", bare)) and not re.search("[0-9]", bare) and bare.strip() not in _CONSTANTS
 
 
 def _single_value(text: str) -> str | None:
-    """The first value of a gold that is one number, None for every other gold."""
+    """The first value of a gold that is one number, else None."""
     values = [without_unit(side) for side in sides(text, "+-*/")]
     if any(no_single_value(value) or too_large(value, "") for value in values):
         return None

@@ -1,4 +1,4 @@
-"""Verdicts that need no parser and no process: equal strings, and numbers that are written out."""
+"""Verdicts that need neither parser nor process: equal strings, and written-out numbers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _WRITTEN_OUT = re.compile(
 
 
 def is_integer(text: str) -> bool:
-    """Whether text is nothing but one integer."""
+    """Whether text is one integer and nothing else."""
     return _INTEGER.fullmatch(text) is not None
 
 
 def literal_verdict(answer: str, gold: str) -> bool | None:
-    """Whether answer and gold are the same, where their characters alone decide it; None leaves it to math-verify.
+    """Whether answer and gold are equal, when their characters decide it; None leaves it to math-verify.
 
     True needs equal strings or equal rational numbers. False needs two integers or fractions that differ: a decimal may
     still be the other's rounding.

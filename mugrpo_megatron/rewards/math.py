@@ -1,4 +1,4 @@
-"""The comparison of one extracted answer with its gold, by math-verify; runs in a worker process's main thread."""
+"""Compares one extracted answer with its gold by math-verify; runs in a worker process's main thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 
 
 def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
-    """(1.0 or 0.0, why). Sets no time limit: the worker's alarm and the pool's kill end what takes too long."""
+    """(1.0 or 0.0, why). Has no time limit of its own: the worker's alarm and the pool's kill set it."""
     try:
         read = read_gold(gold)
     except ValueError as error:
@@ -42,7 +42,7 @@ def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
 
 
 def _number_verdict(text: str, gold: Gold) -> Verdict:
-    """Every side of a chain `name = a = b` commits to a value: the first is to be the gold's, the others its equals."""
+    """Every side of a chain `name = a = b` has a value: the first must equal the gold, the others the first."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
     values = [without_unit(side) for side in sides(text)]
@@ -57,7 +57,7 @@ def _number_verdict(text: str, gold: Gold) -> Verdict:
 
 
 def _same_number(value: str, gold: Gold) -> bool:
-    """Equal to math-verify, or one exact and the other its rounding: gold to two decimals at least, answer to four."""
+    """Equal in math-verify, or one exact and the other its rounding: a gold to two decimals, an answer to four."""
     found = number(value)
     if found is None:
         return False

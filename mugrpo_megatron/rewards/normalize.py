@@ -1,4 +1,4 @@
-"""One spelling for answers that are written in many: wrappers, spacing, thousands, mixed numbers, units."""
+"""Gives equal answers one spelling: wrappers, spacing, thousands, mixed numbers, units."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def normalize(text: str) -> str:
 
 
 def without_unit(text: str) -> str:
-    """A number without the words behind it: for answers whose gold is a bare number."""
+    """A number without the words after it: for answers whose gold is a bare number."""
     for pattern in (_SHORT_UNIT, _UNIT):
         if match := pattern.fullmatch(text):
             return match["value"].strip()
@@ -71,7 +71,7 @@ def without_unit(text: str) -> str:
 
 
 def encloses(text: str) -> bool:
-    """Whether text is one bracketed whole: what opens first closes last."""
+    """Whether one pair of brackets encloses all of text."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")
@@ -81,7 +81,7 @@ def encloses(text: str) -> bool:
 
 
 def split_top(text: str, separators: str) -> list[str]:
-    """Split where one of `separators` (a regular expression) stands outside of all brackets and braces."""
+    """Split where one of `separators` (a regular expression) is outside of all brackets and braces."""
     parts, depth, begin, place = [], 0, 0, 0
     pattern = re.compile(separators)
     while place < len(text):

@@ -20,7 +20,7 @@ from mugrpo_megatron.rewards.scores import Pending, Score
 
 START_TIMEOUT_S = 120.0
 BATCH = 16
-"""Comparisons handed to a worker at once: enough to hide the round trip, few enough to lose little time at the end."""
+"""Comparisons sent to a worker at once: enough to hide the round trip, few enough to lose little time at the end."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str, str]
@@ -29,12 +29,12 @@ Comparison = tuple[str, str]
 
 @dataclass(slots=True)
 class _Task:
-    """One comparison and everybody who waits for it."""
+    """One comparison, and where its score goes."""
 
     key: Comparison
     waiting: list[tuple[Pending, int]]
     deaths: int = 0
-    """Workers that died over it."""
+    """Workers that died on it."""
 
 
 @dataclass(slots=True)
@@ -46,15 +46,15 @@ class _Worker:
     batch: deque[_Task] = field(default_factory=deque)
 
     @property
-    def owes(self) -> bool:
+    def busy(self) -> bool:
         return bool(self.batch) or not self.ready
 
 
 class Verifier:
     """Scores responses; a context manager. Workers start when the first response needs one.
 
-    A comparison is given up after an eighth of `timeout_s` of processor time; one that does not hear that alarm costs
-    its worker the life at `timeout_s`. Both score 0; the worker is replaced, and what was queued behind goes elsewhere.
+    A comparison is given up after an eighth of `timeout_s` in processor time. If that alarm has no effect, the worker
+    is killed at `timeout_s` and replaced, and the rest of its batch goes to other workers. Both score 0.
     `submit` may be called from any thread.
     """
 
@@ -65,13 +65,13 @@ class Verifier:
         self._queue: deque[_Task] = deque()
         self._open: dict[Comparison, _Task] = {}
         self._cache: OrderedDict[Comparison, Score] = OrderedDict()
-        self._workers: list[_Worker] = []  # the dispatching thread's own
+        self._workers: list[_Worker] = []  # only the dispatching thread uses it
         self._wake_out, self._wake_in = os.pipe()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
 
     def __enter__(self) -> Verifier:
-        """Start dispatching; a user's function is tried at once, so that a wrong name is found before anything else."""
+        """Start dispatching; a user's function is called once, so that a wrong name is found at the start."""
         self._thread.start()
         if self._section.function != "math":
             self.score([""], [""])
@@ -87,11 +87,11 @@ class Verifier:
         os.close(self._wake_out)
 
     def score(self, responses: Sequence[str], golds: Sequence[str]) -> list[Score]:
-        """Scores of `responses` against `golds`, in order; blocks until all are there."""
+        """Scores of `responses` against `golds`, in order; blocks until all are done."""
         return self.submit(responses, golds).result()
 
     def submit(self, responses: Sequence[str], golds: Sequence[str]) -> Pending:
-        """Start scoring and return at once; literal answers are settled here, the others go to the workers."""
+        """Start scoring and return at once; literal answers are scored here, the others go to the workers."""
         if self._closing:
             raise RuntimeError("the verifier is closed")
         pending = Pending(len(responses))
@@ -107,7 +107,7 @@ class Verifier:
         return pending
 
     def _settle(self, response: str, gold: str) -> Score | Comparison:
-        """The score, where no worker is needed for it, or the comparison that a worker is to make."""
+        """The score when it needs no worker, else the comparison for a worker."""
         if self._section.function != "math":
             return response, gold
         answer = answer_of(response)
@@ -121,7 +121,7 @@ class Verifier:
         return answer, gold
 
     def _enqueue(self, key: Comparison, pending: Pending, place: int) -> bool:
-        """Whether a new task was queued; a comparison that is known or under way is not made twice."""
+        """Whether a new task was queued; a comparison that is cached or in flight is not repeated."""
         pure = self._section.function == "math"  # a user's function may give the same response another reward
         with self._lock:
             if pure and (score := self._cache.get(key)):
@@ -153,12 +153,12 @@ class Verifier:
         os.write(self._wake_in, b"x")
 
     def _run(self) -> None:
-        """The dispatching thread. Whatever ends it, nobody is left waiting and no worker is left behind."""
+        """The dispatching thread. However it ends, every caller gets an answer and every worker is killed."""
         failure: Exception = RuntimeError("the verifier was closed before everything was scored")
         try:
             while not self._closing:
-                self._hand_out()
-                self._attend()
+                self._dispatch()
+                self._handle_events()
         except Exception as error:
             failure = error
             self._closing = True
@@ -167,17 +167,17 @@ class Verifier:
                 worker.process.kill()
             self._fail_all(failure)
 
-    def _attend(self) -> None:
-        """Wait for a result, a death, a deadline or new work, and deal with all that happened."""
-        deadlines = [worker.deadline for worker in self._workers if worker.owes]
+    def _handle_events(self) -> None:
+        """Wait for a result, a worker's death, a deadline or new work, and handle what happened."""
+        deadlines = [worker.deadline for worker in self._workers if worker.busy]
         patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-        heard = wait([self._wake_out, *(worker.process.connection for worker in self._workers)], patience)
-        if self._wake_out in heard:
+        readable = wait([self._wake_out, *(worker.process.connection for worker in self._workers)], patience)
+        if self._wake_out in readable:
             os.read(self._wake_out, 65536)
         for worker in list(self._workers):
-            if worker.process.connection in heard:
-                self._take_in(worker)
-            elif worker.owes and time.monotonic() >= worker.deadline:
+            if worker.process.connection in readable:
+                self._receive(worker)
+            elif worker.busy and time.monotonic() >= worker.deadline:
                 if not worker.ready:
                     raise UserError(
                         f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded?"
@@ -187,20 +187,21 @@ class Verifier:
                 )
                 self._discard(worker)
 
-    def _hand_out(self) -> None:
+    def _dispatch(self) -> None:
+        """Start workers for the queue, up to the limit, and send a batch to every idle one."""
         with self._lock:
             queued = len(self._queue)
         while (
             queued
             and len(self._workers) < self._limit
-            and not any(worker.ready and not worker.owes for worker in self._workers)
+            and not any(worker.ready and not worker.busy for worker in self._workers)
         ):
             self._workers.append(_Worker(start_worker(self._section), time.monotonic() + START_TIMEOUT_S))
             queued -= BATCH
             if queued <= 0:
                 break
         for worker in list(self._workers):
-            if worker.owes:
+            if worker.busy:
                 continue
             with self._lock:
                 worker.batch.extend(self._queue.popleft() for _ in range(min(BATCH, len(self._queue))))
@@ -208,20 +209,20 @@ class Verifier:
                 worker.deadline = time.monotonic() + self._section.timeout_s
                 try:
                     worker.process.send([task.key for task in worker.batch])
-                except OSError:  # it died while it had nothing to do
+                except OSError:  # it died while it was idle
                     self._discard(worker)
 
-    def _take_in(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             message = worker.process.receive()
         except (EOFError, OSError):
-            self._bury(worker)
+            self._handle_death(worker)
             return
         if not worker.ready:
             if "failed" in message:
                 raise UserError(
                     f"reward.function {self._section.function!r} cannot be loaded ({message['failed']}): "
-                    "name it module:function, importable from here"
+                    "name it as module:function, importable from the current directory"
                 )
             worker.ready = True
             return
@@ -232,10 +233,10 @@ class Verifier:
         if retires:
             self._discard(worker)
 
-    def _bury(self, worker: _Worker) -> None:
-        """A worker died. Its task is tried once more unless the worker was fresh: what others left may be to blame."""
+    def _handle_death(self, worker: _Worker) -> None:
+        """A worker died. Its task is retried once unless the worker was fresh: earlier tasks may be the cause."""
         if not worker.ready:
-            raise UserError("a verifier process ends while it starts: does reward.worker_memory_mb leave it room?")
+            raise UserError("a verifier process died while it started: is reward.worker_memory_mb too small?")
         if worker.batch:
             worker.batch[0].deaths += 1
             if worker.graded == 0 or worker.batch[0].deaths > 1:
@@ -243,7 +244,7 @@ class Verifier:
         self._discard(worker)
 
     def _discard(self, worker: _Worker) -> None:
-        """End a worker; what it still had to do goes back to the front of the queue."""
+        """End a worker; the rest of its batch goes back to the front of the queue."""
         self._workers.remove(worker)
         worker.process.kill()
         with self._lock:

@@ -1,4 +1,4 @@
-"""One verifier process seen from its parent: started, fed, listened to, killed."""
+"""One verifier process, seen from its parent: start, send, receive, kill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from mugrpo_megatron.recipe.sections import RewardSection
 
 ALARM_SHARE = 0.125
-"""Processor time, as a share of the wall-clock limit, after which a worker gives up by itself and lives on."""
+"""Processor time, as a share of the wall-clock limit, after which a worker gives up the comparison and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class WorkerProcess:
 
 
 def start_worker(section: RewardSection) -> WorkerProcess:
-    """A plain `python -m`, neither forked from a process full of threads nor importing its main module again."""
+    """Start a worker with `python -m`: no fork of a process with threads, no second import of its main module."""
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(section.timeout_s) + 1, 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

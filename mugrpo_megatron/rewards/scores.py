@@ -1,4 +1,4 @@
-"""What the verifier hands out: a score, and the promise of many."""
+"""What the verifier returns: a score, and a future of several scores."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one response is worth."""
+    """The score of one response."""
 
     reward: float
     extracted: str
-    """The answer that was compared, empty where none was found or a user's function took the whole response."""
+    """The answer that was compared; empty when none was found, or for a user's function."""
     why: str
     seconds: float
-    """Time that grading took in a worker; 0 for verdicts that needed none."""
+    """Grading time in a worker; 0 when no worker was needed."""
 
 
 class Pending:
-    """Scores that are being worked out; `result` waits for them and returns them in the order of submission."""
+    """A future of several scores; `result` waits for them and returns them in the order of submission."""
 
     def __init__(self, count: int) -> None:
         self._scores: list[Score | None] = [None] * count
@@ -31,7 +31,7 @@ class Pending:
             self._done.set()
 
     def result(self, timeout_s: float | None = None) -> list[Score]:
-        """Wait for every score. Raises TimeoutError after `timeout_s`, and what ended the verifier where it ended."""
+        """Wait for every score. Raises TimeoutError after `timeout_s`, or the error that ended the verifier."""
         if not self._done.wait(timeout_s):
             raise TimeoutError(f"{self._missing} of {len(self._scores)} responses are not scored after {timeout_s} s")
         if self._failure is not None:
@@ -51,6 +51,6 @@ class Pending:
                 self._done.set()
 
     def fail(self, error: Exception) -> None:
-        """Called by the verifier when the scores that are missing will never come."""
+        """Called by the verifier when the missing scores will never come."""
         self._failure = error
         self._done.set()

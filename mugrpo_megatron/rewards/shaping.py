@@ -1,4 +1,4 @@
-"""What is added to a verdict: a format reward and a penalty for overlong responses. Off unless the recipe asks."""
+"""Reward shaping on top of the verdict: a format reward and an overlong penalty. Off by default."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mugrpo_megatron.recipe.sections import RewardSection
 
 
 def shaped(reward: float, response: str, tokens: int, max_tokens: int, section: RewardSection) -> float:
-    """The reward that is trained on; accuracy is reported from the verdict alone.
+    """The reward that training uses; reported accuracy uses the verdict alone.
 
     Args:
         reward: the verdict, as `Score.reward`.
@@ -22,7 +22,7 @@ def shaped(reward: float, response: str, tokens: int, max_tokens: int, section: 
 
 
 def is_well_formed(response: str, pattern: str) -> bool:
-    """Whether the pattern occurs exactly once: a second box, or a repeated answer, is no form."""
+    """Whether the pattern occurs exactly once: a second box, or a repeated answer, does not count."""
     return sum(1 for _ in re.finditer(pattern, response)) == 1
 
 

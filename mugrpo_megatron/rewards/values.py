@@ -1,4 +1,4 @@
-"""Texts as sympy values: parsing by math-verify, and when two values count as the same."""
+"""Parses text into sympy values with math-verify, and compares values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
 
 def parsed(text: str) -> list[Any]:
-    """Sympy values of LaTeX, empty where it has none; `i` is the imaginary unit.
+    """Sympy values of LaTeX, possibly none; `i` is the imaginary unit.
 
-    Wrapped, because math-verify takes `\\frac12` outside of mathematics for text.
+    Wraps the text in a box, because math-verify reads `\\frac12` outside of math mode as text.
     """
     if PLAIN_NUMBER.fullmatch(text):  # most golds and answers: no grammar is needed
         return [Float(text) if "." in text else Integer(text)]
@@ -30,7 +30,7 @@ def parsed(text: str) -> list[Any]:
 
 
 def number(text: str) -> Expr | None:
-    """The finite number that text stands for, None if it is anything else."""
+    """The finite number that text stands for, else None."""
     found = parsed(text)
     value = found[0] if found else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
@@ -39,14 +39,14 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Equal to math-verify; values that differ at a sample point are spared its simplifications."""
+    """Whether math-verify finds them equal; values that differ at a sample point skip its simplifications."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def decimals(text: str) -> int:
-    """Digits behind the point of a plain number, 0 for everything else."""
+    """Digits after the point of a plain number, else 0."""
     return len(text.partition(".")[2]) if PLAIN_NUMBER.fullmatch(text) else 0
 
 
@@ -60,7 +60,7 @@ def is_rounding(decimal: str, exact: Expr | None) -> bool:
 
 
 def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
-    """True only where both are expressions, and far apart for one choice of their variables."""
+    """Whether both are expressions whose values at a sample point are far apart."""
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
     try:
@@ -71,6 +71,6 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
 
 
 def _at_a_point(value: Expr) -> complex:
-    """Variables get values by their names, because equal names may be different symbols in two parses."""
+    """The value at a sample point that depends on the variables' names: two parses may have different symbols."""
     point = {symbol: 1.3 + zlib.crc32(symbol.name.encode()) % 997 / 997 for symbol in value.free_symbols}
     return complex(value.evalf(15, subs=point) if point else value.evalf(15))

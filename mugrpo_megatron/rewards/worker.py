@@ -25,7 +25,7 @@ ALARM_AGAIN_S = 0.25
 """Processor seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
 FAILED = "failed"
 GROWN = 0.75
-"""Share of the memory limit at which a worker retires, so that what one answer left behind costs no other answer."""
+"""Share of the memory limit at which a worker retires, so that one answer's leftovers do not fail another."""
 
 Grade = Callable[[str, str], tuple[float, str]]
 
@@ -62,7 +62,7 @@ def graded(grade: Grade, answer: str, gold: str, alarm_s: float) -> tuple[float,
         reward, why = 0.0, f"gave up after {alarm_s:g} s"
     except MemoryError:
         raise
-    except Exception as error:  # an answer may break a parser in any way it likes; it is worth 0, not the run
+    except Exception as error:  # an answer may break a parser in any way; it scores 0 and the run goes on
         signal.setitimer(signal.ITIMER_PROF, 0)
         reward, why = 0.0, f"{FAILED}: {type(error).__name__}: {error}"[:200]
     return reward, why, time.perf_counter() - start
@@ -75,7 +75,7 @@ def main() -> None:
     memory = options["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, _ring)
+    signal.signal(signal.SIGPROF, _on_alarm)
     connection = Connection(int(sys.argv[1]))
     try:
         grade = load_function(options["function"], options["policy"])
@@ -83,11 +83,11 @@ def main() -> None:
         connection.send_bytes(json.dumps({"failed": f"{type(error).__name__}: {error}"}).encode())
         return
     connection.send_bytes(b"{}")
-    _serve(connection, grade, options["alarm_s"], GROWN * memory, complains=options["function"] != "math")
+    _serve(connection, grade, options["alarm_s"], GROWN * memory, warns=options["function"] != "math")
 
 
-def _serve(connection: Connection, grade: Grade, alarm_s: float, grown: float, complains: bool) -> None:
-    """Grade batches until the parent is gone or the process has `grown`; `complains` once about a user's function."""
+def _serve(connection: Connection, grade: Grade, alarm_s: float, max_bytes: float, warns: bool) -> None:
+    """Grade batches until the parent is gone or `max_bytes` are in use; `warns` once when a function fails."""
     while True:
         try:
             batch = json.loads(connection.recv_bytes())
@@ -95,16 +95,16 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, grown: float, c
             return
         for answer, gold in batch:
             reward, why, seconds = graded(grade, answer, gold, alarm_s)
-            if complains and why.startswith(FAILED):
-                complains = False
-                print(f"mugrpo: the reward function scores 0 where it fails: {why}", file=sys.stderr)
-            retires = _address_space() > grown
+            if warns and why.startswith(FAILED):
+                warns = False
+                print(f"mugrpo: the reward function scores 0 when it fails: {why}", file=sys.stderr)
+            retires = _address_space() > max_bytes
             connection.send_bytes(json.dumps([reward, why, seconds, retires]).encode())
             if retires:
                 return
 
 
-def _ring(_number: int, _frame: object) -> None:
+def _on_alarm(_number: int, _frame: object) -> None:
     raise TooLate
 
 

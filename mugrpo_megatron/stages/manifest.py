@@ -1,8 +1,8 @@
-"""What of a stage is complete: the manifest and its checksums.
+"""The manifest of a stage: which files are complete, with their checksums.
 
-A file counts once a manifest names it. A manifest is replaced as the last step of every change, so a crash at any
-point leaves the state before or after it; files that none names are leftovers. Every process that generates has a
-manifest and shards of its own; the first one's manifest also says that the stage is sealed, and then stands alone.
+A file counts once a manifest lists it. Replacing the manifest is the last step of every change, so a crash at any point
+leaves the state before or after the change; files that no manifest lists are leftovers. Every writer has its own
+manifest and its own shards. Writer 0's manifest also says that the stage is sealed; it is then the only one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
 
 FORMAT = 1
-OTHERS = "manifest-*.json"
+OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
 
 
@@ -43,7 +43,7 @@ class Sealed:
     prompts_per_update: int
     row_groups: list[Span]
     footer: Span
-    """Everything after the last row group; with it and the row groups every byte behind the magic is covered."""
+    """Everything after the last row group; footer and row groups cover every byte after the magic bytes."""
     statistics: dict[str, float]
 
 
@@ -56,18 +56,18 @@ class Manifest:
 
 
 def manifest_name(writer: int) -> str:
-    """The file that says what is complete of what a writer wrote; writers count from 0."""
+    """File name of a writer's manifest; writers count from 0."""
     return f"manifest-{writer:04d}.json" if writer else "manifest.json"
 
 
 def shard_name(writer: int, number: int | str) -> str:
-    """A writer's shard of a number, or with a pattern for the number all of its shards."""
+    """File name of a writer's shard; a glob pattern as `number` matches all of its shards."""
     part = number if isinstance(number, str) else f"{number:05d}"
     return f"shard-{writer:04d}-{part}.parquet" if writer else f"shard-{part}.parquet"
 
 
 def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
-    """A manifest of a stage, empty when there is none; UserError when it is damaged."""
+    """Read a manifest of a stage; empty when the file does not exist, UserError when it is damaged."""
     path = directory / name
     if not path.exists():
         return Manifest([])
@@ -75,7 +75,7 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
         body = read_sealed(path, "stage", format=FORMAT)
     except ValueError:
         raise UserError(
-            f"{path}: damaged, so what the stage holds is unknown; remove {directory} to generate it anew"
+            f"{path}: damaged, so the stage's contents are unknown; remove {directory} to generate the stage again"
         ) from None
     shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
@@ -87,7 +87,7 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
 
 def other_shards(directory: Path, writer: int) -> list[Shard]:
     """The complete shards of all writers but one."""
-    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHERS))]
+    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
     return [shard for n in names if n != manifest_name(writer) for shard in read_manifest(directory, n).shards]
 
 
@@ -97,9 +97,9 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
 
 
 def verify(path: Path, span: Span, remedy: str) -> None:
-    """Raise UserError unless the span of the file still has its bytes; `remedy` is the sentence's end."""
+    """Raise UserError, ending with `remedy`, unless the span of the file has its checksum."""
     if not path.exists():
-        raise UserError(f"{path}: missing, though the stage's manifest names it; {remedy}")
+        raise UserError(f"{path}: missing, but the stage's manifest lists it; {remedy}")
     if digest(path, span.start, span.end) != span:
         raise UserError(
             f"{path}: damaged, bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
@@ -107,7 +107,7 @@ def verify(path: Path, span: Span, remedy: str) -> None:
 
 
 def parquet_spans(path: Path) -> tuple[list[Span], Span]:
-    """Checksums of every row group of a Parquet file, and of all that follows the last one."""
+    """Checksums of a Parquet file: of each row group, and of everything after the last one."""
     metadata = pq.read_metadata(path)
     ends = [4]  # the magic bytes
     for index in range(metadata.num_row_groups):

@@ -1,4 +1,4 @@
-"""The stage's Parquet schema, and samples to Arrow tables and back.
+"""The stage's Parquet schema, and conversion between samples and Arrow tables.
 
 Any Parquet reader opens the files: `pandas.read_parquet`, `pyarrow.parquet`, `datasets.load_dataset("parquet", ...)`.
 One row is one response; the rows of a group are consecutive.

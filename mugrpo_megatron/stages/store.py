@@ -1,7 +1,7 @@
-"""The durable stage: what generation leaves and optimization reads, the only interface between the two.
+"""The durable stage: generation writes it, optimization reads it; the only interface between the two.
 
     stages/00003/manifest.json      what is complete, with checksums; replaced as the last step of every change
-    stages/00003/shard-00000.parquet ...   groups as they were finished; gone once the stage is sealed
+    stages/00003/shard-00000.parquet ...   groups in order of completion; removed once the stage is sealed
     stages/00003/manifest-0002.json, shard-0002-00000.parquet ...   the same of writer 2, where several engines generate
     stages/00003/stage.parquet      the sealed stage: row group k is update k, its groups in order
 
@@ -26,7 +26,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, remove_leftovers
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
-    OTHERS,
+    OTHER_MANIFESTS,
     Manifest,
     Sealed,
     Shard,
@@ -46,12 +46,12 @@ SHARD_RESPONSES = 4096
 SHARD_SECONDS = 10.0
 """A shard is written when it has this many tokens or responses, or its oldest group has waited this long."""
 VISIBLE_SECONDS = 20.0
-"""How late a shared file system may show one node what another has written."""
+"""Longest delay until a shared file system shows one node what another has written."""
 SHARDS_IN_MEMORY = 4
-"""Shards that sealing keeps decoded: groups of one update finish at different times, so they lie in several."""
+"""Decoded shards that sealing keeps: an update's groups finish at different times, so several shards hold them."""
 COMPRESSION: Final = "zstd"
 SEALED_NAME = "stage.parquet"
-REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage anew"
+REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ log = logging.getLogger(__name__)
 class StageStore:
     """The responses of one stage on disk, in `directory`.
 
-    Several processes may append, each with a `writer` number of its own and, since nobody claims a group that another
-    has claimed, groups of its own. Writer 0 seals what all of them wrote, once none of them writes any more.
+    Several processes may append, each with its own `writer` number and its own groups: the prompt queue gives a group
+    to one engine only. Writer 0 seals what all of them wrote, once all have finished writing.
     """
 
     def __init__(self, directory: Path, writer: int = 0) -> None:
@@ -72,9 +72,9 @@ class StageStore:
         self._groups: set[int] = set()
         """While this store writes: every group that it holds, on disk or buffered."""
         self._own: Manifest | None = None
-        """Set once this store writes: nobody else changes this writer's manifest then."""
+        """Set once this store writes: from then on only this store changes its writer's manifest."""
         self._final: Sealed | None = None
-        """Set once the stage was found sealed: nobody changes it then."""
+        """Set once the stage was found sealed: it does not change any more."""
         self._layout: pq.FileMetaData | None = None
 
     @property
@@ -90,34 +90,34 @@ class StageStore:
         return self._sealed().updates
 
     def statistics(self) -> dict[str, float]:
-        """The sealed stage's metrics, as `statistics.StageStatistics` defines them."""
+        """The sealed stage's metrics, as `summary.StageStatistics` defines them."""
         return self._sealed().statistics
 
     def present(self) -> set[int]:
-        """Indices of the groups that are on disk unharmed; damaged shards are named in the log and left out.
+        """Indices of the groups that are intact on disk; damaged shards are logged and left out.
 
-        What `append` still buffers is not among them: a resumed stage generates exactly what is missing.
+        Groups that `append` still buffers do not count, so a resumed stage generates exactly what is missing.
         """
         if self.sealed:
             return set(range(self._sealed().updates * self._sealed().prompts_per_update))
         own = self._own or read_manifest(self.directory, manifest_name(self._writer))
         shards = [*own.shards, *other_shards(self.directory, self._writer)]
-        return {group for shard in _unharmed(self.directory, shards) for group in shard.groups}
+        return {group for shard in _intact(self.directory, shards) for group in shard.groups}
 
     def named(self) -> set[int]:
-        """Indices of the groups that the manifests name, as `present` but without a look at their bytes."""
+        """Indices of the groups that the manifests list: `present` without reading the shards."""
         own = self._own or read_manifest(self.directory, manifest_name(self._writer))
         return {group for shard in [*own.shards, *other_shards(self.directory, self._writer)] for group in shard.groups}
 
     @property
     def written(self) -> set[int]:
-        """The groups that this writer has, once it has written."""
+        """This writer's groups, on disk or buffered; empty until it writes."""
         return set(self._groups)
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
-        """Whether what other processes have written is to be seen: these groups, or the sealed stage.
+        """Wait until `groups`, or the sealed stage, are visible; False after VISIBLE_SECONDS.
 
-        A shared file system may show it late, so this waits for up to VISIBLE_SECONDS.
+        A shared file system may show late what other processes have written.
         """
         deadline = time.monotonic() + VISIBLE_SECONDS
         while not (self.sealed if sealed else self.named() >= groups):
@@ -127,10 +127,9 @@ class StageStore:
         return True
 
     def append(self, group: list[Sample]) -> None:
-        """Add one finished group; it is durable once its shard is written: when full, aged, or at `flush`.
+        """Add one finished group; it is durable once its shard is written: when full or old enough, or at `flush`.
 
-        Raises ValueError when this writer has the group already or the stage is sealed, UserError when the disk is
-        full.
+        Raises ValueError when this writer has the group already or the stage is sealed, UserError for a full disk.
         """
         self._open_for_writing()
         index = group[0].group
@@ -161,7 +160,7 @@ class StageStore:
         self._buffer, self._buffered_tokens = [], 0
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
-        """Bring the stage into its final form, one row group an update, and drop the shards of all writers.
+        """Write the stage in its final form, one row group per update, and remove the shards of all writers.
 
         Streams: memory holds SHARDS_IN_MEMORY shards and one update, whatever the stage's size. Raises ValueError when
         groups are missing, UserError when a shard is damaged or the disk is full.
@@ -181,13 +180,13 @@ class StageStore:
         row_groups, footer = parquet_spans(path)
         self._final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
         self._replace(Manifest([], self._final))
-        for pattern in ("shard-*.parquet", OTHERS):
+        for pattern in ("shard-*.parquet", OTHER_MANIFESTS):
             for merged in self.directory.glob(pattern):
                 merged.unlink()
             remove_leftovers(self.directory, pattern)
 
     def read_update(self, update: int) -> list[Sample]:
-        """The samples of one update of the sealed stage, groups in order; reads and verifies that row group alone.
+        """The samples of one update of the sealed stage, groups in order; reads and verifies only that row group.
 
         Raises UserError when its bytes are damaged.
         """
@@ -201,7 +200,7 @@ class StageStore:
             return to_samples(file.read_row_group(update, use_threads=False))
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of all the sealed stage's samples; reads these two columns alone."""
+        """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples; reads only these two columns."""
         with pq.ParquetFile(self.directory / self._sealed().file) as file:
             table = file.read(columns=["reward", "group"])
         return table["reward"].to_numpy().astype(np.float64), table["group"].to_numpy().astype(np.int64)
@@ -213,12 +212,12 @@ class StageStore:
         return self._final
 
     def _open_for_writing(self) -> Manifest:
-        """The manifest to go on from; the first time, this writer's leftovers of a crash and damaged shards go."""
+        """This writer's manifest; the first call removes its damaged shards and what a crash left."""
         if self._own is None and not self.sealed:
             self.directory.mkdir(parents=True, exist_ok=True)
             fsync(self.directory.parent)
             manifest = read_manifest(self.directory, manifest_name(self._writer))
-            own = Manifest(_unharmed(self.directory, manifest.shards))
+            own = Manifest(_intact(self.directory, manifest.shards))
             self._replace(own)
             self._remove_leftovers({shard.file for shard in own.shards})
             self._groups = {group for shard in own.shards for group in shard.groups}
@@ -227,7 +226,7 @@ class StageStore:
         return self._own
 
     def _remove_leftovers(self, named: set[str]) -> None:
-        """Remove the shards of this writer that its manifest does not name, and what it was writing when it died."""
+        """Remove this writer's shards that its manifest does not list, and its temporaries."""
         shards = shard_name(self._writer, "[0-9]" * 5)
         for path in self.directory.glob(shards):
             if path.name not in named:
@@ -240,31 +239,31 @@ class StageStore:
         self._own = manifest
 
 
-def _unharmed(directory: Path, shards: list[Shard]) -> list[Shard]:
-    """The shards whose bytes are what was written; the others are named in the log."""
-    unharmed = []
+def _intact(directory: Path, shards: list[Shard]) -> list[Shard]:
+    """The shards whose bytes match the manifest; the others are logged."""
+    intact = []
     for shard in shards:
         try:
-            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated anew")
+            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated again")
         except UserError as damage:
             log.warning("%s", damage)
         else:
-            unharmed.append(shard)
-    return unharmed
+            intact.append(shard)
+    return intact
 
 
 def _covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
-    """The unharmed shards; UserError when a damaged one holds a group that is nowhere else."""
-    unharmed = _unharmed(directory, shards)
-    lost = wanted.difference(*(shard.groups for shard in unharmed))
+    """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
+    intact = _intact(directory, shards)
+    lost = wanted.difference(*(shard.groups for shard in intact))
     for shard in shards:
         if lost.intersection(shard.groups):
-            verify(directory / shard.file, shard.whole, "run the same command again: its groups are generated anew")
-    return unharmed
+            verify(directory / shard.file, shard.whole, "run the same command again to generate its groups again")
+    return intact
 
 
 def _in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
-    """Each update's rows, groups in order, gathered from the shards that they lie in."""
+    """Each update's rows, groups in order, gathered from the shards."""
     places: dict[int, tuple[Shard, int, int]] = {}
     for shard in shards:
         ends = accumulate(shard.rows)

@@ -1,4 +1,4 @@
-"""What a stage's responses are like, summed up while the stage is sealed."""
+"""Statistics of a stage's responses, summed up while the stage is sealed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 
 
 class StageStatistics:
-    """Running sums over the updates of a stage; memory does not grow with it."""
+    """Running sums over the updates of a stage; memory does not grow with the stage."""
 
     def __init__(self) -> None:
         self._responses = 0

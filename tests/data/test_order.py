@@ -21,5 +21,5 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
 
 
 def test_the_order_never_changes() -> None:
-    """A run resumed with a later numpy goes on with the same problems."""
+    """A run resumed with a later numpy continues with the same problems."""
     assert [problem_at(7, 10, i) for i in range(10)] == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]

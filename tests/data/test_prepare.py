@@ -20,7 +20,7 @@ def write(path: Path, rows: list[tuple[str, str]]) -> str:
 
 
 @pytest.mark.process
-def test_what_is_left_out_is_told(tmp_path: Path) -> None:
+def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
     train = [("one plus one", "2"), ("One plus one?", "3"), ("held out", "1"), ("gold", "$ $"), ("x" * 99, "1")]
     data = DataSection(
         train=write(tmp_path / "train.jsonl", train),
@@ -37,7 +37,7 @@ def test_what_is_left_out_is_told(tmp_path: Path) -> None:
     for expected in (
         "train.jsonl:4: the answer '$ $' does not verify against itself",
         "train.jsonl:2: same question as",
-        "1 training problems ask what another one asks",
+        "1 training problems repeat another one's question",
         "1 training problems share half of their wording with a held-out problem: left out",
         "train.jsonl:3 is 100% of",
         "1 training prompts are longer",
@@ -77,5 +77,5 @@ def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
     bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
-    with pytest.raises(UserError, match=r"data\.eval: no problem of .*bad\.jsonl can be used"):
+    with pytest.raises(UserError, match=r"data\.eval: .*bad\.jsonl has no usable problem"):
         prepare(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)

@@ -42,7 +42,7 @@ def test_shards_of_a_split_are_read_in_order(stored: list[dict[str, object]], so
 
 @pytest.mark.usefixtures("stored")
 def test_a_split_that_is_not_there_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match=r"someone/some-set \(default, test\) holds no Parquet file"):
+    with pytest.raises(UserError, match=r"someone/some-set \(default, test\) has no Parquet files"):
         load_problems("someone/some-set", DataSection(), "eval")
 
 

@@ -38,7 +38,7 @@ def test_files_are_read_in_order(tmp_path: Path, suffix: str) -> None:
 
 MALFORMED = {
     '{"problem": "x", \n': "not JSON",
-    "[1, 2]\n": "a JSON object is expected, found list",
+    "[1, 2]\n": "expected a JSON object, found list",
     '{"problem": "x"}\n': "field 'answer' is missing (found problem)",
     '{"answer": "2"}\n': "field 'problem' is missing (found answer)",
     '{"problem": "", "answer": "2"}\n': "field 'problem' is empty",
@@ -86,7 +86,7 @@ def test_a_set_without_problems_is_the_users_mistake(tmp_path: Path, name: str, 
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "no such name", "", ","])
-def test_a_source_that_is_none_is_the_users_mistake(source: str) -> None:
+def test_an_unknown_source_is_the_users_mistake(source: str) -> None:
     with pytest.raises(UserError):
         load_problems(source, DataSection())
 

@@ -43,8 +43,8 @@ def test_a_beginning_of_sequence_token_comes_first() -> None:
     assert ids == [tokenizer.bos_token_id, *render(PROBLEM, TOKENIZER, "plain")]
 
 
-def test_styles_that_cannot_be_are_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="unknown: take one of chat, plain"):
+def test_an_unusable_style_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="unknown: choose one of chat, plain"):
         render(PROBLEM, TOKENIZER, "haiku")
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.chat_template = None

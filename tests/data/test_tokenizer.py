@@ -41,8 +41,8 @@ def test_the_vocabulary_splits_evenly() -> None:
     assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id
 
 
-def test_autotokenizer_loads_it_beside_a_qwen2_model(saved: Path) -> None:
-    """transformers makes a Qwen2 tokenizer of it there, and adds to the vocabulary what that class misses."""
+def test_autotokenizer_loads_it_next_to_a_qwen2_model(saved: Path) -> None:
+    """transformers makes a Qwen2 tokenizer of it there, which adds missing tokens to the vocabulary."""
     text = "347+586=\n¿Qué? \x00 <|im_end|>"
     for loaded in (load_tokenizer(saved), AutoTokenizer.from_pretrained(saved)):
         assert len(loaded) == VOCAB_SIZE
@@ -77,7 +77,7 @@ def test_a_sentencepiece_model_loads(sentencepiece_model: bytes, tmp_path: Path)
 
 
 def test_a_sentencepiece_model_that_is_converted_wrong_is_refused(sentencepiece_model: bytes, tmp_path: Path) -> None:
-    """Alone beside a model's configuration, transformers drops the space that the first word begins with."""
+    """With only a model's configuration next to it, transformers drops the first word's leading space."""
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
     LlamaConfig().save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"tokenizer_config\.json"):

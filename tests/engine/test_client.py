@@ -88,7 +88,7 @@ def test_prompts_are_pulled_as_capacity_frees_and_closing_early_aborts(engine: E
     seen = [next(groups) for _ in range(40)]
     groups.close()
     assert len(seen) == 40
-    # 64 requests run at a time, so at most 32 groups of 4 are in flight beside the 40 seen and what came with them.
+    # 64 requests run at a time, so at most 32 groups of 4 are in flight besides the 40 seen and those sent with them.
     assert next(pulled) <= 40 + 3 * 32
     assert len(list(engine.generate(prompts(3), 2, SAMPLED))) == 3
 
@@ -132,7 +132,7 @@ def test_prompt_and_response_must_fit_the_model(checkpoint: Path, tmp_path: Path
         Engine.start(long, checkpoint, tmp_path / "engine.log")
 
 
-def test_a_directory_that_is_no_model(tiny_recipe: Recipe, tmp_path: Path) -> None:
+def test_a_directory_without_a_model(tiny_recipe: Recipe, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a Hugging Face checkpoint"):
         Engine.start(tiny_recipe, tmp_path, tmp_path / "engine.log")
 
@@ -157,7 +157,7 @@ def test_two_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def _listening_addresses() -> list[str]:
-    """Of every engine that this process has started."""
+    """The sockets of every engine that this process has started."""
     hosts = [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
     members = [member for host in hosts for member in group_processes(host.pid)]
     assert len(members) >= 3

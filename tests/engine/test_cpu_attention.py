@@ -41,7 +41,7 @@ def test_the_same_as_one_sequence_at_a_time(lengths: list[tuple[int, int]], head
     keys = torch.randn(600, kv_heads, 8, generator=generator)
     values = torch.randn(600, kv_heads, 5, generator=generator)
     query = torch.randn(sum(asked), query_heads, 8, generator=generator)
-    # The table's rows are in another order than the sequences, and hold rubbish behind them.
+    # The table's rows are in another order than the sequences, and hold garbage after them.
     requests = torch.randperm(len(lengths) + 3, generator=generator)[: len(lengths)]
     table = torch.randint(0, 600, (len(lengths) + 3, 64), generator=generator, dtype=torch.int32)
     slots = list(pool[: sum(held)].split(held))

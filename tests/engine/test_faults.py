@@ -1,4 +1,4 @@
-"""Engines that die, freeze or never come up: the cause is named, nothing is left behind, the work goes on."""
+"""Engines that die, freeze or fail to start: the cause is named, no process is left, generation continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 
 @pytest.mark.slow
 def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_path: Path) -> None:
-    """One engine, three starts: its scheduler is killed, then all of it is stopped, and each time it goes on."""
+    """One engine, three starts: its scheduler is killed, then all its processes are stopped; it recovers each time."""
     engine = Engine.start(recipe(checkpoint, request_timeout_s=15), checkpoint, tmp_path / "engine.log")
     missing = {prompt.index: prompt for prompt in prompts(120)}
     hosts: list[int] = []
@@ -91,7 +91,7 @@ def test_an_engine_that_cannot_load_its_model(tmp_path: Path) -> None:
 def test_nothing_outlives_the_client_or_the_host(
     victim: str, blow: signal.Signals, tiny_recipe: Recipe, tmp_path: Path
 ) -> None:
-    """The blow falls into the engine's start, when SGLang's children do not yet watch their parent."""
+    """The kill comes during the engine's start, when SGLang's children do not yet watch their parent."""
     script = textwrap.dedent(
         """
         import sys
@@ -134,7 +134,7 @@ def _members_with_scheduler(host: int) -> list[psutil.Process]:
     """The group's processes as soon as SGLang has forked its first child, which takes SGLang's name a little later."""
     members: list[psutil.Process] = []
     while not any(p.name().startswith(("python", "sglang")) and p.ppid() == host for p in members):
-        # Waits a moment for the host to end, which it does not.
+        # Wait a moment for the host to end; it does not.
         psutil.wait_procs([psutil.Process(host)], timeout=0.1)
         members = group_processes(host)
     return members

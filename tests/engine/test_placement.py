@@ -1,4 +1,4 @@
-"""Who leads which engine: every device serves one engine, every engine stays on its node."""
+"""Engine slots: every device serves one engine, every engine stays on its node."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def test_what_does_not_fit_is_refused() -> None:
         slots(EngineSection(tensor=3), 2, 8)
     with pytest.raises(UserError, match=r"engine\.tensor = 16 does not divide the 8 ranks"):
         slots(EngineSection(tensor=16), 2, 8)
-    with pytest.raises(UserError, match=r"engine\.per_node = 3 .* need 12 ranks .* but 8 run there; take at most 2"):
+    with pytest.raises(UserError, match=r"engine\.per_node = 3 .* need 12 ranks .* but 8 run there; the most is 2"):
         slots(EngineSection(tensor=4, per_node=3), 1, 8)

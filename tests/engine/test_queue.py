@@ -1,4 +1,4 @@
-"""The shared queue: every group goes to one engine, nobody waits for one that is slow."""
+"""The shared queue: every group goes to one engine, and a slow engine delays no other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def queues(groups: range, engines: int) -> list[PromptQueue]:
     slots=st.integers(1, 40),
     order=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 60)), max_size=200),
 )
-def test_every_group_is_claimed_once_whoever_asks_when(
+def test_every_group_is_claimed_once_in_any_order_of_claims(
     count: int, engines: int, slots: int, order: list[tuple[int, int]]
 ) -> None:
     everyone = queues(range(1000, 1000 + count), engines)
@@ -69,7 +69,7 @@ def test_late_in_a_round_an_engine_holds_no_more_than_it_decodes() -> None:
     assert len(second.take(8, 10)) == 2
 
 
-def test_an_engine_with_long_responses_holds_up_nobody() -> None:
+def test_an_engine_with_long_responses_delays_no_other() -> None:
     slow, fast = queues(range(1000), 2)
     stuck = slow.take(0, 8)
     done = []

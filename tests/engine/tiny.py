@@ -1,4 +1,4 @@
-"""What the tests of this room share: a 115k-parameter Qwen2, a recipe for it, prompts, samples."""
+"""Shared by the engine's tests: a 115k-parameter Qwen2, a recipe for it, prompts, samples."""
 
 from __future__ import annotations
 

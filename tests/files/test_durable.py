@@ -1,4 +1,4 @@
-"""Writers that are whole or absent: tried with a death at every step, with several writers, and with full disks."""
+"""Atomic writes, tested with a kill at every step, with several writers, and with full disks."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ JSON = st.recursive(
 
 
 class Death(BaseException):
-    """Stands in for SIGKILL: whatever runs after it has no effect on the disk."""
+    """Simulates a SIGKILL: what runs after it has no effect on the disk."""
 
 
 STEPS = ("fsync", "fchmod", "rename", "replace", "unlink", "rmdir", "mkdir")
 
 
 def deaths(action: Callable[[Path], None], folder: Path, swaps: bool = True) -> Iterator[Path]:
-    """A directory for each step on the disk at which `action` may die, as it is left then."""
+    """For each disk operation at which `action` may die: a directory in the state that this leaves."""
     for last in itertools.count():
         place = folder / str(last)
         place.mkdir()
@@ -67,7 +67,7 @@ def deaths(action: Callable[[Path], None], folder: Path, swaps: bool = True) -> 
 
                 return taken
 
-            action(place)  # what is old
+            action(place)  # the old content
             for name in STEPS:
                 patch.setattr(os, name, step(getattr(os, name)))
             patch.setattr(durable, "_exchanged", step(durable._exchanged if swaps else lambda one, other: False))
@@ -248,7 +248,7 @@ def test_a_linked_directory_is_replaced_and_its_target_kept(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("place", ["directory", "fifo", "below a file", "nowhere"])
-def test_a_place_that_cannot_take_a_file_is_told_before_anything_is_written(place: str, tmp_path: Path) -> None:
+def test_a_path_that_cannot_be_written_is_refused_before_anything_is_written(place: str, tmp_path: Path) -> None:
     path = tmp_path / "x"
     if place == "directory":
         path.mkdir()
@@ -269,7 +269,7 @@ def test_a_place_that_cannot_take_a_file_is_told_before_anything_is_written(plac
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_one_sentence_even_where_a_library_hides_it(number: int, tmp_path: Path) -> None:
     class Full:
-        """A stream without room, as torch.save sees it."""
+        """A stream on a full disk, as torch.save sees it."""
 
         def write(self, data: bytes) -> int:
             raise OSError(number, "full")
@@ -284,7 +284,7 @@ def test_a_full_disk_is_one_sentence_even_where_a_library_hides_it(number: int, 
     assert not names(tmp_path)
 
 
-def test_what_another_process_goes_on_with_is_published_in_place_of_the_old(tmp_path: Path) -> None:
+def test_a_directory_that_several_commands_fill_replaces_the_old_one(tmp_path: Path) -> None:
     for text in ("old", "new"):
         partial = resumable(tmp_path / "checkpoint")
         partial.mkdir()

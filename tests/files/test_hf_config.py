@@ -1,4 +1,4 @@
-"""Every reading of a model's config goes through one reader: whatever a field holds is honoured or one sentence."""
+"""Every model config goes through one reader: any value of a field is used or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_published_configs_are_taken_as_they_are(name: str) -> None:
 def test_odd_values_are_honoured_or_refused_in_a_sentence(
     family: str, changes: dict[str, Any], rope: dict[str, Any] | None, removed: str | None, tensor: int
 ) -> None:
-    """Never a traceback: what passes the reader can be planned, laid out and given frequencies."""
+    """Never a traceback: a config that passes the reader works for the plan, the layout and the frequencies."""
     config = {"model_type": family, **DENSE, **(EXPERTS if "moe" in family or family == "mixtral" else {}), **changes}
     if rope is not None:
         config["rope_scaling"] = rope

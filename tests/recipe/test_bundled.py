@@ -57,7 +57,7 @@ def test_every_recipe_resolves(path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_papers_recipes_are_all_models_with_all_methods() -> None:
-    """One file a run, which names its model and its method and nothing else."""
+    """One file per run, which names its model and its method and nothing else."""
     for model, method in RUNS:
         expected = (
             f'base = ["common.toml", "models/{model}.toml", "methods/{method}.toml"]\n'
@@ -201,7 +201,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=0"], "has to be above 0"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_way_out(
+def test_an_impossible_plan_is_refused_with_the_way_out(
     recipe: str, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, printed, error = run(["plan", str(RECIPES / recipe), *options], capsys)

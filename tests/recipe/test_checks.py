@@ -1,4 +1,4 @@
-"""Layouts that cannot be are refused before anything starts, with the way out."""
+"""Impossible layouts are refused before anything starts, with the way out."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             2,
             r"= 9 does not divide over 2 data parallel",
         ),
-        ({"learner": {"fp8": "blockwise"}}, 1, r"multiples of 128, which the model's hidden_size of 32 does not give"),
+        ({"learner": {"fp8": "blockwise"}}, 1, r"multiples of 128, but the model's hidden_size is 32;"),
         (
             {"learner": {"fp8": "tensorwise"}, "parallel": {"tensor": 8}},
             8,
-            r"multiples of 16, which the model's intermediate_size of 64 over 8 tensor parallel ranks does not give",
+            r"multiples of 16, but the model's intermediate_size is 64 over 8 tensor parallel ranks",
         ),
         ({"rollout": {"max_response_tokens": 4000}}, 1, r"= 4512 exceeds the model's 4096 positions"),
     ],

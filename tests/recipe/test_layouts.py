@@ -95,7 +95,7 @@ def test_the_nearest_layout_is_valid_and_a_valid_one_is_its_own_nearest(
         assert found == recipe.parallel
 
 
-def test_distance_is_none_to_itself_and_counts_doublings() -> None:
+def test_distance_is_zero_to_itself_and_counts_doublings() -> None:
     one = ParallelSection(tensor=2, sequence=True)
     assert distance(one, one) == 0
     assert distance(one, ParallelSection(tensor=8, sequence=True)) == pytest.approx(2)

@@ -1,4 +1,4 @@
-"""The recipe's reference page says what the code says."""
+"""docs/recipe.md is what the sections' docstrings make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward functions that behave as badly as a user's can."""
+"""Reward functions that fail in all the ways that a user's can."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def behave(response: str, answer: str) -> float:
-    """What `response` says: a number is the reward, anything else an order to misbehave."""
+    """The reward is the number in `response`; any other text is an order to misbehave."""
     if response == "":
         return 0.0
     if response == "die":
@@ -45,5 +45,5 @@ _left_behind: list[bytearray] = []
 
 
 def parity(response: str, answer: str) -> float:
-    """A coin that every response carries: a model that answers with noise is rewarded half of the time."""
+    """A coin flip that depends on the response: random answers are rewarded half of the time."""
     return float(sum(map(ord, response)) % 2)

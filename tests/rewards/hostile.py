@@ -49,6 +49,6 @@ KINDS: tuple[Callable[[int], str], ...] = (
 
 
 def hostile_answers(count: int) -> list[tuple[str, str]]:
-    """`count` different (answer, gold), in turn of every kind."""
+    """`count` different (answer, gold), cycling through all kinds."""
     golds = ("3", "x+1", "(1,2)", "\\frac{1}{2}", "1,-2")
     return [(KINDS[i % len(KINDS)](i // len(KINDS)), golds[(i + i // len(KINDS)) % len(golds)]) for i in range(count)]

@@ -48,7 +48,7 @@ HEDGES = [
 
 
 @pytest.mark.parametrize("response", HEDGES)
-def test_a_hedge_wins_nothing(response: str) -> None:
+def test_a_hedge_gains_nothing(response: str) -> None:
     assert grade(answer_of(response), "3")[0] == 0.0
 
 

@@ -132,7 +132,7 @@ def test_workers_end_with_the_verifier() -> None:
         "tests.rewards.functions",
     ],
 )
-def test_a_function_that_is_none_is_the_users_mistake(name: str) -> None:
+def test_an_unusable_function_is_the_users_mistake(name: str) -> None:
     with pytest.raises(UserError, match=r"reward.function .* cannot be loaded"), Verifier(RewardSection(function=name)):
         pass
 

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces with addresses of their own, or plain processes where there are none."""
+"""Two nodes on one machine: network namespaces with their own addresses, or plain processes without namespaces."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ class Cluster:
     """Two nodes."""
 
     inside: tuple[Sequence[str], Sequence[str]]
-    """What to put before a command, so that it runs on a node."""
+    """Prefix of a command for each node, so that it runs there."""
     master: str
     interface: str
     namespaces: tuple[str, str] | None
 
     def start(self, node: int, ranks: int, logs: Path, *command: str) -> subprocess.Popen[bytes]:
-        """Run a mugrpo command on `ranks` ranks of a node, in a session of its own, a log for each rank in `logs`."""
+        """Run a mugrpo command on `ranks` ranks of a node in a new session, with a log for each rank in `logs`."""
         logs.mkdir(parents=True, exist_ok=True)
         where = ["--nodes", "2", "--node", str(node), "--master", self.master, "--interface", self.interface]
         launch = [TORCHRUN, *where, "--logs", str(logs / f"node-{node}"), str(ranks), *command]
         with (logs / f"node-{node}.log").open("wb") as output:
             return subprocess.Popen([*self.inside[node], *launch], stdout=output, stderr=output, start_new_session=True)
 
-    def cut_off(self, node: int, torchrun: subprocess.Popen[bytes]) -> None:
-        """Take a node from the network; where both share one, kill everything that `torchrun` started on it."""
+    def disconnect(self, node: int, torchrun: subprocess.Popen[bytes]) -> None:
+        """Take a node's link down; without namespaces, kill everything that `torchrun` started on the node."""
         if self.namespaces:
             _ip("-n", self.namespaces[node], "link", "set", "eth0", "down")
             return
         kill(torchrun)
 
-    def mend(self, node: int) -> None:
-        """Undo `cut_off`."""
+    def reconnect(self, node: int) -> None:
+        """Take a node's link up."""
         if self.namespaces:
             _ip("-n", self.namespaces[node], "link", "set", "eth0", "up")
 
@@ -58,7 +58,7 @@ def kill(torchrun: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def two_nodes() -> Iterator[Cluster]:
-    """Two namespaces that a cable joins; without the right to make them, two names for this machine."""
+    """Two namespaces with a link between them; without the right to make them, two names for this machine."""
     names = (f"mugrpo-{os.getpid()}-0", f"mugrpo-{os.getpid()}-1")
     try:
         try:

@@ -1,4 +1,4 @@
-"""Responses of very uneven length: micro-batches are nearly all useful, engines that share a queue idle little."""
+"""Responses of very uneven length: micro-batches have little padding, and engines that share a queue idle little."""
 
 from __future__ import annotations
 

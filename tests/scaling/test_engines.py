@@ -1,4 +1,4 @@
-"""Two engines fill one stage: one of them is killed, then the whole job, and one engine alone goes on from there."""
+"""Two engines fill one stage: one of them is killed, then the whole job, and one engine alone continues."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
     try:
         wait_until(lambda: all(committed(first)), torchrun, output)
         engine_of(torchrun, rank=1).kill()
-        # Its leader starts it anew, the stage is completed and optimized, and the next one begins on both engines.
+        # Its leader restarts it, the stage is completed and optimized, and the next one begins on both engines.
         wait_until(lambda: all(committed(second)), torchrun, output)
     finally:
         kill(torchrun)

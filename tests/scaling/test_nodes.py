@@ -71,7 +71,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
             psutil.wait_procs([psutil.Process(node.pid) for node in nodes], timeout=0.2)
         family = [p for node in nodes for p in psutil.Process(node.pid).children(recursive=True)]
         assert sum("mugrpo_megatron.engine.host" in p.cmdline() for p in family) == 2, "an engine on each node"
-        cluster.cut_off(1, nodes[1])
+        cluster.disconnect(1, nodes[1])
         codes = [node.wait(6 * TIMEOUT_S) for node in nodes]
     finally:
         for node in nodes:
@@ -85,8 +85,8 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     assert failures.keys() <= set(range(RANKS))
     assert all(re.match(r"update \d+|saving ", phase) for phase, _ in failures.values()), failures
     for phase, cause in failures.values():
-        # A cable that is cut says nothing. A process that is killed closes its connections, which an update's
-        # collectives notice; a save has none and waits for a word.
+        # A link that is down reports nothing. A killed process closes its connections, which an update's
+        # collectives notice; a save has no collectives and waits for the heartbeat.
         silent = cluster.namespaces or phase.startswith("saving")
         expected = "no heartbeat from ranks 4-7" if silent else "another rank died or its node was cut off"
         assert cause.startswith(expected), failures
@@ -97,7 +97,7 @@ def test_a_node_cut_off_is_named_and_the_run_goes_on_later(cluster: Cluster, rec
     assert 3 <= done < UPDATES
     saved = newest_cursor(recipe.parent / "run" / "checkpoints").updates
 
-    cluster.mend(1)
+    cluster.reconnect(1)
     nodes = start(cluster, recipe, tmp_path / "again")
     try:
         assert [node.wait(900) for node in nodes] == [0, 0], said(tmp_path / "again")

@@ -1,4 +1,4 @@
-"""What the scripts make of their arguments, with stand-ins for the programs that they start."""
+"""The scripts' handling of arguments, with stand-ins for the programs that they start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def program(path: Path, text: str = SAY_ARGUMENTS) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose torchrun says how it was called."""
+    """A checkout whose torchrun prints how it was called."""
     for name in ("torchrun.sh", "slurm.sbatch"):
         (tmp_path / "run_scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / name, tmp_path / "run_scripts")
@@ -66,7 +66,7 @@ def test_one_node(checkout: Path) -> None:
     ]
 
 
-def test_many_nodes_meet_at_the_master(checkout: Path) -> None:
+def test_many_nodes_use_the_master_as_rendezvous(checkout: Path) -> None:
     where = ["--nodes", "16", "--node", "3", "--master", "head.cluster:29400", "--interface", "ib0", "--logs", "logs/1"]
     words = said(call(checkout, "torchrun.sh", *where, "8", "train", "recipe.toml"))
     assert "--standalone" not in words

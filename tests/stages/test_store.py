@@ -1,4 +1,4 @@
-"""The stage store: what is written is read back, order and crashes and damage notwithstanding."""
+"""The stage store: what is written is read back, whatever the order of groups, after crashes and damage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engine.tiny import group
 UPDATES, PROMPTS = 3, 5
 GROUPS = UPDATES * PROMPTS
 SHARD = 4
-"""Groups a shard in these tests."""
+"""Groups per shard in these tests."""
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_a_reader_sees_the_stage_that_another_process_seals(tmp_path: Path) -> N
 
 
 class Crash(BaseException):
-    """Stands in for SIGKILL between two steps."""
+    """Simulates a SIGKILL between two steps."""
 
 
 @pytest.mark.parametrize("victim", ["rename", "fsync", "write_manifest"])
@@ -160,7 +160,7 @@ def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
     with monkeypatch.context() as patch:
         if victim == "rename":
             patch.setattr(Path, "replace", crashing(Path.replace))
-            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process tidies nothing up
+            patch.setattr(Path, "unlink", lambda self, missing_ok=False: None)  # a killed process cleans nothing up
         else:
             owner = durable_module if victim == "fsync" else store_module
             patch.setattr(owner, victim, crashing(getattr(owner, victim)))
@@ -192,7 +192,7 @@ def test_a_flipped_byte_anywhere_in_a_sealed_stage_is_found_and_named(tmp_path: 
     for place in random.Random(0).sample(range(4, len(whole)), 60):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
         store = StageStore(tmp_path)
-        with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage anew"):
+        with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage again"):
             [store.read_update(k) for k in range(UPDATES)]
 
 
@@ -210,7 +210,7 @@ def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("damage", ["flip", "tear", "remove"])
-def test_the_groups_of_a_damaged_shard_are_generated_anew(
+def test_the_groups_of_a_damaged_shard_are_generated_again(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     filled(tmp_path)

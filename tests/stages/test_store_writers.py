@@ -1,4 +1,4 @@
-"""Several writers of one stage: what each made durable counts, whoever died, and one of them seals it all."""
+"""Several writers of one stage: all durable groups count, also a dead writer's, and writer 0 seals them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_opening_one_writer_s_files_leaves_the_others_alone(tmp_path: Path) -> N
     assert StageStore(tmp_path).present() == {0, 1, 2, 3}
 
 
-def test_damage_to_a_shard_that_nobody_needs_does_not_matter(tmp_path: Path) -> None:
+def test_damage_to_a_shard_that_is_not_needed_does_not_matter(tmp_path: Path) -> None:
     write(tmp_path, 1, [0, 1])
     write(tmp_path, 0, list(range(GROUPS)))
     _flip(tmp_path / "shard-0001-00000.parquet")
@@ -106,7 +106,7 @@ def test_damage_to_a_shard_that_nobody_needs_does_not_matter(tmp_path: Path) -> 
     assert_sealed_and_tidy(tmp_path)
 
 
-def test_a_damaged_shard_of_another_writer_stops_the_seal_and_is_made_anew(tmp_path: Path) -> None:
+def test_a_damaged_shard_of_another_writer_stops_the_seal_and_is_generated_again(tmp_path: Path) -> None:
     write(tmp_path, 1, [0, 1])
     write(tmp_path, 0, list(range(2, GROUPS)))
     _flip(tmp_path / "shard-0001-00000.parquet")
@@ -126,7 +126,7 @@ def _flip(path: Path) -> None:
 
 
 def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that shows it late, and one that never does because it is not shared."""
+    """A file system that shows files late, and one that never does because it is not shared."""
     leader = StageStore(tmp_path)
     naps: list[float] = []
 

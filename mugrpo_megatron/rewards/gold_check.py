@@ -1,4 +1,4 @@
-"""Golds that no response could ever match, found before a run depends on them."""
+"""Finds golds that no response can match, before a run depends on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SELF_CHECK = "mugrpo_megatron.rewards.gold:verifies_itself"
 def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[str, str]:
     """Id of every problem whose gold does not verify against itself -> one sentence (file:line: reason).
 
-    Runs in the verifier's workers, because a gold can hang a parser as well as an answer can.
+    Runs in the verifier's workers, because a gold can hang a parser just as an answer can.
     """
     doubtful = [problem for problem in problems if not is_integer(problem.answer)]
     if not doubtful:
