@@ -131,13 +131,13 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
         generator.failure, generator.failures_in_a_row = failure, generator.failures_in_a_row + 1
 
     generator.failed = failed
-    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, presence=None))
+    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
     run = SimpleNamespace(
         recipe=RECIPE,
         generator=generator,
         engines=1,
         evaluates_every=RECIPE.eval.every_updates,
-        leads=True,
+        is_main=True,
         learner=SimpleNamespace(ranks=ranks),
         world=World(ranks, None),
         log=log,
@@ -146,7 +146,6 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
         saver=saver,
         directory=SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints"),
     )
-    run.any_rank = run.world.any_rank
 
     def phase(name: str, cursor: Cursor) -> AbstractContextManager[dict[str, float]]:
         return log.phase(name, cursor.stage)

@@ -81,7 +81,7 @@ class Refreshed:
             recipe=recipe,
             directory=self.directory,
             learner=None,
-            leads=True,
+            is_main=True,
             log=SimpleNamespace(phase=lambda *_: nullcontext()),
             display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
             title=lambda cursor: "",
