@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.grading import Generate, Graded, Summary, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.evaluation.grading import Graded, Summary, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.evaluation.scoring import scored
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -166,33 +166,20 @@ def _evaluate(
                 engine.wait_ready()
                 for name, own in by_set.items():
                     missing = [prompt for prompt in own if prompt.problem.id not in known]
-                    generate = partial(engine.generate, sampling=held_out_sampling(recipe, tokenizer, name))
-                    samples = recipe.eval.of(name).samples
+                    how = held_out_sampling(recipe, tokenizer, name)
                     start = time.perf_counter()
-                    for graded in _shown(generate, verifier, tokenizer, missing, samples, display, name):
-                        record.append(graded)
-                        known[graded.problem.id] = graded
+                    with display.bar(name, len(missing), "problems") as bar:
+                        groups = engine.generate(missing, recipe.eval.of(name).samples, how)
+                        for group in scored(groups, verifier, tokenizer):
+                            bar.advance(tokens=group.tokens)
+                            known[group.prompt.problem.id] = graded = grade(group)
+                            record.append(graded)
                     seconds[name] = time.perf_counter() - start
         finally:
             engine.stop()
     measure = measure_of(recipe.reward)
     summaries = [summarize(name, [known[prompt.problem.id] for prompt in own], measure) for name, own in by_set.items()]
     return Benchmark(summaries, seconds)
-
-
-def _shown(
-    generate: Generate,
-    verifier: Verifier,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    display: Display,
-    name: str,
-) -> Iterator[Graded]:
-    with display.bar(name, len(prompts), "problems") as bar:
-        for graded in grade(generate, verifier, tokenizer, prompts, samples):
-            bar.advance(tokens=sum(graded.tokens))
-            yield graded
 
 
 def _text(interval: Interval, measure: Measure = "accuracy") -> str:

@@ -28,9 +28,9 @@ def generate_alone(recipe: Recipe, stage: int | None) -> None:
     if _sealed(recipe, _standing(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    with open_run(recipe) as run:
-        generate_stage(run, run.cursor)
-    _say(f"{run.directory.stage(run.cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
+    with open_run(recipe) as (run, learner, engines, cursor):
+        generate_stage(run, learner, engines, cursor)
+    _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
@@ -53,10 +53,10 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
             )
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
-    with open_run(recipe, generates=False) as run:
-        optimize_stage(run, run.cursor)
-        export(run, run.cursor)
-    _say(f"stage {run.cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
+    with open_run(recipe, generates=False) as (run, learner, engines, cursor):
+        optimize_stage(run, learner, engines, cursor)
+        export(run, learner, cursor)
+    _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 
 def _standing(recipe: Recipe, stage: int | None) -> int:

@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.files.durable import durable_file, fsync, remove_leftovers
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
@@ -29,15 +30,15 @@ MISMATCH_RESPONSES = 64
 """Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
 
 
-def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
+def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Log what a fresh stage's responses are like, and how far engine and learner disagree on the same weights."""
     if cursor.age > 0:
         return  # the weights have moved on; it was measured when the stage began
     samples = stage.read_update(0)[:MISMATCH_RESPONSES]
     with run.log.phase("logprobs", cursor.stage):
-        learner = np.concatenate(token_logprobs(run.learner, samples))
-    engine = np.concatenate([sample.behaviour_logprobs for sample in samples])
-    distance = np.abs(engine - learner)
+        own = np.concatenate(token_logprobs(learner, samples))
+    engines = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    distance = np.abs(engines - own)
     run.log.stage(
         cursor.stage,
         {
@@ -49,7 +50,7 @@ def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
     )
 
 
-def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
+def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """With `rollout.behaviour = "learner"`, take the behaviour logprobs from the learner before its first update."""
     path = run.directory.behaviour(cursor.stage)
     if run.recipe.rollout.behaviour == "engine" or path.exists():
@@ -61,12 +62,12 @@ def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
         write_logprobs(path, write=run.is_main) as append,
     ):
         for age in range(updates):
-            append(token_logprobs(run.learner, stage.read_update(age)))
+            append(token_logprobs(learner, stage.read_update(age)))
             bar.advance()
     run.world.barrier()
 
 
-def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
+def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
 
     What remains of that policy is the log-probabilities it gives the samples of the updates until the next refresh, on
@@ -86,7 +87,7 @@ def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
         write_logprobs(path, write=run.is_main) as append,
     ):
         for age in ages:
-            append(token_logprobs(run.learner, _formed_update(run, stage, cursor.stage, age)))
+            append(token_logprobs(learner, _formed_update(run, stage, cursor.stage, age)))
             bar.advance()
     if run.is_main:
         _remove_passed_references(run)
@@ -171,16 +172,18 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
         facts["tokens"] = float(bar.tokens)
 
 
-def record_update(run: Run, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar) -> None:
+def record_update(
+    run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar
+) -> None:
     """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
     reward = float(np.mean([sample.reward for sample in samples]))
     run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
-    if run.learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
-        _give_up(run, cursor, samples)
+    if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
+        _give_up(run, learner, cursor, samples)
 
 
-def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
+def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
     run.saver.save(cursor.advanced(run.recipe.schedule))
     run.saver.wait()
     path = run.directory.poisoned(cursor.stage, cursor.age)
@@ -189,7 +192,7 @@ def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
         with durable_file(path) as file:
             pq.write_table(to_table(samples), file)
     raise TrainingFailure(
-        f"{run.learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
+        f"{learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
         f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
         "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
     )

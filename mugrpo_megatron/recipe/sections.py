@@ -71,6 +71,11 @@ class ScheduleSection(Section):
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update of whose response tokens more than this fraction was vetoed."""
 
+    @property
+    def total_updates(self) -> int:
+        """S µ: optimizer updates of the whole run."""
+        return self.stages * self.updates_per_stage
+
 
 class RolloutSection(Section):
     """What is sampled for one update."""

@@ -22,11 +22,11 @@ class Cursor:
     """Optimizer updates taken since the run began; the weight version that the engine serves."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
-        return self.updates >= total_updates(schedule)
+        return self.updates >= schedule.total_updates
 
     def stage_updates(self, schedule: ScheduleSection) -> int:
         """Updates that the stage's responses are generated for: µ, or what is left of the run."""
-        return min(schedule.updates_per_stage, total_updates(schedule) - self._before_stage)
+        return min(schedule.updates_per_stage, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
         """Places in the run's prompt order that the stage samples: from where the updates before it ended.
@@ -49,11 +49,6 @@ class Cursor:
     @property
     def _before_stage(self) -> int:
         return self.updates - self.age
-
-
-def total_updates(schedule: ScheduleSection) -> int:
-    """S µ: optimizer updates of the whole run."""
-    return schedule.stages * schedule.updates_per_stage
 
 
 def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
