@@ -4,19 +4,19 @@ from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something the user can mend: says what is wrong, where, and the way out.
+    """A mistake that the user can fix: says what is wrong, where, and how to fix it.
 
     Commands print it as one sentence on stderr and exit with 2; it never shows a traceback.
     """
 
 
 class TrainingFailure(Exception):
-    """Training cannot go on: says what happened, what was saved, and what to try. Commands exit with 1."""
+    """Training cannot continue: says what happened, what was saved, and what to try. Commands exit with 1."""
 
 
 class CollectiveFailure(RuntimeError):
-    """Ranks lost each other: names this rank, the phase it was in, the likely cause and what each rank did last."""
+    """A collective or barrier failed: names this rank, its phase, the likely cause and what each rank did last."""
 
 
 class EngineFailure(Exception):
-    """The generation engine died, hung or answered with an error; carries the cause and the engine's log tail."""
+    """The generation engine died, hung or answered with an error; carries the cause and the end of the engine's log."""

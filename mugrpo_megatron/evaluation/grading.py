@@ -82,8 +82,8 @@ def grade(group: ScoredGroup) -> Graded:
 def measure_of(section: RewardSection) -> Measure:
     """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
 
-    The function decides, not the rewards that it happened to give, so a run's figures keep one name. Format rewards and
-    overlong penalties are part of training alone: a held-out response is scored without them.
+    The function decides, not the rewards it returned, so a run's figures keep one name. Format rewards and overlong
+    penalties apply to training only.
     """
     return "accuracy" if section.function == "math" else "reward"
 

@@ -1,4 +1,4 @@
-"""Optimizing: what surrounds the updates that are taken on a sealed stage."""
+"""Optimization: everything around the updates on a sealed stage: logprobs, reading, logging, saving."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
 
 MISMATCH_RESPONSES = 64
-"""Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+"""Responses of each stage on which engine and learner are compared: enough for a p99, and cheap even at µ=4."""
 
 
 def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Log what a fresh stage's responses are like, and how far engine and learner disagree on the same weights."""
+    """Log a new stage's statistics, and by how much engine and learner differ on the same weights."""
     if cursor.age > 0:
-        return  # the weights have moved on; it was measured when the stage began
+        return  # the weights have changed; it was measured at the stage's start
     samples = stage.read_update(0)[:MISMATCH_RESPONSES]
     with run.log.phase("logprobs", cursor.stage):
         own = np.concatenate(token_logprobs(learner, samples))
@@ -51,7 +51,7 @@ def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Curs
 
 
 def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """With `rollout.behaviour = "learner"`, take the behaviour logprobs from the learner before its first update."""
+    """With `rollout.behaviour = "learner"`, compute the behaviour logprobs with the learner before its first update."""
     path = run.directory.behaviour(cursor.stage)
     if run.recipe.rollout.behaviour == "engine" or path.exists():
         return
@@ -70,8 +70,8 @@ def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: C
 def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
 
-    What remains of that policy is the log-probabilities it gives the samples of the updates until the next refresh, on
-    disk before the first of these updates is taken. They are computed again when a run resumes at this cursor.
+    That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates
+    is taken. They are recomputed when a run resumes at this cursor.
     """
     every = run.recipe.objective.reference_every
     if every == 1 or cursor.age % every:
@@ -95,9 +95,9 @@ def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cur
 
 
 def _remove_passed_references(run: Run) -> None:
-    """Remove the reference files that no checkpoint can need: all before the one that the oldest kept checkpoint needs.
+    """Remove the reference files that no checkpoint can need: all before the one that the oldest checkpoint needs.
 
-    The run resumes from one of its complete checkpoints or from a later one, which may be in the making.
+    The run resumes from one of its complete checkpoints, or from a later one that is still being written.
     """
     for checkpoint in complete(run.directory.checkpoints)[:1]:
         begun = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
@@ -108,8 +108,8 @@ def _remove_passed_references(run: Run) -> None:
 def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
     """The samples of one update, with the behaviour and reference logprobs that the recipe asks for.
 
-    With `objective.zero_variance = "leave_out"` the stage's updates are formed of informative groups alone. Raises
-    UserError when the reference of a resumed run's update is gone.
+    With `objective.zero_variance = "leave_out"` updates consist of informative groups only. Raises UserError when the
+    reference of a resumed run's update is missing.
     """
     samples = _formed_update(run, stage, cursor.stage, cursor.age)
     every = run.recipe.objective.reference_every
@@ -131,7 +131,7 @@ def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
 
 
 def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
-    """The samples of update `age` of stage `number`, of informative groups alone where the recipe asks for that."""
+    """The samples of update `age` of stage `number`; informative groups only where the recipe asks for it."""
     if run.recipe.objective.zero_variance != "leave_out":
         return _stored_update(run, stage, number, age)
     per_update = run.recipe.rollout.prompts_per_update
@@ -141,7 +141,7 @@ def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
     chosen = informative_updates(differs, per_update)[age]
     stored = {place: _stored_update(run, stage, number, place) for place in sorted({*(chosen // per_update).tolist()})}
     return [
-        replace(sample, group=place)  # a group that comes round twice in one update is two groups
+        replace(sample, group=place)  # a group that occurs twice in one update counts as two groups
         for place, group in enumerate(chosen.tolist())
         for sample in stored[group // per_update]
         if sample.group == group
@@ -161,7 +161,7 @@ def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
 
 @contextmanager
 def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
-    """Around updates without a break, to the stage's end or the next evaluation: the phase's wall-clock, and a bar."""
+    """The phase's wall-clock and a bar around the updates up to the stage's end or the next evaluation."""
     every, updates = run.evaluates_every, cursor.stage_updates(run.recipe.schedule) - cursor.age
     updates = min(updates, every - cursor.age % every) if every else updates
     with (
@@ -175,7 +175,7 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
 def record_update(
     run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar
 ) -> None:
-    """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
+    """Log one update and advance the bar; TrainingFailure after `optimizer.max_skipped` skipped updates in a row."""
     reward = float(np.mean([sample.reward for sample in samples]))
     run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
@@ -199,10 +199,10 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sampl
 
 
 def save_if_due(run: Run, cursor: Cursor) -> None:
-    """After an update: make the learner's full state durable where the recipe or a request to stop asks for it.
+    """After an update: save the learner's full state where the recipe or a request to stop asks for it.
 
-    The run resumes from `cursor`. A stage's end is always saved, inside it every `checkpoint.every_updates`-th update
-    and every `checkpoint.every_minutes`.
+    The run resumes from `cursor`. Saves at a stage's end, after every `checkpoint.every_updates`-th update of a stage,
+    and every `checkpoint.every_minutes`. Raises Stopped, with everything saved, when the run was asked to stop.
     """
     every = run.recipe.checkpoint.every_updates
     stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
@@ -215,7 +215,7 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
 
 def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
-    """Leave, as the run was asked to, with the learner's state on disk: the run resumes from `cursor`. Collective."""
+    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective."""
     run.saver.wait()
     if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
         with run.log.phase("save", cursor.stage):
@@ -225,14 +225,14 @@ def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
 
 
 SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
-"""One row a response, in the order of its update's samples."""
+"""One row per response, in the order of its update's samples."""
 
 Append = Callable[[list[np.ndarray]], None]
 
 
 @contextmanager
 def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
-    """Yield a function that appends one update's logprobs (float32 [R] a response); the file appears when all are in.
+    """Yield a function that appends one update's logprobs (float32 [R] per response); the file is atomic.
 
     `write` is true on one rank; on the others the function does nothing.
     """
@@ -245,7 +245,7 @@ def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
 
 
 def read_logprobs(path: Path, update: int) -> list[np.ndarray]:
-    """Logprobs of the responses of the file's `update`-th update, float32 [R] each, bitwise as they were written."""
+    """Logprobs of the responses of the file's `update`-th update, float32 [R] each."""
     with pq.ParquetFile(path) as file:
         column: Any = file.read_row_group(update).column(0).combine_chunks()
     flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()

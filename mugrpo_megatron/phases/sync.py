@@ -1,4 +1,4 @@
-"""Weight sync: learner -> bridge -> engine, and which of them holds the devices before and after it."""
+"""Weight sync: learner -> bridge -> engine, and the hand-over of the devices around it."""
 
 from __future__ import annotations
 
