@@ -23,8 +23,7 @@ from mugrpo_megatron.phases.optimize import (
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
-from mugrpo_megatron.run.generator import Engines
-from mugrpo_megatron.run.run import Run, open_run
+from mugrpo_megatron.run.run import Engines, Run, open_run
 from mugrpo_megatron.stages.store import StageStore
 
 

@@ -16,8 +16,8 @@ from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe.sections import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Engines, Generator
-from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.samples import Prompt
 
 Rewards = dict[int, tuple[list[float], int]]

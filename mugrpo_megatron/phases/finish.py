@@ -14,8 +14,7 @@ from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, check_same_run
-from mugrpo_megatron.run.generator import Engines
-from mugrpo_megatron.run.run import Run, rank_of_environment
+from mugrpo_megatron.run.run import Engines, Run, rank_of_environment
 from mugrpo_megatron.weights.hf import save_hf
 
 

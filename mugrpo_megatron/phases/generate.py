@@ -19,8 +19,8 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Engines, Generator
-from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt, Sample

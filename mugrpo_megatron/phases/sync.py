@@ -7,8 +7,8 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Engines, Generator
-from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 

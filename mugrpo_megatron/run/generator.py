@@ -1,4 +1,4 @@
-"""The engines as one rank sees them: the bridge to all of them, and the engine that the rank itself leads."""
+"""What an engine leader has: its engine, the verifier and the problems."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.weights.sync import Bridge
 
 
 @dataclass
@@ -40,21 +39,6 @@ class Generator:
         self.failure = failure
         self.failures_in_a_row += 1
         self.checked = False
-
-
-@dataclass(frozen=True)
-class Engines:
-    """What a rank needs to sync all engines and to run its own."""
-
-    bridge: Bridge
-    """Carries the learner's weights to the engines."""
-    generator: Generator | None
-    """None on a rank that leads no engine."""
-
-    @property
-    def writer(self) -> int:
-        """This rank's writer number in a stage store: its engine's number."""
-        return self.generator.slot.number if self.generator else 0
 
 
 def start(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> tuple[EngineSlot, Engine, Verifier]:

@@ -24,11 +24,11 @@ from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model
 from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.generator import Engines, Generator, first_start_problem, start
+from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.stopping import StopRequest, listening_for_sigterm
 from mugrpo_megatron.run.world import World, open_world
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.sync import build_bridge
+from mugrpo_megatron.weights.sync import Bridge, build_bridge
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,21 @@ class Run:
 
     def title(self, cursor: Cursor) -> str:
         return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What a rank needs to sync all engines and to run its own."""
+
+    bridge: Bridge
+    """Carries the learner's weights to the engines."""
+    generator: Generator | None
+    """None on a rank that leads no engine."""
+
+    @property
+    def writer(self) -> int:
+        """This rank's writer number in a stage store: its engine's number."""
+        return self.generator.slot.number if self.generator else 0
 
 
 def rank_of_environment() -> int:

@@ -9,7 +9,8 @@ import pytest
 
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.phases import sync
-from mugrpo_megatron.run.generator import Engines, Generator
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines
 from mugrpo_megatron.weights.check import WeightMismatch
 
 
