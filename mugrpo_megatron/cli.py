@@ -15,9 +15,9 @@ from mugrpo_megatron.run.stopping import Stopped
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0 when done and 2 on the user's mistake. Any other failure is ours: traceback and 1."""
+    """Run one command; returns 0 when done and 2 on the user's mistake. Any other failure is a bug: traceback and 1."""
     options = _parser().parse_args(arguments)
-    # Megatron and torch warn of what `mugrpo doctor` says in full; nobody can act on it in the middle of a run.
+    # Megatron and torch warn of what `mugrpo doctor` reports in full.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     command: Callable[[argparse.Namespace], int] = options.command
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
@@ -19,10 +20,10 @@ from mugrpo_megatron.phases.optimize import (
     refresh_reference,
     save_if_due,
 )
-from mugrpo_megatron.phases.sync import sync_weights
+from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
-from mugrpo_megatron.run.run import Run, open_run
+from mugrpo_megatron.run.run import Engines, Run, open_run
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -36,50 +37,50 @@ def train(recipe: Recipe) -> None:
     """
     if show_finished(recipe):
         return
-    with open_run(recipe) as run:
-        cursor = run.cursor
+    with open_run(recipe) as (run, learner, engines, cursor):
         while not cursor.finished(recipe.schedule):
-            generate_stage(run, cursor)
-            cursor = optimize_stage(run, cursor)
-        finish(run, cursor)
+            generate_stage(run, learner, engines, cursor)
+            cursor = optimize_stage(run, learner, engines, cursor)
+        finish(run, learner, engines, cursor)
 
 
-def generate_stage(run: Run, cursor: Cursor) -> None:
-    """The engine generates all responses of the next µ updates with the learner's present weights."""
-    stage = run.stage_store(cursor.stage)
-    while not stage.sealed:  # once, unless an engine fails and is started anew
-        sync_weights(run, cursor)  # learner -> bridge -> engine
-        evaluate_before_stage(run, cursor)
-        generate(run, stage, cursor)  # engine -> verifier -> stage store
+def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """The engines generate all responses of the next µ updates with the learner's current weights."""
+    stage = run.stage_store(cursor.stage, engines.writer)
+    while not stage.sealed:  # one pass, unless an engine fails and is restarted
+        sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
+        evaluate_before_stage(run, engines, cursor)
+        generate(run, engines, stage, cursor)  # engine -> verifier -> stage store
+        sleep_engines(run, learner, engines)
 
 
-def optimize_stage(run: Run, start: Cursor) -> Cursor:
+def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) -> Cursor:
     """µ updates on one stage, from `start` on; its responses grow stale by up to µ - 1 updates on the way.
 
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
     """
     stage, cursor = run.stage_store(start.stage), start
-    measure_mismatch(run, stage, cursor)
-    recompute_behaviour(run, stage, cursor)
+    measure_mismatch(run, learner, stage, cursor)
+    recompute_behaviour(run, learner, stage, cursor)
     while cursor.stage == start.stage:
-        evaluate_inside_stage(run, cursor)  # where `eval.every_updates` asks for it
+        evaluate_inside_stage(run, learner, engines, cursor)  # where `eval.every_updates` asks for it
         with optimizing(run, cursor) as bar:
-            cursor = take_updates(run, stage, cursor, bar)
+            cursor = take_updates(run, learner, stage, cursor, bar)
     return cursor
 
 
-def take_updates(run: Run, stage: StageStore, start: Cursor, bar: Bar) -> Cursor:
+def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, bar: Bar) -> Cursor:
     """The updates from `start` to the stage's end, or to the next evaluation inside it."""
     schedule, cursor = run.recipe.schedule, start
     while True:
-        refresh_reference(run, stage, cursor)
+        refresh_reference(run, learner, stage, cursor)
         samples = read_update(run, stage, cursor)
         rewards = np.array([sample.reward for sample in samples])
         groups = np.array([sample.group for sample in samples])
         advantages = group_advantages(rewards, groups, run.recipe.objective)
-        metrics = update(run.learner, samples, advantages)
-        record_update(run, cursor, samples, metrics, bar)
+        metrics = update(learner, samples, advantages)
+        record_update(run, learner, cursor, samples, metrics, bar)
         cursor = cursor.advanced(schedule, ends_stage=stage_exhausted(metrics, schedule))
         save_if_due(run, cursor)
         if cursor.stage > start.stage or cursor.due(run.evaluates_every):

@@ -1,13 +1,12 @@
-"""`mugrpo eval`: a checkpoint on data sets, problem by problem into a file that a second run continues."""
+"""`mugrpo eval`: evaluate a checkpoint on data sets; the same command continues an interrupted evaluation."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.grading import Generate, Graded, Summary, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.evaluation.grading import Graded, Summary, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.evaluation.scoring import scored
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -29,12 +29,12 @@ from mugrpo_megatron.samples import Problem, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Benchmark:
+class Evaluation:
     """A finished evaluation."""
 
     sets: list[Summary]
     seconds: dict[str, float]
-    """Wall-clock time that this run spent on each set; 0 where an earlier run had finished it."""
+    """Wall-clock time of this run for each set; 0 where an earlier run had finished it."""
 
     @property
     def average(self) -> Interval:
@@ -42,15 +42,15 @@ class Benchmark:
         return macro_average([one.mean for one in self.sets])
 
 
-def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Benchmark:
+def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     """Evaluate `model.path` on data sets, each sampled as `[eval]` and its own `[eval.sets]` say; write to `output`.
 
-    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. A directory that holds rows of
-    the same settings is continued; of other settings it is refused. Raises UserError for bad data, model or directory.
+    Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. Continues an evaluation of the
+    same settings in `output`. Raises UserError for bad data or model, or when `output` holds one of other settings.
     """
     read_model_config(recipe.model.path)
     names = held_out_sets(",".join(sources), "--data")
-    # The recipe of a run may say how sets are sampled that this evaluation leaves out.
+    # A run's recipe may have settings of sets that this evaluation does not include.
     check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
     tokenizer = load_tokenizer(recipe.model.path)
     notes: list[str] = []
@@ -60,20 +60,20 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Benchmark:
     with open_display(show=True) as display:
         for note in notes:
             display.say(note)
-        benchmark = _evaluate(recipe, tokenizer, problems, record, display, output)
-        display.say(table(benchmark))
-    (output / "table.md").write_text(table(benchmark) + "\n", encoding="utf-8")
+        evaluation = _evaluate(recipe, tokenizer, problems, record, display, output)
+        display.say(table(evaluation))
+    (output / "table.md").write_text(table(evaluation) + "\n", encoding="utf-8")
     summary = {
-        "average": asdict(benchmark.average),
-        "sets": [asdict(one) for one in benchmark.sets],
-        "seconds": benchmark.seconds,
+        "average": asdict(evaluation.average),
+        "sets": [asdict(one) for one in evaluation.sets],
+        "seconds": evaluation.seconds,
     }
     (output / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n", encoding="utf-8")
-    return benchmark
+    return evaluation
 
 
 def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
-    """What makes two evaluations of the sets `names` (name -> source) the same."""
+    """Settings that must be equal to continue an evaluation of the sets `names` (name -> source)."""
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     return {
         "model": str(recipe.model.path.resolve()),
@@ -86,10 +86,10 @@ def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Record:
-    """The rows of an evaluation on disk: appended as problems finish, read again by the run that continues it."""
+    """The rows of an evaluation on disk: appended as problems finish, read by the run that continues it."""
 
     def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
-        """Open or start the record; UserError when it belongs to other settings."""
+        """Open or create the record; UserError when its settings are others."""
         directory.mkdir(parents=True, exist_ok=True)
         self._rows = directory / "problems.jsonl"
         settings_file = directory / "settings.json"
@@ -104,7 +104,7 @@ class Record:
             settings_file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
 
     def read(self) -> list[Graded]:
-        """Finished problems; a last line that a kill left unfinished is cut off."""
+        """Finished problems; truncates a last line that was written in part."""
         if not self._rows.exists():
             return []
         raw = self._rows.read_bytes()
@@ -120,26 +120,26 @@ class Record:
             file.write(json.dumps(asdict(graded)) + "\n")
 
 
-def table(benchmark: Benchmark) -> str:
+def table(evaluation: Evaluation) -> str:
     """The figures as a Markdown table with 95 % intervals; K is a set's own number of responses to each problem.
 
     Accuracies and pass@k are percentages, mean rewards are as they are.
     """
-    passes = sorted({k for one in benchmark.sets for k in one.passes if k > 1})
+    passes = sorted({k for one in evaluation.sets for k in one.passes if k > 1})
     columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
     lines = [
         f"| set | problems | {' | '.join(columns)} | tokens a response | cut | s |",
         f"|---|---:|{'---:|' * (len(columns) + 3)}",
     ]
-    for one in benchmark.sets:
+    for one in evaluation.sets:
         shown = [_text(one.passes[k]) if k in one.passes else "" for k in passes]
         shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure)]
         responses = one.problems * one.samples
         lines.append(
             f"| {one.name} | {one.problems} | {one.samples} | {' | '.join(shown)} | {one.tokens / responses:.0f} | "
-            f"{one.truncated / responses:.1%} | {benchmark.seconds[one.name]:.0f} |"
+            f"{one.truncated / responses:.1%} | {evaluation.seconds[one.name]:.0f} |"
         )
-    average = _text(benchmark.average, benchmark.sets[0].measure)
+    average = _text(evaluation.average, evaluation.sets[0].measure)
     lines.append(f"| average | | | {average} |{' |' * (len(columns) + 1)}")
     return "\n".join(lines)
 
@@ -151,8 +151,8 @@ def _evaluate(
     record: Record,
     display: Display,
     output: Path,
-) -> Benchmark:
-    """The engine starts only when something is left to do."""
+) -> Evaluation:
+    """Evaluate the problems that the record lacks; the engine starts only where there are some."""
     known = {graded.problem.id: graded for graded in record.read()}
     prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
     by_set: dict[str, list[Prompt]] = {}
@@ -166,33 +166,20 @@ def _evaluate(
                 engine.wait_ready()
                 for name, own in by_set.items():
                     missing = [prompt for prompt in own if prompt.problem.id not in known]
-                    generate = partial(engine.generate, sampling=held_out_sampling(recipe, tokenizer, name))
-                    samples = recipe.eval.of(name).samples
+                    how = held_out_sampling(recipe, tokenizer, name)
                     start = time.perf_counter()
-                    for graded in _shown(generate, verifier, tokenizer, missing, samples, display, name):
-                        record.append(graded)
-                        known[graded.problem.id] = graded
+                    with display.bar(name, len(missing), "problems") as bar:
+                        groups = engine.generate(missing, recipe.eval.of(name).samples, how)
+                        for group in scored(groups, verifier, tokenizer):
+                            bar.advance(tokens=group.tokens)
+                            known[group.prompt.problem.id] = graded = grade(group)
+                            record.append(graded)
                     seconds[name] = time.perf_counter() - start
         finally:
             engine.stop()
     measure = measure_of(recipe.reward)
     summaries = [summarize(name, [known[prompt.problem.id] for prompt in own], measure) for name, own in by_set.items()]
-    return Benchmark(summaries, seconds)
-
-
-def _shown(
-    generate: Generate,
-    verifier: Verifier,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-    display: Display,
-    name: str,
-) -> Iterator[Graded]:
-    with display.bar(name, len(prompts), "problems") as bar:
-        for graded in grade(generate, verifier, tokenizer, prompts, samples):
-            bar.advance(tokens=sum(graded.tokens))
-            yield graded
+    return Evaluation(summaries, seconds)
 
 
 def _text(interval: Interval, measure: Measure = "accuracy") -> str:
@@ -202,7 +189,7 @@ def _text(interval: Interval, measure: Measure = "accuracy") -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The value with null for every infinite number in it, which JSON cannot hold."""
+    """The value with null for every infinite number, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`mugrpo rollouts`: look at the responses of a sealed stage, and at what the veto would take out of them."""
+"""`mugrpo rollouts`: show the responses of a sealed stage, and the tokens that the veto would drop."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ class Stale:
     trigger: np.ndarray
     """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
-    """bool: tokens that the veto takes out of the loss."""
+    """bool: tokens that the veto drops from the loss."""
 
     @property
     def lowest_ratio(self) -> float:
-        """The smallest of the tokens' importance ratios; inf without tokens."""
+        """The smallest importance ratio of a token; inf without tokens."""
         return float(np.exp(self.log_ratio.min(initial=np.inf)))
 
 
 class LaterPolicy:
-    """A Hugging Face checkpoint that responses are looked at with, through transformers."""
+    """A Hugging Face checkpoint, run by transformers, under which stale responses are scored."""
 
     def __init__(self, checkpoint: Path, temperature: float) -> None:
-        """Raises UserError when `checkpoint` holds no model."""
+        """Raises UserError when `checkpoint` is not a Hugging Face checkpoint."""
         read_config(checkpoint, remedy="name one with --policy")
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         disable_progress_bar()
@@ -63,7 +63,7 @@ class LaterPolicy:
         self._model = model.to(self._device).eval()
         self._temperature = temperature
 
-    def look(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
+    def assess(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
         """Each response under this policy; `advantages` float [N]."""
         ratios = [
             torch.from_numpy(logprobs - sample.behaviour_logprobs)
@@ -110,19 +110,19 @@ class Selection:
     max_reward: float | None = None
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
-    """Only those that the veto takes tokens out of."""
+    """Only those of which the veto drops tokens."""
     limit: int = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A response in its place."""
+    """A response, its update and its advantage."""
 
     update: int
     sample: Sample
     advantage: float
     stale: Stale | None
-    """None without a policy to look at it with."""
+    """None without a later policy."""
 
 
 def browse(
@@ -130,15 +130,14 @@ def browse(
 ) -> None:
     """Print the selected responses: a table, or one group in full with its triggers marked.
 
-    `policy` is a Hugging Face checkpoint under which the veto is applied; by default the trained one in the run's `hf/`
-    where only vetoed responses are asked for. `overrides` of the run's recipe show another veto:
-    `objective.trigger_ratio=0.1`.
-    Raises UserError when the run or the stage is not there.
+    The veto is applied under `policy`, a Hugging Face checkpoint; with `selection.vetoed` by default the trained one
+    in the run's `hf/`. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`. Raises
+    UserError when the run or the stage does not exist.
     """
     directory = RunDirectory(run_dir)
     recipe = load_recipe(directory.recipe, overrides) if directory.recipe.exists() else None
     if recipe is None:
-        raise UserError(f"{run_dir}: no run directory (it has no {directory.recipe.name})")
+        raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
     policy = policy or (directory.hf if selection.vetoed else None)
     later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
     number, store = _stage(directory, stage)
@@ -168,7 +167,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]
 
 
 def _rollouts(store: StageStore, selection: Selection, later: LaterPolicy | None, recipe: Recipe) -> Iterator[Rollout]:
-    """Update by update, so that memory holds one."""
+    """The selected responses, read update by update, so that memory holds one update."""
     objective, updates = recipe.objective, range(store.updates)
     if selection.update is not None and selection.update not in updates:
         raise UserError(f"--update {selection.update}: the stage's updates are 0 to {updates[-1]}")
@@ -182,7 +181,7 @@ def _rollouts(store: StageStore, selection: Selection, later: LaterPolicy | None
         places = [i for i, sample in enumerate(samples) if _fits(sample, advantages[i], selection)]
         stale: list[Stale] | list[None] = [None] * len(places)
         if later and places:
-            stale = later.look([samples[i] for i in places], advantages[places], objective)
+            stale = later.assess([samples[i] for i in places], advantages[places], objective)
         for i, one in zip(places, stale, strict=True):
             if not selection.vetoed or (one is not None and one.dropped.any()):
                 yield Rollout(update, samples[i], float(advantages[i]), one)
@@ -201,7 +200,7 @@ def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
 def _table(
     title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase, vetoed: ObjectiveSection | None
 ) -> Table:
-    """`vetoed`: the objective whose veto the policy was looked at with."""
+    """`vetoed` is the objective whose veto was applied, None without a later policy."""
     caption = None if vetoed is None else _legend(vetoed)
     table = Table(title=title, caption=caption)
     for name in ("update", "group", "reward", "advantage", "tokens", *(["lowest ratio", "dropped"] if vetoed else [])):
@@ -225,13 +224,13 @@ def _table(
 
 
 def _legend(objective: ObjectiveSection) -> str:
-    """What was taken for a trigger, and what for dropped."""
+    """The caption that says what a trigger is and what is dropped."""
     measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
     return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
 
 
 def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Prompt and response as text; triggers stand in «», what the veto drops in ⟦⟧, so that a pipe shows them too."""
+    """Prompt and response as text; triggers are in «», dropped tokens in ⟦⟧, visible in a pipe too."""
     sample = rollout.sample
     facts = f"reward {sample.reward:g}, advantage {rollout.advantage:+.2f}, {sample.finish_reason}"
     console.rule(f"group {sample.group}, {escape(sample.problem)}: {facts}")

@@ -1,4 +1,4 @@
-"""Score a file of responses: the same rows in the same order, with what the verifier says about each."""
+"""`mugrpo score`: add the verifier's scores to the rows of a file of responses, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mugrpo_megatron.rewards.scores import Pending, Score
 BLOCK = 512
 """Rows that are read and written together."""
 BLOCKS_AHEAD = 8
-"""Blocks that are being scored while an earlier one is waited for; bounds the memory, whatever the file's size."""
+"""Blocks that are scored while an earlier one is pending; bounds memory for a file of any size."""
 
 Row = dict[str, Any]
 
@@ -32,9 +32,9 @@ class ScoreSummary:
 
     rows: int
     malformed: int
-    """Rows that were left out."""
+    """Rows that were skipped."""
     reward: float
-    """Mean over the rows; 0 for a file of malformed rows alone."""
+    """Mean over the scored rows."""
     without_answer: int
     whys: dict[str, int]
     """How often each reason was given, most frequent first."""
@@ -44,7 +44,7 @@ class ScoreSummary:
         reasons = "\n".join(f"  {count:>8}  {why}" for why, count in self.whys.items())
         return (
             f"{self.rows} rows, mean reward {self.reward:.4f}, {self.without_answer} without an answer, "
-            f"{self.malformed} malformed and left out; {self.seconds:.1f} s, {self.rows / max(self.seconds, 1e-9):.0f} "
+            f"{self.malformed} malformed and skipped; {self.seconds:.1f} s, {self.rows / max(self.seconds, 1e-9):.0f} "
             f"rows a second\n{reasons}"
         )
 
@@ -52,8 +52,8 @@ class ScoreSummary:
 def run(input_path: Path, output_path: Path, section: RewardSection, strict: bool = True) -> ScoreSummary:
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
-    Each row gains `reward`, `extracted`, `why` and `seconds`. The output appears under its name when it is complete.
-    Raises UserError for a file without rows, and with `strict` for the first malformed one.
+    Each row gains `reward`, `extracted`, `why` and `seconds`. The output is written atomically. Raises UserError for a
+    file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
     counts: Counter[str] = Counter()
@@ -97,14 +97,14 @@ def _well_formed(path: Path, strict: bool, malformed: list[str]) -> Iterator[Row
             assert isinstance(row, dict)
             yield row
         elif strict:
-            raise UserError(f"{path}:{line}: {reason}: mend the row, or leave such rows out with --skip-malformed")
+            raise UserError(f"{path}:{line}: {reason}: fix the row, or pass --skip-malformed")
         else:
             malformed.append(f"{path}:{line}: {reason}")
 
 
 def _flaw(row: Row) -> str:
     if not isinstance(row.get("response"), str):
-        return "field 'response' is missing or no text"
+        return "field 'response' is missing or not text"
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
         return "field 'answer' is missing, empty, or neither text nor a number"

@@ -1,4 +1,4 @@
-"""The two phases of a stage run apart, on the same run directory: on other machines, in other layouts, days later."""
+"""`mugrpo generate` and `mugrpo optimize`: a stage's two phases as commands of their own, on one run directory."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from mugrpo_megatron.train import generate_stage, optimize_stage
 
 
 def generate_alone(recipe: Recipe, stage: int | None) -> None:
-    """Generate, score and seal the stage at which the run stands, `stage` where it is given. Every rank runs this.
+    """Generate, score and seal the run's current stage. Every rank runs this.
 
-    Raises UserError when the run stands elsewhere.
+    Raises UserError when `stage` is given and is not the current one.
     """
     if _sealed(recipe, _standing(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    with open_run(recipe) as run:
-        generate_stage(run, run.cursor)
-    _say(f"{run.directory.stage(run.cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
+    with open_run(recipe) as (run, learner, engines, cursor):
+        generate_stage(run, learner, engines, cursor)
+    _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
     """Take the updates of a sealed stage without an engine, and write the policy to `hf/`. Every rank runs this.
 
-    Without an engine nothing is evaluated, whatever `eval.every_updates` says.
+    Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
 
     With `source`, another run's directory, `run.dir` first becomes a branch of it at the start of `stage`: the same
-    responses and the same weights, whatever objective and optimizer the recipe now names. Raises UserError when the run
-    stands elsewhere or the stage is not sealed.
+    responses and weights, with the recipe's own objective and optimizer. Raises UserError when `stage` is given and is
+    not the current one, or when the stage is not sealed.
     """
     if source is not None and stage is None:
-        raise UserError("--from needs --stage: which of that run's stages is to be optimized again")
-    if rank_of_environment() == 0:  # the other ranks wait for it where they join the world
+        raise UserError("--from needs --stage: the stage of that run to optimize again")
+    if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)
         if not _sealed(recipe, _standing(recipe, stage)):
@@ -53,24 +53,24 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
             )
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
-    with open_run(recipe, generates=False) as run:
-        optimize_stage(run, run.cursor)
-        export(run, run.cursor)
-    _say(f"stage {run.cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
+    with open_run(recipe, generates=False) as (run, learner, engines, cursor):
+        optimize_stage(run, learner, engines, cursor)
+        export(run, learner, cursor)
+    _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 
 def _standing(recipe: Recipe, stage: int | None) -> int:
-    """The stage at which the run stands; UserError when `stage` is another."""
+    """The run's current stage; UserError when `stage` is given and is another."""
     cursor = newest_cursor(RunDirectory(recipe.run.dir).checkpoints)
     if cursor.finished(recipe.schedule):
         raise UserError(
-            f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` ends it, a larger "
-            "schedule.stages goes on"
+            f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` finishes "
+            "it, a larger schedule.stages continues it"
         )
     if stage not in (None, cursor.stage):
         raise UserError(
-            f"{recipe.run.dir} stands at stage {cursor.stage}, update {cursor.age} (both from 0), not at {stage}: "
-            f"leave --stage out, or branch with `mugrpo optimize --stage {stage} --from RUN_DIR`"
+            f"{recipe.run.dir} is at stage {cursor.stage}, update {cursor.age} (both from 0), not at stage {stage}: "
+            f"omit --stage, or branch with `mugrpo optimize --stage {stage} --from RUN_DIR`"
         )
     return cursor.stage
 
@@ -98,15 +98,15 @@ FREE_TO_BRANCH = (
     "data.eval",
     "sft.",
 )
-"""What a branch may change: what made neither the responses and their rewards nor the weights they came from."""
+"""Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
-    """Make `run.dir` a run that stands at the start of `stage` of the run in `source`, with that stage sealed.
+    """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
 
-    Files are hard links where both lie on one file system, copies elsewhere; neither run changes a file in place. Does
+    Files are hard links where both lie on one file system, else copies; neither run changes a file in place. Does
     nothing when `run.dir` is that branch already. Raises UserError when the source lacks the stage or the checkpoint
-    at its start, when the recipe changes what the responses came from, or when `run.dir` holds another run.
+    at its start, when the recipe changes what the responses were made with, or when `run.dir` holds another run.
     """
     origin = {"run": str(source.resolve()), "stage": stage}
     of = RunDirectory(source)
@@ -115,10 +115,10 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         marker = directory.path / ORIGIN
         if marker.exists():
             if json.loads(marker.read_text(encoding="utf-8")) != origin:
-                raise UserError(f"{directory.path} is a branch of something else ({marker}); choose another run.dir")
+                raise UserError(f"{directory.path} is another branch ({marker}); choose another run.dir")
             return
         if (directory.path / FILE_NAME).exists():
-            raise UserError(f"{directory.path} holds a run already; choose another run.dir for the branch")
+            raise UserError(f"{directory.path} already holds a run; choose another run.dir for the branch")
         _link(of.stage(stage), directory.stage(stage))
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
@@ -128,23 +128,23 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
 
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> None:
     if not source.recipe.exists():
-        raise UserError(f"--from {source.path}: no run directory (it has no {source.recipe.name})")
+        raise UserError(f"--from {source.path}: not a run directory (it has no {source.recipe.name})")
     if not StageStore(source.stage(stage)).sealed:
         sealed = [int(path.name) for path in sorted((source.path / "stages").iterdir()) if StageStore(path).sealed]
         raise UserError(f"{source.path} has no sealed stage {stage} (stages count from 0); it has {sealed}")
     start = source.checkpoints / checkpoint_name(Cursor(stage))
     if stage > 0 and not start.exists():
         raise UserError(
-            f"{start} is gone, so the weights that stage {stage} began with are too; a run keeps its newest "
+            f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
             "`checkpoint.keep` checkpoints, and stage 0 needs none"
         )
     changed = [key for key in differing(load_recipe(source.recipe), recipe) if not key.startswith(FREE_TO_BRANCH)]
     if changed:
-        raise UserError(f"a branch has its source's {', '.join(changed)}; take these keys from {source.recipe}")
+        raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
 
 
 def _link(source: Path, target: Path) -> None:
-    """`target` becomes a directory of the same files; what a killed attempt left there goes."""
+    """Replace `target` by a directory of the same files."""
     shutil.rmtree(target, ignore_errors=True)
     try:
         shutil.copytree(source, target, copy_function=os.link)

@@ -1,7 +1,6 @@
-"""Warm start: a small model learns the bundled task by supervised learning, so that RL has something to improve.
+"""`mugrpo sft`: a small model learns a bundled task by supervised learning, as a start for RL.
 
-The same Megatron learner, packing and optimizer as in RL; only the token loss is another: the mean cross-entropy of the
-answer's tokens.
+Learner, packing and optimizer are those of RL; the loss is the mean cross-entropy of the answer's tokens.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ WARMUP_UPDATES = 30
 BETA2 = 0.98
 INIT_STD = 0.05
 ROPE_THETA = 100.0
-"""Questions are a dozen tokens long: with the usual base of 10,000 most rotary angles would hardly move over them, and
-learning to line up digits takes several times the updates."""
+"""Questions have a dozen tokens: with the usual base of 10,000 most rotary angles would hardly change over them, and
+learning to align digits takes several times the updates."""
 
 
 def train(recipe: Recipe) -> None:
     """Train a fresh Qwen2 of `sft`'s size until `sft.target_accuracy`, and save it as a Hugging Face checkpoint.
 
-    Every rank of the world runs this. A finished warm start is left as it is. Raises UserError when `data.train` is no
+    Every rank of the world runs this. A finished warm start is kept. Raises UserError when `data.train` is not a
     bundled task (only those come with answers to imitate) or `sft.output` holds a warm start of another recipe.
     """
     out = recipe.sft.output
@@ -57,7 +56,7 @@ def train(recipe: Recipe) -> None:
             f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
         )
     if _is_finished(recipe, out):
-        print(f"{out}/hf is there already; remove {out} to make it anew")
+        print(f"{out}/hf exists; remove {out} to train it again")
         return
     disable_progress_bar()
     with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
@@ -110,8 +109,8 @@ def answered(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
     """Share of sequences whose trained tokens are what greedy decoding gives; collective, the same on every rank.
 
-    Decoding goes through an answer token by token only as long as it agrees with it, so one pass over the right
-    answers decides: every token's most likely successor has to be the next one.
+    Greedy decoding gives an answer exactly when each of its tokens is the most likely one after those before it, so one
+    forward pass over the right answers decides.
     """
 
     def hits(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
@@ -142,7 +141,7 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
 
 
 def _cross_entropy(tokens: int) -> TokenLoss:
-    """Mean over the `tokens` of a whole update, so that micro-batches add up."""
+    """Mean over the `tokens` of a whole update, so that the micro-batches' losses add up."""
     return lambda logprobs, batch: -logprobs.sum() / tokens
 
 
@@ -154,7 +153,7 @@ def _batches(recipe: Recipe, sequences: Sequence[Tokens]) -> Iterator[list[Token
 
 
 def _as_one_stage(recipe: Recipe, model: Path) -> Recipe:
-    """The recipe with the warm start's learning rate, over as many updates as it may take."""
+    """The recipe with the warm start's optimizer, model and a schedule of `sft.max_updates`."""
     section = recipe.sft
     optimizer = OptimizerSection(
         lr=section.lr, min_lr=MIN_LR_SHARE * section.lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2

@@ -1,4 +1,4 @@
-"""What K samples a problem say about a model: mean@k, pass@k, majority@k, and 95 % intervals clustered by problem."""
+"""Estimators from K samples per problem: mean@k, pass@k, majority@k, with 95 % intervals clustered by problem."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 
 Measure = Literal["accuracy", "reward"]
-"""What the mean of a held-out set's rewards is called: the share of right responses, or a mean reward of any size."""
+"""The name of a held-out set's mean reward: share of correct responses, or mean of a reward of any size."""
 Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its 95 % confidence interval; infinite ends where one value says nothing about its spread."""
+    """An estimate with its 95 % confidence interval; infinite ends where a single value leaves the spread unknown."""
 
     value: float
     low: float
@@ -35,10 +35,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str], rewards: Sequence[float]) -> float:
-    """Mean reward of the most frequent answer; several equally frequent ones count their average.
+    """Mean reward of the most frequent answer; of equally frequent answers the average.
 
-    Averaging is the expectation over a fair draw among them, so the order of the samples does not matter. Empty answers
-    (none found) do not vote; without any vote the score is 0.
+    The average is the expectation over a fair draw among them, so the order of the samples does not matter. Empty
+    answers (none found) do not vote; without any vote the score is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:

@@ -1,8 +1,8 @@
-"""Held-out accuracy, or mean reward: sample, verify, and say what is known with which certainty."""
+"""A data set's figures from its scored problems: mean@k, pass@k and majority@k, with 95 % intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -16,12 +16,9 @@ from mugrpo_megatron.evaluation.estimators import (
     mean_interval,
     pass_at_k,
 )
+from mugrpo_megatron.evaluation.scoring import ScoredGroup
 from mugrpo_megatron.recipe.sections import RewardSection
-from mugrpo_megatron.rewards.pool import Pending, Verifier
-from mugrpo_megatron.samples import Problem, Prompt, Response
-
-Generate = Callable[[Iterable[Prompt], int], Iterator[tuple[Prompt, list[Response]]]]
-"""(prompts, responses each) -> (prompt, responses) in order of completion: an engine's `generate`, sampling bound."""
+from mugrpo_megatron.samples import Problem, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +66,24 @@ def prompts_of(
     return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 
 
-def grade(
-    generate: Generate,
-    verifier: Verifier,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    samples: int,
-) -> Iterator[Graded]:
-    """Sample every prompt and score it while the engine goes on; yields in order of completion."""
-    waiting: list[tuple[Prompt, list[Response], list[str], Pending]] = []
-    for prompt, responses in generate(prompts, samples):
-        texts = tokenizer.batch_decode([response.ids.tolist() for response in responses], skip_special_tokens=True)
-        pending = verifier.submit(texts, [prompt.problem.answer] * len(texts))
-        waiting.append((prompt, responses, texts, pending))
-        ready = [entry for entry in waiting if entry[3].done()]
-        waiting = [entry for entry in waiting if not entry[3].done()] if ready else waiting
-        yield from (_graded(*entry) for entry in ready)
-    yield from (_graded(*entry) for entry in waiting)
+def grade(group: ScoredGroup) -> Graded:
+    """A scored group as one problem's result."""
+    return Graded(
+        problem=group.prompt.problem,
+        rewards=[score.reward for score in group.scores],
+        answers=[score.extracted for score in group.scores],
+        whys=[score.why for score in group.scores],
+        tokens=[len(response.ids) for response in group.responses],
+        truncated=sum(response.finish_reason == "length" for response in group.responses),
+        texts=group.texts,
+    )
 
 
 def measure_of(section: RewardSection) -> Measure:
     """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
 
-    The function decides, not the rewards that it happened to give, so a run's figures keep one name. Format rewards and
-    overlong penalties are part of training alone: a held-out response is scored without them.
+    The function decides, not the rewards it returned, so a run's figures keep one name. Format rewards and overlong
+    penalties apply to training only.
     """
     return "accuracy" if section.function == "math" else "reward"
 
@@ -125,17 +116,4 @@ def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
         majority=mean_at_k([[majority_at_k(g.answers, g.rewards)] for g in graded], measure),
         tokens=sum(sum(g.tokens) for g in graded),
         truncated=sum(g.truncated for g in graded),
-    )
-
-
-def _graded(prompt: Prompt, responses: list[Response], texts: list[str], pending: Pending) -> Graded:
-    scores = pending.result()
-    return Graded(
-        problem=prompt.problem,
-        rewards=[score.reward for score in scores],
-        answers=[score.extracted for score in scores],
-        whys=[score.why for score in scores],
-        tokens=[len(response.ids) for response in responses],
-        truncated=sum(response.finish_reason == "length" for response in responses),
-        texts=texts,
     )

@@ -17,7 +17,6 @@ from mugrpo_megatron.learner.offload import trim_host_memory
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
-from mugrpo_megatron.run.cursor import total_updates
 from mugrpo_megatron.samples import Sample
 
 
@@ -94,7 +93,7 @@ def _statistics(
 
 
 def _step(learner: Learner) -> Step:
-    section, total = learner.recipe.optimizer, total_updates(learner.recipe.schedule)
+    section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
     step = take_step(learner.optimizer, learning_rate(section, learner.updates_done, total), section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped

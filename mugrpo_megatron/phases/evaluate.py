@@ -1,64 +1,65 @@
-"""Held-out figures during a run: all engines share the problems of each set, rank 0 puts the rewards together."""
+"""Evaluation during a run: all engines share the problems of each held-out set, every rank gathers the rewards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.evaluation.grading import grade, mean_at_k, measure_of
+from mugrpo_megatron.evaluation.grading import mean_at_k, measure_of
+from mugrpo_megatron.evaluation.scoring import scored
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.generate import shared_queue, tell_failures
+from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
 from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe.sections import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
-from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.samples import Prompt, Response
+from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.samples import Prompt
 
-Scored = dict[int, tuple[list[float], int]]
+Rewards = dict[int, tuple[list[float], int]]
 """A held-out problem's place -> the rewards of its responses, and their tokens."""
 
 
-def evaluate_before_stage(run: Run, cursor: Cursor) -> None:
+def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
     """Evaluate before the first stage and before every `eval.every_stages`-th one after it; the engines are awake.
 
-    Where no engine is left, or the run is asked to stop, nothing is logged: generation comes next and sees to both.
+    Logs nothing when every engine has failed or the run is asked to stop: generation comes next and handles both.
     """
     every = run.recipe.eval.every_stages
     if (cursor.stage == 0 or (every and cursor.stage % every == 0)) and not _evaluated(run, cursor):
-        _evaluate(run, cursor)
+        _evaluate(run, engines.generator, cursor)
 
 
-def evaluate_inside_stage(run: Run, cursor: Cursor) -> None:
-    """Evaluate where `eval.every_updates` of the stage's updates are taken, or a multiple; a run without engines never.
+def evaluate_inside_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Evaluate after every `eval.every_updates`-th update of a stage; never in a run without engines.
 
-    Training goes on as if nothing had happened: the learner's state leaves the devices and comes back bit by bit.
+    Training continues bit by bit as without it: the learner's state is offloaded and reloaded.
     """
     if cursor.due(run.evaluates_every):
-        evaluate_weights(run, cursor)
+        evaluate_weights(run, learner, engines, cursor)
 
 
-def evaluate_weights(run: Run, cursor: Cursor) -> None:
-    """Wake the engines with the learner's weights, evaluate, and let them rest; the same weights once.
+def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Sync the engines, evaluate, and put them to sleep; does nothing for weights that are evaluated already.
 
     Engines that fail are restarted: raises EngineFailure on every rank after `engine.max_failures` failures of one
     in a row. Raises Stopped, with everything saved, when the run is asked to stop meanwhile; it evaluates on resuming.
     """
     done = _evaluated(run, cursor)
     while not done:
-        sync_weights(run, cursor)
-        done = _evaluate(run, cursor)
-        sleep_engines(run)
+        sync_weights(run, learner, engines, cursor)
+        done = _evaluate(run, engines.generator, cursor)
+        sleep_engines(run, learner, engines)
         if any(run.world.any_rank(not done and run.stop.asked)):
             save_and_stop(run, cursor)
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:
-    """The sets in groups that are sampled in the same way: the engines answer a group without a pause."""
+    """The sets, grouped by how they are sampled: the engines answer one group without a pause."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for name in names:
         own = section.of(name)
@@ -71,81 +72,72 @@ def _evaluated(run: Run, cursor: Cursor) -> bool:
     return any(run.world.any_rank(run.is_main and cursor.updates in run.log.evaluated))
 
 
-def _evaluate(run: Run, cursor: Cursor) -> bool:
-    """Sample and score every held-out set with the engines' weights and log the figures; whether it came to that.
+def _evaluate(run: Run, generator: Generator | None, cursor: Cursor) -> bool:
+    """Sample and score every held-out set with the engines' weights and log the figures. Collective.
 
-    It does not where no engine is left or the run is asked to stop. Problems of an engine that fails go to the others.
+    Returns False, with nothing logged, when every engine has failed or the run is asked to stop. Problems of an engine
+    that fails go to the others.
     """
-    own = run.generator.problems.held_out.problems if run.generator else []
+    own = generator.problems.held_out.problems if generator else []
     names = run.world.broadcast([problem.source for problem in own])
-    scored: Scored = {}
+    rewards: Rewards = {}
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
-            if not _score(run, alike[0], [place for place, name in enumerate(names) if name in alike], scored, bar):
+            places = [place for place, name in enumerate(names) if name in alike]
+            if not _score(run, generator, alike[0], places, rewards, bar):
                 break
-        done = len(scored) == len(names)
+        done = len(rewards) == len(names)
         if done:
-            _log(run, cursor, names, scored, bar)
-    tell_failures(run)
+            _log(run, cursor, names, rewards, bar)
+            if generator:
+                generator.failures_in_a_row = 0
+    report_failures(run, generator)
     return done
 
 
-def _log(run: Run, cursor: Cursor, names: Sequence[str], scored: Scored, bar: Bar) -> None:
-    """One row of the log, set by set; `names` are those of the problems' sets. The engines have proved to work."""
+def _log(run: Run, cursor: Cursor, names: Sequence[str], rewards: Rewards, bar: Bar) -> None:
+    """One row of the log, set by set; `names` holds the set's name for each problem."""
     measure = measure_of(run.recipe.reward)
     sets = {}
     for name in dict.fromkeys(names):
-        rewards = [scored[place][0] for place, other in enumerate(names) if other == name]
-        sets[name] = SetFigures(mean_at_k(rewards, measure), len(rewards), len(rewards[0]))
-    figures = figures_of(measure, sets) | {"tokens": float(sum(tokens for _, tokens in scored.values()))}
+        own = [rewards[place][0] for place, other in enumerate(names) if other == name]
+        sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
+    figures = figures_of(measure, sets) | {"tokens": float(sum(tokens for _, tokens in rewards.values()))}
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
         bar.values |= {name: one.mean.value for name, one in sets.items()}
-    if run.generator:
-        run.generator.failures_in_a_row = 0
 
 
-def _score(run: Run, name: str, wanted: Sequence[int], scored: Scored, bar: Bar) -> bool:
-    """Add the rewards of the problems at the places `wanted`, sampled as the set `name` is, to `scored`.
+def _score(run: Run, generator: Generator | None, name: str, places: Sequence[int], rewards: Rewards, bar: Bar) -> bool:
+    """Add the rewards of the problems at `places`, sampled as the set `name` asks, to `rewards`. Collective.
 
-    Collective; False when the run is to go no further, for want of an engine or because it was asked to stop.
+    Returns False when every engine has failed or the run is asked to stop.
     """
-    while missing := [place for place in wanted if place not in scored]:
-        queue = shared_queue(run, missing)
-        own = _grade(run, run.generator, name, queue, bar) if run.generator else {}
+    while missing := [place for place in places if place not in rewards]:
+        queue = shared_queue(run.world, missing)
+        own = _answered(run, generator, name, queue, bar) if generator else {}
         run.world.barrier()
         found = {place: one for part in run.world.gather(own) for place, one in part.items()}
-        scored |= found
-        bar.advance(len(scored) - bar.done, sum(tokens for _, tokens in scored.values()) - bar.tokens)
+        rewards |= found
+        bar.advance(len(rewards) - bar.done, sum(tokens for _, tokens in rewards.values()) - bar.tokens)
         if not found or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
 
 
-def _grade(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> Scored:
-    """What this rank's engine claims of the queue, scored."""
+def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> Rewards:
+    """The rewards of what this rank's engine takes from the queue."""
     held_out = generator.problems.held_out
-    places = {id(problem): place for place, problem in enumerate(held_out.problems)}
+    samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, generator.tokenizer, name)
-    scored: Scored = {}
+    rewards: Rewards = {}
 
     def take(held: int, slots: int) -> list[Prompt]:
-        return [Prompt(i, held_out.problems[i], held_out.prompts[i]) for i in queue.take(held, slots)]
+        return [Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(held, slots)]
 
-    def generate(prompts: Iterable[Prompt], samples: int) -> Iterator[tuple[Prompt, list[Response]]]:
-        for group in generator.engine.generate_from(take, samples, how):
-            yield group
-            if run.stop.asked:  # what is in flight is aborted, what is here is scored
-                queue.close()
-                break
-
-    samples = run.recipe.eval.of(name).samples
-    try:
-        if generator.engine.running:
-            for one in grade(generate, generator.verifier, generator.tokenizer, (), samples):
-                scored[places[id(one.problem)]] = one.rewards, sum(one.tokens)
-                bar.advance(tokens=sum(one.tokens))
-    except EngineFailure as failure:
-        generator.failed(failure)
-    return scored
+    groups = sampled(run, generator, queue, take, samples, how)
+    for group in scored(groups, generator.verifier, generator.tokenizer):
+        rewards[group.prompt.index] = [score.reward for score in group.scores], group.tokens
+        bar.advance(tokens=group.tokens)
+    return rewards

@@ -1,48 +1,49 @@
-"""What a finished run leaves: accuracy after training, the Hugging Face checkpoint, summary.json, report.html."""
+"""The end of a run: the last evaluation, the Hugging Face checkpoint, summary.json and report.html."""
 
 from __future__ import annotations
 
 import json
 
 from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.evaluate import evaluate_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
-from mugrpo_megatron.run.cursor import Cursor, total_updates
+from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, check_same_run
-from mugrpo_megatron.run.run import Run, rank_of_environment
+from mugrpo_megatron.run.run import Engines, Run, rank_of_environment
 from mugrpo_megatron.weights.hf import save_hf
 
 
-def finish(run: Run, cursor: Cursor) -> None:
-    """Evaluate the trained policy and write everything that outlives the run."""
-    evaluate_weights(run, cursor)
-    export(run, cursor)
+def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Evaluate the trained policy and write the run's results."""
+    evaluate_weights(run, learner, engines, cursor)
+    export(run, learner, cursor)
     if run.is_main:
         write_json(run.directory.summary, summarize(run.directory.path))
         write_report(run.directory.path)
         show(run.directory, run.display)
 
 
-def export(run: Run, cursor: Cursor) -> None:
-    """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's; every rank leaves together."""
+def export(run: Run, learner: Learner, cursor: Cursor) -> None:
+    """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's. Collective."""
     with run.log.phase("save", cursor.stage):
-        chunks = [policy(chunk) for chunk in run.learner.chunks]
-        save_hf(chunks, run.learner.architecture, like=run.recipe.model.path, out=run.directory.hf, replace=True)
+        chunks = [policy(chunk) for chunk in learner.chunks]
+        save_hf(chunks, learner.architecture, like=run.recipe.model.path, out=run.directory.hf, replace=True)
     run.world.barrier()
 
 
 def show(directory: RunDirectory, display: Display) -> None:
-    """Print a finished run's table and where its results are."""
+    """Print a finished run's table and the paths of its results."""
     display.table(summary_table(json.loads(directory.summary.read_text(encoding="utf-8"))))
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 
 def show_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this very run, finished; rank 0 then shows its results.
+    """Whether `run.dir` holds this run, finished; the main rank then shows its results.
 
     Raises UserError when the directory belongs to another run.
     """
@@ -50,9 +51,9 @@ def show_finished(recipe: Recipe) -> bool:
     if not directory.summary.exists():
         return False
     check_same_run(directory, recipe)
-    if json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] < total_updates(recipe.schedule):
+    if json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] < recipe.schedule.total_updates:
         return False
     with open_display(show=rank_of_environment() == 0) as display:
-        display.say(f"{directory.path} is finished; another run.dir starts afresh")
+        display.say(f"{directory.path} is finished; choose another run.dir for a new run")
         show(directory, display)
     return True

@@ -1,4 +1,4 @@
-"""Optimizing: what surrounds the updates that are taken on a sealed stage."""
+"""Optimization: everything around the updates on a sealed stage: logprobs, reading, logging, saving."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.files.durable import durable_file, fsync, remove_leftovers
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
@@ -27,15 +28,15 @@ from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
 
 
-def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
-    """Log what a fresh stage's responses are like, and how far engine and learner disagree on the same weights."""
+def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """Log a new stage's statistics, and by how much engine and learner differ on the same weights."""
     if cursor.age > 0:
-        return  # the weights have moved on; it was measured when the stage began
+        return  # the weights have changed; it was measured at the stage's start
     samples = stage.read_update(0)[:MISMATCH_RESPONSES]
     with run.log.phase("logprobs", cursor.stage):
-        learner = np.concatenate(token_logprobs(run.learner, samples))
-    engine = np.concatenate([sample.behaviour_logprobs for sample in samples])
-    distance = np.abs(engine - learner)
+        own = np.concatenate(token_logprobs(learner, samples))
+    engines = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    distance = np.abs(engines - own)
     run.log.stage(
         cursor.stage,
         {
@@ -47,8 +48,8 @@ def measure_mismatch(run: Run, stage: StageStore, cursor: Cursor) -> None:
     )
 
 
-def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
-    """With `rollout.behaviour = "learner"`, take the behaviour logprobs from the learner before its first update."""
+def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """With `rollout.behaviour = "learner"`, compute the behaviour logprobs with the learner before its first update."""
     path = run.directory.behaviour(cursor.stage)
     if run.recipe.rollout.behaviour == "engine" or path.exists():
         return
@@ -59,16 +60,16 @@ def recompute_behaviour(run: Run, stage: StageStore, cursor: Cursor) -> None:
         write_logprobs(path, write=run.is_main) as append,
     ):
         for age in range(updates):
-            append(token_logprobs(run.learner, stage.read_update(age)))
+            append(token_logprobs(learner, stage.read_update(age)))
             bar.advance()
     run.world.barrier()
 
 
-def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
+def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
 
-    What remains of that policy is the log-probabilities it gives the samples of the updates until the next refresh, on
-    disk before the first of these updates is taken. They are computed again when a run resumes at this cursor.
+    That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates
+    is taken. They are recomputed when a run resumes at this cursor.
     """
     every = run.recipe.objective.reference_every
     if every == 1 or cursor.age % every:
@@ -84,7 +85,7 @@ def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
         write_logprobs(path, write=run.is_main) as append,
     ):
         for age in ages:
-            append(token_logprobs(run.learner, _formed_update(run, stage, cursor.stage, age)))
+            append(token_logprobs(learner, _formed_update(run, stage, cursor.stage, age)))
             bar.advance()
     if run.is_main:
         _remove_passed_references(run)
@@ -92,9 +93,9 @@ def refresh_reference(run: Run, stage: StageStore, cursor: Cursor) -> None:
 
 
 def _remove_passed_references(run: Run) -> None:
-    """Remove the reference files that no checkpoint can need: all before the one that the oldest kept checkpoint needs.
+    """Remove the reference files that no checkpoint can need: all before the one that the oldest checkpoint needs.
 
-    The run resumes from one of its complete checkpoints or from a later one, which may be in the making.
+    The run resumes from one of its complete checkpoints, or from a later one that is still being written.
     """
     for checkpoint in complete(run.directory.checkpoints)[:1]:
         begun = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
@@ -105,8 +106,8 @@ def _remove_passed_references(run: Run) -> None:
 def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
     """The samples of one update, with the behaviour and reference logprobs that the recipe asks for.
 
-    With `objective.zero_variance = "leave_out"` the stage's updates are formed of informative groups alone. Raises
-    UserError when the reference of a resumed run's update is gone.
+    With `objective.zero_variance = "leave_out"` updates consist of informative groups only. Raises UserError when the
+    reference of a resumed run's update is missing.
     """
     samples = _formed_update(run, stage, cursor.stage, cursor.age)
     every = run.recipe.objective.reference_every
@@ -128,7 +129,7 @@ def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
 
 
 def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
-    """The samples of update `age` of stage `number`, of informative groups alone where the recipe asks for that."""
+    """The samples of update `age` of stage `number`; informative groups only where the recipe asks for it."""
     if run.recipe.objective.zero_variance != "leave_out":
         return _stored_update(run, stage, number, age)
     per_update = run.recipe.rollout.prompts_per_update
@@ -138,7 +139,7 @@ def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
     chosen = informative_updates(differs, per_update)[age]
     stored = {place: _stored_update(run, stage, number, place) for place in sorted({*(chosen // per_update).tolist()})}
     return [
-        replace(sample, group=place)  # a group that comes round twice in one update is two groups
+        replace(sample, group=place)  # a group that occurs twice in one update counts as two groups
         for place, group in enumerate(chosen.tolist())
         for sample in stored[group // per_update]
         if sample.group == group
@@ -158,7 +159,7 @@ def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
 
 @contextmanager
 def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
-    """Around updates without a break, to the stage's end or the next evaluation: the phase's wall-clock, and a bar."""
+    """The phase's wall-clock and a bar around the updates up to the stage's end or the next evaluation."""
     every, updates = run.evaluates_every, cursor.stage_updates(run.recipe.schedule) - cursor.age
     updates = min(updates, every - cursor.age % every) if every else updates
     with (
@@ -169,16 +170,18 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
         facts["tokens"] = float(bar.tokens)
 
 
-def record_update(run: Run, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar) -> None:
-    """Log one update and advance the bar; TrainingFailure when it is one skipped update too many."""
+def record_update(
+    run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample], metrics: dict[str, float], bar: Bar
+) -> None:
+    """Log one update and advance the bar; TrainingFailure after `optimizer.max_skipped` skipped updates in a row."""
     reward = float(np.mean([sample.reward for sample in samples]))
     run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
-    if run.learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
-        _give_up(run, cursor, samples)
+    if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
+        _give_up(run, learner, cursor, samples)
 
 
-def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
+def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
     run.saver.save(cursor.advanced(run.recipe.schedule))
     run.saver.wait()
     path = run.directory.poisoned(cursor.stage, cursor.age)
@@ -187,17 +190,17 @@ def _give_up(run: Run, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
         with durable_file(path) as file:
             pq.write_table(to_table(samples), file)
     raise TrainingFailure(
-        f"{run.learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
+        f"{learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
         f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
         "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
     )
 
 
 def save_if_due(run: Run, cursor: Cursor) -> None:
-    """After an update: make the learner's full state durable where the recipe or a request to stop asks for it.
+    """After an update: save the learner's full state where the recipe or a request to stop asks for it.
 
-    The run resumes from `cursor`. A stage's end is always saved, inside it every `checkpoint.every_updates`-th update
-    and every `checkpoint.every_minutes`.
+    The run resumes from `cursor`. Saves at a stage's end, after every `checkpoint.every_updates`-th update of a stage,
+    and every `checkpoint.every_minutes`. Raises Stopped, with everything saved, when the run was asked to stop.
     """
     every = run.recipe.checkpoint.every_updates
     stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
@@ -210,7 +213,7 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
 
 def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
-    """Leave, as the run was asked to, with the learner's state on disk: the run resumes from `cursor`. Collective."""
+    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective."""
     run.saver.wait()
     if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
         with run.log.phase("save", cursor.stage):
@@ -220,14 +223,14 @@ def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
 
 
 SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
-"""One row a response, in the order of its update's samples."""
+"""One row per response, in the order of its update's samples."""
 
 Append = Callable[[list[np.ndarray]], None]
 
 
 @contextmanager
 def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
-    """Yield a function that appends one update's logprobs (float32 [R] a response); the file appears when all are in.
+    """Yield a function that appends one update's logprobs (float32 [R] per response); the file is atomic.
 
     `write` is true on one rank; on the others the function does nothing.
     """
@@ -240,7 +243,7 @@ def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
 
 
 def read_logprobs(path: Path, update: int) -> list[np.ndarray]:
-    """Logprobs of the responses of the file's `update`-th update, float32 [R] each, bitwise as they were written."""
+    """Logprobs of the responses of the file's `update`-th update, float32 [R] each."""
     with pq.ParquetFile(path) as file:
         column: Any = file.read_row_group(update).column(0).combine_chunks()
     flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()

@@ -71,6 +71,11 @@ class ScheduleSection(Section):
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
 
+    @property
+    def total_updates(self) -> int:
+        """S µ: optimizer updates of the whole run."""
+        return self.stages * self.updates_per_stage
+
 
 class RolloutSection(Section):
     """How the responses of an update are sampled."""

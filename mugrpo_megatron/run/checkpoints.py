@@ -1,4 +1,4 @@
-"""The run's checkpoints: one directory per cursor, written while training goes on, the newest intact one resumes."""
+"""The run's checkpoints: one directory per cursor, saved asynchronously; a run resumes from the newest intact one."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mugrpo_megatron.run.cursor import Cursor
 
 NAME = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 GRACE_S = 10.0
-"""How long a run that fails waits for the save that is being written."""
+"""How long a failing run waits for its current save."""
 
 
 class Saver:
-    """Saves the learner, one save at a time, in a thread where the recipe says so. Every rank has one."""
+    """Saves the learner, one save at a time, in a thread with `checkpoint.asynchronous`. Every rank has one."""
 
     def __init__(self, learner: Learner, directory: Path, section: CheckpointSection) -> None:
         self._learner, self._directory, self._section = learner, directory, section
@@ -44,8 +44,8 @@ class Saver:
     def save(self, cursor: Cursor) -> None:
         """Save the learner at `cursor`, then remove all but the newest checkpoints. Collective.
 
-        With `checkpoint.asynchronous` this returns when the state is copied. Raises what the save before this one
-        raised, so a full disk ends the run at the next save at the latest.
+        With `checkpoint.asynchronous` this returns when the state is copied. Raises what the previous save raised, so
+        a full disk ends the run at the next save at the latest.
         """
         self.wait()
         self._began = time.monotonic()
@@ -64,7 +64,7 @@ class Saver:
             self._remove_old()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last save is durable, and raise what it raised."""
+        """Wait until the last save is durable; raises what it raised."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
@@ -87,22 +87,22 @@ class Saver:
 
 @contextmanager
 def open_saver(learner: Learner, directory: Path, section: CheckpointSection) -> Iterator[Saver]:
-    """A saver whose last save is durable when the block ends; one that fails gives it a few seconds."""
+    """A saver whose last save is durable when the block ends; a block that raises waits `GRACE_S` for it."""
     saver = Saver(learner, directory, section)
     try:
         yield saver
     except BaseException:
-        with suppress(Exception):  # what ended the block matters more; the checkpoint before this one is there
+        with suppress(Exception):  # the block's own error matters more, and the previous checkpoint is complete
             saver.wait(GRACE_S)
         raise
     saver.wait()
 
 
 def restore_newest(learner: Learner, directory: Path, say: Callable[[str], None]) -> Cursor:
-    """Load the newest intact checkpoint, if there is any, and return where the run stands. Collective.
+    """Load the newest intact checkpoint, if there is one, and return its cursor. Collective.
 
-    Damaged ones are named, through `say`, and set aside. Raises UserError when there are some but all are damaged:
-    starting over is not something to do silently.
+    Damaged ones are reported through `say` and renamed. Raises UserError when all checkpoints are damaged, since the
+    run would silently start over.
     """
     if learner.ranks.rank == 0:
         for leftover in directory.glob(resumable(Path(NAME)).name):  # of a save that was killed
@@ -120,23 +120,23 @@ def restore_newest(learner: Learner, directory: Path, say: Callable[[str], None]
         if damaged:
             raise UserError(
                 f"every checkpoint in {directory} is damaged ({damaged[0][1]}); restore one from a copy, or remove "
-                "them all to train again from the run's first stage, whose responses are kept"
+                "them all to restart training at the run's first stage, whose responses are kept"
             )
         return Cursor()
     if learner.ranks.rank == 0:
         for path, damage in damaged:
             path.rename(path.with_name(f"{path.name}.damaged"))
-            say(f"{damage}; the run goes on from {candidate.name}")
+            say(f"{damage}; the run resumes from {candidate.name}")
     return Cursor(**checkpoint.load(learner, candidate))
 
 
 def newest_cursor(directory: Path) -> Cursor:
-    """Where the newest complete checkpoint stands; the beginning without one."""
+    """The newest complete checkpoint's cursor; the run's start without one."""
     for candidate in reversed(complete(directory)):
         try:
             return Cursor(**read_state(candidate)["cursor"])
         except UserError:
-            continue  # `restore_newest` names it
+            continue  # `restore_newest` reports it
     return Cursor()
 
 

@@ -1,4 +1,4 @@
-"""The cursor: where a run stands between its stages of µ updates, and what comes next."""
+"""The cursor: which update of which stage of a run comes next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """The next thing to do: optimizer update `age` of stage `stage`.
+    """The next optimizer update: `age` of stage `stage`.
 
     `age` counts the updates already taken on the stage's responses, so it is also how stale they are. A run is finished
     after S µ updates; where stages end early, it takes more than S stages to get there.
@@ -19,17 +19,17 @@ class Cursor:
     stage: int = 0
     age: int = 0
     updates: int = 0
-    """Optimizer updates taken since the run began; the weight version that the engine serves."""
+    """Optimizer updates taken since the run began; the version of the weights that the engines get."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
-        return self.updates >= total_updates(schedule)
+        return self.updates >= schedule.total_updates
 
     def stage_updates(self, schedule: ScheduleSection) -> int:
-        """Updates that the stage's responses are generated for: µ, or what is left of the run."""
-        return min(schedule.updates_per_stage, total_updates(schedule) - self._before_stage)
+        """Updates that the stage's responses are generated for: µ, or the run's remaining ones."""
+        return min(schedule.updates_per_stage, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
-        """Places in the run's prompt order that the stage samples: from where the updates before it ended.
+        """Positions in the run's prompt order that the stage samples: they start where the last stage's ended.
 
         S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order.
         """
@@ -37,13 +37,13 @@ class Cursor:
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
 
     def advanced(self, schedule: ScheduleSection, ends_stage: bool = False) -> Cursor:
-        """The cursor after one more update, which ends the stage when it is its last or when `ends_stage` says so."""
+        """The cursor after one more update, which ends the stage when it is the last one or with `ends_stage`."""
         if ends_stage or self.age + 1 >= self.stage_updates(schedule):
             return Cursor(self.stage + 1, 0, self.updates + 1)
         return Cursor(self.stage, self.age + 1, self.updates + 1)
 
     def due(self, every: int) -> bool:
-        """Whether the stage's `every`-th update was just taken, or a multiple of it; never for 0, nor at its ends."""
+        """Whether a multiple of `every` updates of the stage are taken; False for `every` = 0 and at a stage's ends."""
         return every > 0 and self.age > 0 and self.age % every == 0
 
     @property
@@ -51,11 +51,6 @@ class Cursor:
         return self.updates - self.age
 
 
-def total_updates(schedule: ScheduleSection) -> int:
-    """S µ: optimizer updates of the whole run."""
-    return schedule.stages * schedule.updates_per_stage
-
-
 def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
-    """Whether an update's metrics say that the stage's responses are too stale to go on with."""
+    """Whether an update's metrics say that the stage's responses are too stale to continue with."""
     return metrics["ess"] < schedule.min_ess or metrics["vetoed_fraction"] > schedule.max_vetoed

@@ -1,4 +1,4 @@
-"""The run directory: its layout, its lock, and the recipe that it belongs to."""
+"""The run directory: its layout, its lock, and the recipe of its run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
 WRITTEN = ("recipe.toml", "branch.json", "summary.json", "hf")
-"""What only the holder of the lock writes into a run directory, so that it may remove what a killed one left of it."""
+"""Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where everything of a run lies; other tools rely on these names."""
+    """The paths of a run's files; other tools rely on these names."""
 
     path: Path
 
@@ -49,16 +49,16 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def poisoned(self, stage: int, age: int) -> Path:
-        """The batch of the last of too many skipped updates."""
+        """The batch of the update that ended the run, the last of too many skipped ones."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
     @property
     def references(self) -> Path:
-        """Where `reference` lies: not in a stage's directory, whose files branches share, as it belongs to this run."""
+        """The directory of `reference`; outside the stages' directories, since branches share those."""
         return self.path / "reference"
 
     def reference(self, stage: int, age: int) -> Path:
-        """Logprobs of a few updates' samples under the policy that update `age` of the stage began with."""
+        """Logprobs of some updates' samples under the policy before update `age` of the stage."""
         return self.references / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def behaviour(self, stage: int) -> Path:
@@ -67,10 +67,10 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or re-enter `run.dir`, hold its lock while the block runs, and leave the resolved recipe in it.
+    """Create or open `run.dir`, hold its lock while the block runs, and write the resolved recipe.
 
-    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe differs
-    in what is computed.
+    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe computes
+    something else.
     """
     directory = RunDirectory(recipe.run.dir)
     try:
@@ -104,7 +104,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def differing(old: Recipe, new: Recipe) -> list[str]:
-    """The keys, as `section.key`, that say something else about what is computed."""
+    """The keys, as `section.key`, that differ between the recipes and change what is computed."""
     return [
         f"{name}.{key}"
         for name in Recipe.model_fields

@@ -1,4 +1,4 @@
-"""What a rank that leads an engine has, and how often its engine failed it."""
+"""What an engine leader has: its engine, the verifier and the problems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 
 @dataclass
 class Generator:
-    """An engine, the verifier that scores its responses, and the problems."""
+    """An engine leader's engine, verifier and problems, with a count of the engine's failures."""
 
     slot: EngineSlot
     engine: Engine
@@ -28,14 +28,14 @@ class Generator:
     tokenizer: PreTrainedTokenizerBase
     problems: PreparedData
     failure: EngineFailure | None = None
-    """The last failure that nobody has been told of yet."""
+    """The last failure that is not reported yet."""
     failures_in_a_row: int = 0
     """Failures without a finished group between them."""
     checked: bool = False
     """Whether this engine's weights were compared with the learner's after a sync."""
 
     def failed(self, failure: EngineFailure) -> None:
-        """Take note of a failure."""
+        """Record a failure."""
         self.failure = failure
         self.failures_in_a_row += 1
         self.checked = False
@@ -55,22 +55,11 @@ def start(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> tup
 
 
 def first_start_problem(engine: Engine) -> str:
-    """Why the engine does not come up at the run's start, empty when it does; a matter of recipe or machine."""
+    """Why the engine does not start, empty when it does. At a run's start the cause is the recipe or the machine."""
     try:
         engine.wait_ready()
     except EngineFailure as failure:
         errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         cause = errors[-1] if errors else str(failure).splitlines()[0]
-        return (
-            f"the engine does not start ({cause}): check the recipe's engine section; "
-            f"all that it said is in {engine.log}"
-        )
+        return f"the engine does not start ({cause}): check the recipe's engine section; its output is in {engine.log}"
     return ""
-
-
-def sleep_engine(generator: Generator) -> None:
-    """Let the engine give its device back; one that fails at it is ended, which gives the device back as well."""
-    try:
-        generator.engine.sleep()
-    except EngineFailure as failure:
-        generator.failed(failure)

@@ -33,52 +33,36 @@ from mugrpo_megatron.weights.sync import Bridge, build_bridge
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that the phases of a run work with."""
+    """What every phase needs: the recipe, where it writes, the other ranks, and a request to stop."""
 
     recipe: Recipe
     directory: RunDirectory
-    learner: Learner
-    bridge: Bridge
-    generator: Generator | None
-    """None on ranks that lead no engine."""
-    engines: int
-    """Engines of the whole world."""
-    cursor: Cursor
-    """Where the newest complete checkpoint stands."""
-    saver: Saver
+    world: World
     log: MetricLog
     display: Display
+    saver: Saver
     stop: StopRequest
-    world: World
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes metrics and checkpoints and talks."""
-        return self.learner.ranks.rank == 0
+        """True on the one rank that writes metrics and checkpoints and prints."""
+        return self.world.ranks.rank == 0
 
     @property
     def evaluates_every(self) -> int:
         """Updates between two evaluations inside a stage; 0 for none, as in a run without engines."""
-        return self.recipe.eval.every_updates if self.engines else 0
+        return self.recipe.eval.every_updates if self.world.engines else 0
 
-    def stage_store(self, stage: int) -> StageStore:
-        """The stage on disk; what this rank's engine generates goes to shards of its own."""
-        return StageStore(self.directory.stage(stage), self.generator.slot.number if self.generator else 0)
-
-    def wait_for_leader(self) -> None:
-        """All ranks leave together, once rank 0 has written what the others are to read."""
-        self.world.barrier()
-
-    def any_rank(self, *flags: bool) -> list[bool]:
-        """For each flag whether it is set on any rank: the same answers everywhere. Collective."""
-        return self.world.any_rank(*flags)
+    def stage_store(self, stage: int, writer: int = 0) -> StageStore:
+        """The stage on disk; each rank that generates into it is a `writer` of its own."""
+        return StageStore(self.directory.stage(stage), writer)
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
-        """`log.phase` that the other ranks hear of, and that names itself when ranks lose each other."""
+        """`log.phase` that every rank's heartbeat and the errors of lost ranks name."""
         with (
             self.log.phase(phase, cursor.stage) as facts,
-            named_phase(self.learner.ranks, f"{phase} of stage {cursor.stage}"),
+            named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"),
         ):
             yield facts
 
@@ -86,16 +70,31 @@ class Run:
         return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
 
 
+@dataclass(frozen=True)
+class Engines:
+    """What a rank needs to sync all engines and to run its own."""
+
+    bridge: Bridge
+    """Carries the learner's weights to the engines."""
+    generator: Generator | None
+    """None on a rank that leads no engine."""
+
+    @property
+    def writer(self) -> int:
+        """This rank's writer number in a stage store: its engine's number."""
+        return self.generator.slot.number if self.generator else 0
+
+
 def rank_of_environment() -> int:
-    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
+    """This process's rank as torchrun sets it, before any process group exists; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 @contextmanager
-def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
-    """Check everything that can be checked on paper, start engines and learner, resume.
+def open_run(recipe: Recipe, generates: bool = True) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
+    """Check everything that can be checked on paper, start engines and learner, resume at the newest checkpoint.
 
-    On CPU both load side by side. A GPU may not hold both: there the learner loads first and gives it up to the engine.
+    On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
     With `generates` false there is neither engine nor verifier, and no problems are read.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
@@ -118,7 +117,7 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
             learner = build_learner(recipe)
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
-            world = open_world(learner.ranks, recipe.run.collective_timeout_s)
+            world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0)
             cursor = restore_newest(learner, directory.checkpoints, display.say if is_main else lambda damage: None)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint))
             chunks = [policy(chunk) for chunk in learner.chunks]
@@ -127,22 +126,22 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
             if slot and cuda:
                 for part in PARTS:
                     offload(learner, part)
-                world.barrier()  # an engine takes the devices of several ranks
+                world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
                 equipment = start(recipe, directory.logs, slot, stack) if slot.leads_engine else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
             _wait_for_first_start(generator, world)
             if generator and (cuda or recipe.engine.between_stages == "sleep"):
-                generator.engine.sleep()  # its share of the device is the learner's until the first sync
+                generator.engine.sleep()  # frees device memory for the learner until the first sync
             world.barrier()
             reload(learner)
         for note in problems.notes if problems else ():
             display.say(note)
-        engines = slot.engines if slot else 0
-        yield Run(recipe, directory, learner, bridge, generator, engines, cursor, saver, log, display, stop, world)
+        run = Run(recipe, directory, world, log, display, saver, stop)
+        yield run, learner, Engines(bridge, generator), cursor
 
 
 def _wait_for_first_start(generator: Generator | None, world: World) -> None:
-    """Wait for every engine of the world; UserError on every rank when one of them never came up."""
+    """Wait for every engine of the world; UserError on every rank when one of them does not start."""
     problem = first_start_problem(generator.engine) if generator else ""
     world.barrier()
     for rank, found in enumerate(world.gather(problem)):

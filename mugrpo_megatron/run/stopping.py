@@ -1,4 +1,4 @@
-"""Leaving on request: SIGTERM asks, the run answers at its next safe place, with everything on disk."""
+"""Graceful shutdown: after SIGTERM the run saves at its next safe point and exits with 0."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from types import FrameType
 
 
 class Stopped(Exception):
-    """The run left because it was asked to; the same command continues it."""
+    """The run stopped on request, with everything saved; the same command continues it."""
 
 
 @dataclass
 class StopRequest:
-    """Whether somebody asked this process to stop."""
+    """Whether this process was asked to stop."""
 
     asked: bool = False
 
 
 @contextmanager
 def listening_for_sigterm() -> Iterator[StopRequest]:
-    """Turn SIGTERM (pre-emption, a scheduler's time limit) into a request for as long as the block runs."""
+    """Turn SIGTERM (pre-emption, a scheduler's time limit) into a request while the block runs."""
     request = StopRequest()
 
     def ask(number: int, frame: FrameType | None) -> None:

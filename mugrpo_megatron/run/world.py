@@ -1,4 +1,4 @@
-"""All ranks of a run together: waiting, agreeing, telling each other small things. A world of one does none of it."""
+"""What the ranks of a run do together outside the learner: barriers, reductions, gathers, shared counters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """What ranks do together outside the learner; every method is collective unless it says otherwise."""
+    """All ranks of a run; every method is collective unless it says otherwise. A world of one communicates nothing."""
 
     ranks: Ranks
     group: dist.ProcessGroup | None
     """All ranks over gloo, also where the learner's collectives run over NCCL; None in a world of one."""
+    engines: int
+    """Engines of all ranks together; 0 in a run that does not generate."""
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank is here, for as long as all of them live; `meanwhile` is called again and again."""
+        """Wait until every rank is here, as long as all of them are alive; `meanwhile` is called repeatedly."""
         if self.ranks.heartbeat:
             self.ranks.heartbeat.barrier(meanwhile)
 
@@ -58,8 +60,8 @@ class World:
         return self.ranks.heartbeat.ask(lambda store: store.add(counter, amount))
 
 
-def open_world(ranks: Ranks, timeout_s: float) -> World:
-    """The world of ranks that the learner's groups already connect."""
+def open_world(ranks: Ranks, timeout_s: float, engines: int) -> World:
+    """The world of the ranks that the learner's process groups already connect."""
     if ranks.world == 1:
-        return World(ranks, None)
-    return World(ranks, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
+        return World(ranks, None, engines)
+    return World(ranks, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), engines)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
-from mugrpo_megatron.commands.eval import Benchmark, Record, run, settings_of, table
+from mugrpo_megatron.commands.eval import Evaluation, Record, run, settings_of, table
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
@@ -61,7 +61,7 @@ def test_the_table_can_be_pasted() -> None:
     four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
     two = [graded(n, float(n % 2)) for n in range(8)]
     sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
-    lines = table(Benchmark(sets, {"one": 1.0, "two": 0.0})).splitlines()
+    lines = table(Evaluation(sets, {"one": 1.0, "two": 0.0})).splitlines()
     assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
     assert lines[2].startswith("| one | 8 | 2 | 75.0 [")
     assert lines[3].startswith("| two | 8 | 4 | 100.0 [")
@@ -71,7 +71,7 @@ def test_the_table_can_be_pasted() -> None:
 
 def test_mean_rewards_are_no_percentages() -> None:
     sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
-    assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Benchmark(sets, {"one": 1.0}))
+    assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Evaluation(sets, {"one": 1.0}))
 
 
 class Parrot:

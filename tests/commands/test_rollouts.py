@@ -71,7 +71,7 @@ def test_only_the_token_that_lost_its_mass_is_a_trigger(
 ) -> None:
     samples = StageStore(run_dir / "stages" / "00000").read_update(0)
     objective = load_recipe(run_dir / "recipe.toml", [f"objective.veto={scope}"]).objective
-    looked = LaterPolicy(model, temperature=1.0).look(samples, np.array([1.0, -1.0] * PROMPTS), objective)
+    looked = LaterPolicy(model, temperature=1.0).assess(samples, np.array([1.0, -1.0] * PROMPTS), objective)
     for right, wrong in zip(looked[::2], looked[1::2], strict=True):
         np.testing.assert_allclose(right.log_ratio, 0, atol=1e-5)
         assert not right.dropped.any()
@@ -120,7 +120,7 @@ def test_a_group_is_printed_with_its_triggers_marked(
 
 
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         browse(tmp_path, None, Selection(), None)
     with pytest.raises(UserError, match="stage 3 holds nothing"):
         browse(run_dir, 3, Selection(), None)

@@ -34,7 +34,7 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
     )
     assert "mugrpo optimize" in mugrpo("generate", recipe, "--stage", "0").stdout
     generate_alone(load_recipe(recipe), None)  # returns at once: a sealed stage is not generated twice
-    with pytest.raises(UserError, match="stands at stage 0"):
+    with pytest.raises(UserError, match="is at stage 0"):
         generate_alone(load_recipe(recipe), 1)
     mugrpo("optimize", recipe)
     assert (tmp_path / "run" / "hf" / "model.safetensors").exists()
@@ -84,12 +84,12 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, 
     [
         (None, "run", [], "needs --stage"),
         (7, "run", [], "no sealed stage 7"),
-        (0, "nowhere", [], "no run directory"),
+        (0, "nowhere", [], "not a run directory"),
         (0, "run", ["rollout.temperature=0.5"], "rollout.temperature"),
         (0, "run", ["run.seed=9"], "run.seed"),
         (0, "run", ["data.generated_problems=7"], "data.generated_problems"),
         (0, "run", ["reward.format_weight=0.5"], "reward.format_weight"),
-        (0, "run", ["run.dir={run}"], "holds a run already"),
+        (0, "run", ["run.dir={run}"], "already holds a run"),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused(

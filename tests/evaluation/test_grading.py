@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import pytest
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.grading import Graded, grade, measure_of, prompts_of, summarize
+from mugrpo_megatron.evaluation.scoring import scored
 from mugrpo_megatron.recipe.sections import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
@@ -21,9 +22,9 @@ def response(text: str, finish_reason: str = "stop") -> Response:
     return Response(ids, np.zeros(len(ids), dtype=np.float32), finish_reason, 0)
 
 
-def backwards(prompts: Iterable[Prompt], n: int) -> Iterator[tuple[Prompt, list[Response]]]:
+def backwards(prompts: list[Prompt], n: int) -> Iterator[tuple[Prompt, list[Response]]]:
     """An engine that finishes last what came first: sample j is right for problems above j, cut for problem 5."""
-    for prompt in reversed(list(prompts)):
+    for prompt in reversed(prompts):
         right = int(prompt.problem.answer)
         reason = "length" if right == 6 else "stop"
         yield prompt, [response(str(right if right > j + 1 else -1), reason) for j in range(n)]
@@ -32,7 +33,7 @@ def backwards(prompts: Iterable[Prompt], n: int) -> Iterator[tuple[Prompt, list[
 def test_every_problem_is_graded_once_with_its_own_answers() -> None:
     prompts = prompts_of(PROBLEMS, TOKENIZER, "plain", 10)
     with Verifier(RewardSection()) as verifier:
-        found = {g.problem.id: g for g in grade(backwards, verifier, TOKENIZER, prompts, 3)}
+        found = {g.prompt.problem.id: grade(g) for g in scored(backwards(prompts, 3), verifier, TOKENIZER)}
     assert sorted(found) == [p.id for p in PROBLEMS]
     assert [sum(found[p.id].rewards) for p in PROBLEMS] == [0, 1, 2, 3, 3, 3]
     assert found["sums:2"].texts == ["3", "3", "-1"] == found["sums:2"].answers

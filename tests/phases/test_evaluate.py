@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, open_log, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
@@ -24,13 +24,19 @@ from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_weig
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import EvalSection, TrackSection
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.stopping import Stopped, StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
+from mugrpo_megatron.weights.sync import Bridge
 
 TOKENIZER = build_arithmetic_tokenizer()
+LEARNER = cast(Learner, None)
+"""Only syncing and resting the engines needs it, which these tests replace."""
 SETS = {"two": 6, "four": 5, "other": 4}
 RECIPE = Recipe.model_validate(
     {
@@ -88,9 +94,13 @@ class Stand:
     """A run that stands in a stage, with an engine that is `engine`."""
 
     run: Run
+    engines: Engines
     engine: Oracle
     saver: Saved
     syncs: list[int]
+
+    def evaluate(self, cursor: Cursor) -> None:
+        evaluate_weights(self.run, LEARNER, self.engines, cursor)
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -131,38 +141,22 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
         generator.failure, generator.failures_in_a_row = failure, generator.failures_in_a_row + 1
 
     generator.failed = failed
-    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, presence=None))
-    run = SimpleNamespace(
-        recipe=RECIPE,
-        generator=generator,
-        engines=1,
-        evaluates_every=RECIPE.eval.every_updates,
-        leads=True,
-        learner=SimpleNamespace(ranks=ranks),
-        world=World(ranks, None),
-        log=log,
-        display=Display(None, None),
-        stop=StopRequest(),
-        saver=saver,
-        directory=SimpleNamespace(path=tmp_path, checkpoints=tmp_path / "checkpoints"),
-    )
-    run.any_rank = run.world.any_rank
+    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
+    directory = RunDirectory(tmp_path)
+    world = World(ranks, None, engines=1)
+    run = Run(RECIPE, directory, world, log, Display(None, None), cast(Saver, saver), StopRequest())
 
-    def phase(name: str, cursor: Cursor) -> AbstractContextManager[dict[str, float]]:
-        return log.phase(name, cursor.stage)
-
-    def sync(run: Run, cursor: Cursor) -> None:
+    def sync(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
         engine.running = True
         syncs.append(cursor.updates)
 
-    run.phase = phase
     monkeypatch.setattr(evaluate, "sync_weights", sync)
-    monkeypatch.setattr(evaluate, "sleep_engines", lambda run: None)
-    return Stand(cast(Run, run), engine, saver, syncs)
+    monkeypatch.setattr(evaluate, "sleep_engines", lambda run, learner, engines: None)
+    return Stand(run, Engines(cast(Bridge, None), cast(Generator, generator)), engine, saver, syncs)
 
 
 def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None:
-    evaluate_weights(stand.run, Cursor(1, 3, 11))
+    stand.evaluate(Cursor(1, 3, 11))
     (row,) = stand.rows
     assert (row["stage"], row["update"], row["age"]) == (1, 11, 3)
     assert [row[f"accuracy/{name}"] for name in (*SETS, "mean")] == [1.0, 0.0, 0.0, pytest.approx(1 / 3)]
@@ -186,33 +180,33 @@ def test_sets_that_are_sampled_alike_are_asked_together() -> None:
 def test_evaluations_inside_a_stage_are_due_at_multiples_and_not_at_its_ends(stand: Stand) -> None:
     cursors = [Cursor(2, age, 40 + age) for age in range(10)] + [Cursor(3, 0, 50)]
     for cursor in cursors:
-        evaluate_inside_stage(stand.run, cursor)
+        evaluate_inside_stage(stand.run, LEARNER, stand.engines, cursor)
     assert [(row["update"], row["age"]) for row in stand.rows] == [(43, 3), (46, 6), (49, 9)]
     assert stand.syncs == [43, 46, 49]
 
 
 def test_the_same_weights_are_evaluated_once(stand: Stand) -> None:
     for _ in range(2):
-        evaluate_weights(stand.run, Cursor(1, 3, 11))
+        stand.evaluate(Cursor(1, 3, 11))
     assert len(stand.rows) == len(stand.syncs) == 1
 
 
 @pytest.mark.parametrize("lives", [[0], [7], [0, 3], [8, 8]])
 def test_engines_that_fail_are_restarted_until_every_problem_is_answered(stand: Stand, lives: list[int]) -> None:
     stand.engine.lives = list(lives)
-    evaluate_weights(stand.run, Cursor(1, 3, 11))
+    stand.evaluate(Cursor(1, 3, 11))
     assert len(stand.syncs) == 1 + len(lives)
     assert stand.failures == len(lives)
     (row,) = stand.rows
     assert row["accuracy/two"] == 1.0
-    assert stand.run.generator
-    assert stand.run.generator.failures_in_a_row == 0
+    assert stand.engines.generator
+    assert stand.engines.generator.failures_in_a_row == 0
 
 
 def test_an_engine_that_keeps_failing_ends_the_run(stand: Stand) -> None:
     stand.engine.lives = [7] * RECIPE.engine.max_failures
     with pytest.raises(EngineFailure, match="it died"):
-        evaluate_weights(stand.run, Cursor(1, 3, 11))
+        stand.evaluate(Cursor(1, 3, 11))
     assert stand.rows == []
 
 
@@ -224,7 +218,7 @@ def test_a_request_to_stop_is_answered_with_the_state_saved_and_nothing_logged(s
 
     stand.engine.answering = ask
     with pytest.raises(Stopped):
-        evaluate_weights(stand.run, Cursor(1, 3, 11))
+        stand.evaluate(Cursor(1, 3, 11))
     assert stand.rows == []
     assert len(asked) == 4
     assert stand.saver.cursors == [Cursor(1, 3, 11)]
@@ -237,6 +231,6 @@ def test_a_request_that_comes_with_the_last_answer_loses_no_evaluation(stand: St
         stand.run.stop.asked = len(asked) == sum(SETS.values()) - 1
 
     stand.engine.answering = ask
-    evaluate_weights(stand.run, Cursor(1, 3, 11))
+    stand.evaluate(Cursor(1, 3, 11))
     assert len(stand.rows) == 1
     assert stand.saver.cursors == []

@@ -59,6 +59,7 @@ def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
 
 
 EVERY = 2
+LEARNER: Any = None
 
 
 class Refreshed:
@@ -80,7 +81,6 @@ class Refreshed:
         self.run: Any = SimpleNamespace(
             recipe=recipe,
             directory=self.directory,
-            learner=None,
             is_main=True,
             log=SimpleNamespace(phase=lambda *_: nullcontext()),
             display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
@@ -95,7 +95,7 @@ class Refreshed:
 
     def take(self, age: int) -> list[Sample]:
         self.updates_taken = age
-        refresh_reference(self.run, self.store, Cursor(0, age, age))
+        refresh_reference(self.run, LEARNER, self.store, Cursor(0, age, age))
         return read_update(self.run, self.store, Cursor(0, age, age))
 
     def save(self, age: int) -> None:

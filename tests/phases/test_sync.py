@@ -10,6 +10,7 @@ import pytest
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.phases import sync
 from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines
 from mugrpo_megatron.weights.check import WeightMismatch
 
 
@@ -19,7 +20,6 @@ class Run:
     def __init__(self, mode: str, other_is_due: bool = False) -> None:
         self.recipe = SimpleNamespace(engine=SimpleNamespace(check_weights=mode))
         self.generator: Generator | None = Generator(*[None] * 5)  # type: ignore[arg-type]
-        self.bridge = SimpleNamespace(staging=None)
         self.said: list[str] = []
         self.display = SimpleNamespace(say=self.said.append)
         self._other = other_is_due
@@ -46,7 +46,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def synced(run: Run, engine: Any) -> dict[str, float]:
     facts: dict[str, float] = {}
-    sync._check_weights(run, engine, facts)  # type: ignore[arg-type]
+    engines = Engines(SimpleNamespace(staging=None), run.generator)  # type: ignore[arg-type]
+    sync._check_weights(run, engines, engine, facts)  # type: ignore[arg-type]
     return facts
 
 

@@ -105,7 +105,7 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_resumes(
     [(cursor, [said], left)] = run_ranks(1, resume, model, copied)
     assert cursor == Cursor(0, 2)
     assert file in said
-    assert "goes on from stage00000-age00002" in said
+    assert "resumes from stage00000-age00002" in said
     assert left == saved[1], "updates 2 and 3 as in the unbroken run"
     assert (copied / "stage00001-age00000.damaged").is_dir(), "set aside, not removed"
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe.sections import ScheduleSection
-from mugrpo_megatron.run.cursor import Cursor, stage_exhausted, total_updates
+from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
 
 schedules = st.builds(ScheduleSection, stages=st.integers(1, 6), updates_per_stage=st.integers(1, 6))
 endings = st.lists(st.booleans(), min_size=36, max_size=36)
@@ -26,13 +26,13 @@ def visited(schedule: ScheduleSection, ends: list[bool]) -> list[Cursor]:
 def test_stages_of_full_length_are_s_stages_of_mu_updates(schedule: ScheduleSection) -> None:
     cursors = visited(schedule, [False] * 36)
     mu = schedule.updates_per_stage
-    assert cursors == [Cursor(k // mu, k % mu, k) for k in range(total_updates(schedule) + 1)]
+    assert cursors == [Cursor(k // mu, k % mu, k) for k in range(schedule.total_updates + 1)]
 
 
 @given(schedules, endings)
 def test_every_update_is_taken_once_however_early_stages_end(schedule: ScheduleSection, ends: list[bool]) -> None:
     cursors = visited(schedule, ends)
-    assert [cursor.updates for cursor in cursors] == list(range(total_updates(schedule) + 1))
+    assert [cursor.updates for cursor in cursors] == list(range(schedule.total_updates + 1))
     for before, after in pairwise(cursors):
         assert before.age < before.stage_updates(schedule) <= schedule.updates_per_stage
         last = ends[before.updates] or before.age + 1 == before.stage_updates(schedule)
@@ -49,7 +49,7 @@ def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
         positions = cursor.stage_positions(schedule, prompts)
         assert len(positions) == cursor.stage_updates(schedule) * prompts
         taken += positions[cursor.age * prompts : (cursor.age + 1) * prompts]
-    assert taken == list(range(total_updates(schedule) * prompts))
+    assert taken == list(range(schedule.total_updates * prompts))
 
 
 def test_a_stage_is_worn_out_by_either_bound() -> None:

@@ -1,0 +1,94 @@
+"""The pipeline from responses to scored groups, with a verifier whose scores come when a test says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.evaluation.scoring import Group, Scorer
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.rewards.scores import Pending, Score
+from mugrpo_megatron.samples import Problem, Prompt, Response
+
+TOKENIZER = build_arithmetic_tokenizer()
+
+
+class Slow:
+    """A verifier that scores a submission when a test calls `finish`; the score is the length of the text."""
+
+    def __init__(self) -> None:
+        self.submitted: list[tuple[Pending, list[str], list[str]]] = []
+
+    def submit(self, responses: Sequence[str], golds: Sequence[str]) -> Pending:
+        pending = Pending(len(responses))
+        self.submitted.append((pending, list(responses), list(golds)))
+        return pending
+
+    def finish(self, place: int) -> None:
+        pending, responses, _ = self.submitted[place]
+        for i, response in enumerate(responses):
+            pending.put(i, Score(float(len(response)), response, "", 0.0))
+
+
+@pytest.fixture
+def verifier() -> Slow:
+    return Slow()
+
+
+@pytest.fixture
+def scorer(verifier: Slow) -> Scorer:
+    return Scorer(cast(Verifier, verifier), TOKENIZER)
+
+
+def group(index: int, *texts: str) -> Group:
+    problem = Problem(f"p{index}", "?", f"gold {index}")
+    ids = [np.array([*TOKENIZER.encode(text), TOKENIZER.eos_token_id], dtype=np.int32) for text in texts]
+    return Prompt(index, problem, [1]), [Response(i, np.zeros(len(i), dtype=np.float32), "stop", 0) for i in ids]
+
+
+def test_groups_are_yielded_as_their_scores_come_and_in_the_order_of_sampling(verifier: Slow, scorer: Scorer) -> None:
+    sampling: list[int] = []
+
+    def groups() -> Iterator[Group]:
+        for index in range(4):
+            sampling.append(index)
+            yield group(index, "12", "3")
+            if index == 1:
+                verifier.finish(1)  # out of order
+            if index == 2:
+                verifier.finish(0)
+
+    during = scorer.during(groups())
+    assert [(next(during).prompt.index, len(sampling)), (next(during).prompt.index, len(sampling))] == [(0, 4), (1, 4)]
+    assert list(during) == [], "it waits for no score"
+    verifier.finish(2)
+    verifier.finish(3)
+    assert [one.prompt.index for one in scorer.rest()] == [2, 3]
+    assert list(scorer.rest()) == []
+
+
+def test_a_group_carries_its_texts_its_scores_and_its_tokens(verifier: Slow, scorer: Scorer) -> None:
+    assert list(scorer.during([group(5, "123", "4")])) == []
+    ((_, texts, golds),) = verifier.submitted
+    assert (texts, golds) == (["123", "4"], ["gold 5"] * 2)
+    verifier.finish(0)
+    (one,) = scorer.rest()
+    assert (one.prompt.index, one.texts, [score.reward for score in one.scores]) == (5, ["123", "4"], [3.0, 1.0])
+    assert one.tokens == 3 + 1 + 2
+    assert [len(response.ids) for response in one.responses] == [4, 2]
+
+
+def test_what_ends_the_source_ends_the_pipeline_and_keeps_what_was_submitted(verifier: Slow, scorer: Scorer) -> None:
+    def dies() -> Iterator[Group]:
+        yield group(0, "1")
+        raise EngineFailure("it died")
+
+    with pytest.raises(EngineFailure, match="it died"):
+        list(scorer.during(dies()))
+    verifier.finish(0)
+    assert [one.prompt.index for one in scorer.rest()] == [0]

@@ -1,0 +1,181 @@
+"""Generation of a stage with an engine that does as told: what reaches the disk when it fails or the run is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.data.prompts import FittingPrompts
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, open_log, read_rows
+from mugrpo_megatron.observe.progress import Display
+from mugrpo_megatron.phases.generate import generate, stage_prompt
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.sections import TrackSection
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.checkpoints import Saver
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.stopping import Stopped, StopRequest
+from mugrpo_megatron.run.world import World
+from mugrpo_megatron.samples import Problem, Prompt, Response
+from mugrpo_megatron.weights.sync import Bridge
+
+TOKENIZER = build_arithmetic_tokenizer()
+UPDATES, PROMPTS, RESPONSES = 3, 4, 2
+GROUPS = UPDATES * PROMPTS
+RECIPE = Recipe.model_validate(
+    {
+        "reward": {"workers": 1},
+        "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES},
+        "schedule": {"stages": 2, "updates_per_stage": UPDATES},
+        "engine": {"max_failures": 2},
+    }
+)
+PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins") for n in range(2 * GROUPS)]
+CURSOR = Cursor(1, 0, UPDATES)
+
+
+@dataclass
+class Oracle:
+    """An engine that answers every problem with 1 and 0, in this order; the later prompt of two first."""
+
+    dies_after: int = 10**9
+    """Groups that it finishes before it dies, once."""
+    running: bool = True
+    finished: int = 0
+    answering: Callable[[], None] = field(default=lambda: None)
+
+    def generate_from(
+        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling
+    ) -> Iterator[tuple[Prompt, list[Response]]]:
+        while prompts := take(0, 1):
+            for prompt in reversed(prompts):
+                if self.finished == self.dies_after:
+                    self.dies_after, self.running = 10**9, False
+                    raise EngineFailure("it died")
+                self.finished += 1
+                self.answering()
+                ids = [np.array(TOKENIZER.encode(answer), dtype=np.int32) for answer in "10"]
+                yield prompt, [Response(i, np.zeros(1, dtype=np.float32), "stop", 3) for i in ids]
+
+
+@dataclass
+class Stand:
+    run: Run
+    engines: Engines
+    engine: Oracle
+
+    def generate(self) -> None:
+        generate(self.run, self.engines, self.run.stage_store(CURSOR.stage), CURSOR)
+
+    @property
+    def on_disk(self) -> set[int]:
+        return self.run.stage_store(CURSOR.stage).present()
+
+    @property
+    def failures(self) -> int:
+        return sum(row["kind"] == "event" for row in read_rows(self.run.directory.path / FILE_NAME))
+
+
+@pytest.fixture(scope="module")
+def verifier() -> Iterator[Verifier]:
+    with Verifier(RECIPE.reward) as verifier:
+        yield verifier
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[MetricLog]:
+    with open_log(tmp_path, TrackSection(tensorboard=False)) as log:
+        yield log
+
+
+@pytest.fixture
+def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
+    engine = Oracle()
+    problems: Any = SimpleNamespace(train=FittingPrompts(PROBLEMS, [[1]] * len(PROBLEMS), 0))
+    slot: Any = SimpleNamespace(number=0)
+    generator = Generator(slot, cast(Any, engine), verifier, TOKENIZER, problems)
+    ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
+    saver = cast(Saver, None)
+    world = World(ranks, None, engines=1)
+    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, StopRequest())
+    return Stand(run, Engines(cast(Bridge, None), generator), engine)
+
+
+def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
+    stand.generate()
+    stage = stand.run.stage_store(CURSOR.stage)
+    samples = [sample for update in range(stage.updates) for sample in stage.read_update(update)]
+    assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
+    generator = stand.engines.generator
+    assert generator
+    prompts = [stage_prompt(RECIPE, generator.problems, CURSOR, group) for group in range(GROUPS)]
+    assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]
+    golds = [float(prompt.problem.answer) for prompt in prompts]
+    assert [(a.reward, b.reward) for a, b in zip(samples[::2], samples[1::2], strict=True)] == [
+        (gold, 1 - gold) for gold in golds
+    ]
+
+
+@pytest.mark.parametrize("finished", [0, 1, GROUPS - 1])
+def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(stand: Stand, finished: int) -> None:
+    stand.engine.dies_after = finished
+    stand.generate()
+    assert not stand.run.stage_store(CURSOR.stage).sealed
+    assert len(stand.on_disk) == finished
+    assert stand.failures == 1
+    stand.generate()  # it does not run, so nothing is added
+    assert len(stand.on_disk) == finished
+    stand.engine.running = True
+    stand.generate()
+    assert stand.run.stage_store(CURSOR.stage).sealed
+    assert stand.engine.finished == GROUPS
+
+
+def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stand: Stand) -> None:
+    for failures in range(RECIPE.engine.max_failures):
+        stand.engine.dies_after, stand.engine.running = 0, True
+        if failures == RECIPE.engine.max_failures - 1:
+            with pytest.raises(EngineFailure, match="it died"):
+                stand.generate()
+        else:
+            stand.generate()
+    assert stand.on_disk == set()
+
+
+def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_open(stand: Stand) -> None:
+    def ask() -> None:
+        stand.run.stop.asked = stand.engine.finished == 5
+
+    stand.engine.answering = ask
+    with pytest.raises(Stopped):
+        stand.generate()
+    assert stand.engine.finished == len(stand.on_disk) == 5
+    stand.run.stop.asked, stand.engine.answering = False, lambda: None
+    stand.generate()
+    assert stand.run.stage_store(CURSOR.stage).sealed
+    assert stand.engine.finished == GROUPS
+
+
+def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:
+    """It is sealed by the run that resumes, which has nothing to generate."""
+    stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
+    with pytest.raises(Stopped):
+        stand.generate()
+    assert not stand.run.stage_store(CURSOR.stage).sealed
+    assert len(stand.on_disk) == GROUPS
+    stand.run.stop.asked = False
+    stand.generate()
+    assert stand.run.stage_store(CURSOR.stage).sealed
