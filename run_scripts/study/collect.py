@@ -16,23 +16,20 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.evaluations import problems_in
 from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
-from run_scripts.study.cost import generation_points, switches
-from run_scripts.study.grid import GRID, Grid, load_grid
-from run_scripts.study.processes import CpuClock, read_cpu_clock
-from run_scripts.study.results import Results, read_results
-from run_scripts.study.results import cell_of as cell_in
-from run_scripts.study.run import AGAIN
-from run_scripts.study.states import accuracies, cell_of
+from run_scripts.study.grid import GRID, Grid, accuracies, cell_at, load_grid
+from run_scripts.study.results import DOCS, Results, cell_of, read_results
+from run_scripts.study.run import AGAIN, CPU_FILE
 
-DOCS = Path(__file__).parents[2] / "docs" / "study"
 CURVES_OF_UPDATES = ("reward_mean", "vetoed_fraction", "clipped_fraction", "ess", "entropy", "ratio_neg_max", "kl_k3")
 DRAWN = ("headline", "one_stage", "scope")
 """Parts whose first seed is kept update by update."""
@@ -49,6 +46,48 @@ the saves inside it, `optimize_cpu_s` with them. `kind` is `study`, or one of `r
 KINDS = ("study", *AGAIN)
 
 
+@dataclass(frozen=True, slots=True)
+class CpuClock:
+    """Processor seconds of a run up to a moment, over all its processes and resumes; linear between two samples."""
+
+    times: tuple[float, ...]
+    cpu: tuple[float, ...]
+    others: tuple[float, ...]
+
+    def __call__(self, when: float) -> float:
+        return float(np.interp(when, self.times, self.cpu))
+
+    def others_share(self) -> float:
+        """Processor time that the rest of the machine used, over all that was used while the run went on."""
+        own, theirs = self.cpu[-1], self.others[-1]
+        return theirs / (own + theirs) if own + theirs else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Seconds per stage that are neither sampling nor updates, medians over a run's stages."""
+
+    stages: int
+    responses: float
+    """Of one stage."""
+    generate: float
+    optimize: float
+    """Without the saves inside it."""
+    sync: float
+    """Weights to the engine, the engine's waking included."""
+    score: float
+    """Verification that outlasts generation."""
+    logprobs: float
+    """The comparison of engine and learner."""
+    save: float
+    rest: float
+    """Between the phases: the engine goes to sleep, the stage is read."""
+
+    @property
+    def switch(self) -> float:
+        return self.sync + self.score + self.logprobs + self.save + self.rest
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where the study's results are")
@@ -60,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, curves = collect(grid, options.out)
     if not options.anew and (options.docs / "cells.csv").exists():
         rows, curves = keep(read_results(grid, options.docs), rows, curves)
-    if len(starts := {row["accuracy_before"]: cell_in(row).name for row in rows}) > 1:
+    if len(starts := {row["accuracy_before"]: cell_of(row).name for row in rows}) > 1:
         found = "; ".join(f"{100 * accuracy:.2f} % before {name}" for accuracy, name in sorted(starts.items()))
         print(
             f"collect: cells of several warm starts do not compare: {found}; --anew drops the kept ones",
@@ -98,21 +137,21 @@ def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
 def keep(old: Results, rows: list[Row], curves: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
     """`rows` and `curves` with those of `old` added that are of other cells and of variants that are what they were."""
     known, part_of = old.grid.variants(), old.grid.part_of()
-    found = {(row["kind"], cell_in(row)) for row in rows}
+    found = {(row["kind"], cell_of(row)) for row in rows}
     kept = [
         row | {"part": part_of[row["variant"]]}
         for row in old.rows
         if (variant := known.get(row["variant"]))
         and (row["mu"], row["updates"]) == (variant.mu, variant.updates)
-        and (row["kind"], cell_in(row)) not in found
+        and (row["kind"], cell_of(row)) not in found
     ]
-    kept_curves = {f"{row['kind']}/{cell_in(row).name}": old.curve(row) for row in kept}
-    return sorted(rows + kept, key=lambda row: (KINDS.index(row["kind"]), cell_in(row))), curves | kept_curves
+    kept_curves = {f"{row['kind']}/{cell_of(row).name}": old.curve(row) for row in kept}
+    return sorted(rows + kept, key=lambda row: (KINDS.index(row["kind"]), cell_of(row))), curves | kept_curves
 
 
 def row_of(run: RunData, clock: CpuClock | None) -> Row:
     """One line of cells.csv."""
-    cell = cell_of(run.path)
+    cell = cell_at(run.path)
     first, last = run.evals[0], run.evals[-1]
     phases = dict.fromkeys(PHASES, 0.0) | seconds_by_phase(run.phases)
     phases["optimize"] -= sum(_overlap(save, other) for save, other in _pairs(run.phases, "save", "optimize"))
@@ -176,6 +215,49 @@ def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str
             for name in CURVES_OF_UPDATES
         }
     return curve
+
+
+def switches(run: RunData) -> Switches:
+    """What the run's stages cost apart from sampling and updates."""
+    names = ("generate", "optimize", "sync", "score", "logprobs", "save", "rest")
+    per_stage: dict[str, list[float]] = {name: [] for name in names}
+    for row in run.stages:
+        own = [phase for phase in run.phases if phase["stage"] == row["stage"] and phase["phase"] != "start"]
+        seconds = dict.fromkeys((*per_stage, "eval"), 0.0)
+        for phase in own:
+            seconds[phase["phase"]] += phase["end"] - phase["start"]
+        seconds["optimize"] -= seconds["save"]
+        span = max(phase["end"] for phase in own) - min(phase["start"] for phase in own)
+        seconds["rest"] = span - sum(seconds.values())
+        for name, values in per_stage.items():
+            values.append(seconds[name])
+    median = {name: statistics.median(values) for name, values in per_stage.items()}
+    return Switches(len(run.stages), statistics.median(row["responses"] for row in run.stages), **median)
+
+
+def generation_points(run: RunData) -> list[tuple[float, float]]:
+    """(responses, seconds of generating them) of every stage."""
+    seconds = {row["stage"]: row["end"] - row["start"] for row in run.phases if row["phase"] == "generate"}
+    return [(row["responses"], seconds[row["stage"]]) for row in run.stages if row["stage"] in seconds]
+
+
+def read_cpu_clock(run_dir: Path) -> CpuClock | None:
+    """The clock of a run that the study ran; None where it was not metered. A new process starts again at 0 in the file
+    and goes on from there in the clock."""
+    path = run_dir / CPU_FILE
+    if not path.exists():
+        return None
+    times, cpu, others = [], [], []
+    before, last = (0.0, 0.0), (0.0, 0.0)
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["cpu"] < last[0]:
+            before = (before[0] + last[0], before[1] + last[1])
+        last = (row["cpu"], row["others"])
+        times.append(row["time"])
+        cpu.append(before[0] + last[0])
+        others.append(before[1] + last[1])
+    return CpuClock(tuple(times), tuple(cpu), tuple(others)) if times else None
 
 
 def training_seconds(run: RunData, when: float) -> float:

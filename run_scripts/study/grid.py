@@ -1,11 +1,13 @@
-"""The study's grid as data: its variants, the cells that are wanted of them, and the order in which they run."""
+"""The study's grid: its variants, its cells in the order in which they run, and the state of each cell on disk."""
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +173,44 @@ def _part(name: str, table: dict[str, Any], updates: int, path: Path) -> Part:
         if updates % variant.mu:
             raise UserError(f"{path}: mu = {variant.mu} of {variant.name} does not divide updates = {updates}")
     return Part(name, variants=variants, **table | {"beyond": tuple(sorted(table.get("beyond", ())))})
+
+
+class State(Enum):
+    MISSING = "missing"
+    BEGUN = "begun"
+    DONE = "done"
+
+
+def state_of(directory: Path, updates: int) -> State:
+    """DONE once the run has finished all `updates`: then it is never run again."""
+    summary = _summary(directory)
+    if summary and summary["updates"] >= updates:
+        return State.DONE
+    return State.BEGUN if (directory / "metrics.jsonl").exists() else State.MISSING
+
+
+def minutes_of(directory: Path) -> float:
+    """Wall-clock of a finished cell while it was alive."""
+    return float(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["seconds"]["total"]) / 60
+
+
+def accuracies(grid: Grid, out: Path) -> dict[Cell, float]:
+    """Final held-out accuracy of every finished cell below `out`, of the grid's variants alone."""
+    found = {}
+    for name, variant in grid.variants().items():
+        for directory in sorted((out / name).glob("lr*-seed*")):
+            summary = _summary(directory)
+            if summary and summary["updates"] >= variant.updates:
+                found[cell_at(directory)] = float(summary["accuracy_after"])
+    return found
+
+
+def cell_at(directory: Path) -> Cell:
+    """The cell that a directory is named for."""
+    rate, seed = directory.name.removeprefix("lr").split("-seed")
+    return Cell(directory.parent.name, float(rate), int(seed))
+
+
+def _summary(directory: Path) -> dict[str, Any] | None:
+    path = directory / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -15,6 +15,7 @@ the next call tries it again. Ctrl-C and SIGTERM save what is running.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -34,13 +35,24 @@ import psutil
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import duration
-from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
-from run_scripts.study.processes import FILE_NAME as CPU_FILE
-from run_scripts.study.processes import CpuMeter
+from run_scripts.study.grid import (
+    GRID,
+    Cell,
+    Grid,
+    State,
+    Waiting,
+    accuracies,
+    best_rate,
+    load_grid,
+    minutes_of,
+    overrides,
+    state_of,
+    wanted,
+)
 from run_scripts.study.results import CLOCK, COMPARED, RESTART, read_results
-from run_scripts.study.states import State, accuracies, minutes_of, state_of
 
 BASE = Path(__file__).with_name("base.toml")
+CPU_FILE = "cpu.jsonl"
 BULK = ("checkpoints", "stages", "hf")
 """What a finished cell no longer needs: the study keeps numbers."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
@@ -74,6 +86,37 @@ class Study:
         if directory is None and cell in self.kept:
             return State.DONE
         return state_of(directory or self.directory(cell), self.grid.variants()[cell.variant].updates)
+
+
+@dataclass
+class CpuMeter:
+    """Adds up what a process and everything it started have used; `sample` appends a row to the run's cpu.jsonl.
+
+    A row: Unix `time`, `cpu` seconds of the tree since the process started, `others`: processor seconds that the rest
+    of the machine used meanwhile. A process that lives between two samples alone is missed, as is what each one uses
+    after its last sample.
+    """
+
+    root: psutil.Process
+    path: Path
+    used: dict[tuple[int, float], float] = field(default_factory=dict)
+    machine: float = field(default_factory=lambda: _machine_seconds())
+
+    def sample(self) -> None:
+        try:
+            tree = [self.root, *self.root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return
+        for process in tree:
+            try:
+                times = process.cpu_times()
+                self.used[process.pid, process.create_time()] = times.user + times.system
+            except psutil.NoSuchProcess:
+                continue
+        cpu = sum(self.used.values())
+        others = max(0.0, _machine_seconds() - self.machine - cpu)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"time": time.time(), "cpu": round(cpu, 2), "others": round(others, 2)}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +303,11 @@ def _show(study: Study, cells: list[Cell | Waiting]) -> None:
     pace = statistics.median(m / variants[c.variant].updates for c, m in minutes.items()) if minutes else None
     print(f"{sum(isinstance(one, Cell) and one in done for one in cells)} of {len(cells)} cells done; ", end="")
     print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
+
+
+def _machine_seconds() -> float:
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _set(settings: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""From run directories to the kept results and the page: seconds and accuracies are those of the rows."""
+"""From run directories to the kept results: seconds and accuracies are those of the rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 
 from mugrpo_megatron.report.rundata import read_run
 from mugrpo_megatron.report.summary import summarize
-from run_scripts.study import collect, cost, tables, write
+from run_scripts.study import collect, tables, timing
 from run_scripts.study import run as study
 from run_scripts.study.grid import Cell, Grid, load_grid
-from run_scripts.study.processes import CpuMeter, read_cpu_clock
-from run_scripts.study.results import CPU, WALL, read_results
+from run_scripts.study.results import CPU, RESTART, WALL, read_results
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
@@ -55,7 +54,7 @@ def grid(tmp_path: Path) -> Grid:
 def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) -> None:
     directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed3", 2, 8)
     run = read_run(directory)
-    row = collect.row_of(run, read_cpu_clock(directory))
+    row = collect.row_of(run, collect.read_cpu_clock(directory))
     seconds = {
         phase: sum(r["end"] - r["start"] for r in run.phases if r["phase"] == phase) for phase in ("eval", "start")
     }
@@ -70,7 +69,7 @@ def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) ->
 def test_evaluations_stand_where_training_had_come_to(tmp_path: Path) -> None:
     directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed0", 4, 8)
     run = read_run(directory)
-    points = collect.curve_of(run, read_cpu_clock(directory), updates=True)["evals"]
+    points = collect.curve_of(run, collect.read_cpu_clock(directory), updates=True)["evals"]
     assert [point[0] for point in points] == [0, 8, 16, 24, 32]
     assert points[0][WALL] == pytest.approx(0.05, abs=0.05)  # after the first sync
     stage = 0.05 + 0.1 + 8 * 0.16 + 0.2 + 8 * 0.2 + 0.15  # sync, score, generate, optimize, save
@@ -86,27 +85,6 @@ def test_saves_inside_optimizing_are_not_counted_twice(tmp_path: Path) -> None:
     run.phases.append({"phase": "save", "stage": 0, "start": optimize["end"] - 0.5, "end": optimize["end"]})
     after = collect.row_of(run, None)
     assert before["optimize_s"] - after["optimize_s"] == pytest.approx(0.5, abs=0.02)
-
-
-def test_the_page_is_made_of_the_kept_files_alone_and_twice_the_same(tmp_path: Path, grid: Grid) -> None:
-    out, docs = tmp_path / "runs", tmp_path / "docs" / "study"
-    for name, stages in (("grpo", 4), ("mu_grpo", 2)):
-        for rate in grid.rates:
-            make_cell(out, f"{name}/lr{rate:g}-seed0", stages, 16 // stages)
-    assert collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
-    results = read_results(grid, docs)
-    assert len(results.rows) == 4
-    assert results.rate("grpo") in grid.rates
-    written = []
-    for _ in range(2):
-        assert write.main(["--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
-        written.append({path: path.read_bytes() for path in docs.parent.rglob("*") if path.is_file()})
-    assert written[0] == written[1]
-    page = (docs.parent / "study.md").read_text()
-    assert f"{100 * results.tuned('grpo')[0]['accuracy']:.1f}" in page
-    for picture in ("accuracy-over-time", "clipping-dilemma", "time-line", "reward-by-stage", "vetoed-fraction"):
-        assert f"study/{picture}.svg" in page
-        assert (docs / f"{picture}-dark.svg").exists()
 
 
 def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +147,7 @@ def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, gr
     make_cell(out / "clock", f"grpo/lr{best:g}-seed0", 4, 4, seed=9)
     collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)])
     results = read_results(grid, docs)
-    assert [row["kind"] for row in results.timed("grpo")] == ["clock"]
+    assert [row["kind"] for row in results.tuned("grpo", "clock")] == ["clock"]
     assert [row["kind"] for row in results.tuned("grpo")] == ["study"]
 
 
@@ -180,19 +158,17 @@ def test_runs_with_an_engine_that_ends_stand_beside_those_with_one_that_sleeps(t
             for rate in grid.rates:
                 make_cell(root, f"{name}/lr{rate:g}-seed0", stages, updates)
     path = tmp_path / "grid.toml"
-    collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
-    assert cost.restart_table(read_results(grid, docs)) == ""
     for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
         for rate in grid.rates:
             make_cell(out / "restart", f"{name}/lr{rate:g}-seed0", stages, updates)
     collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
     results = read_results(grid, docs)
     assert [row["kind"] for row in results.rows] == ["study"] * 4 + ["clock"] * 4 + ["restart"] * 4
-    lines = [line.split(" | ") for line in cost.restart_table(results).splitlines()[2:]]
+    lines = [line.split(" | ") for line in timing.restart_table(results).splitlines()[2:]]
     assert [line[0].strip("| ") for line in lines] == ["sleeps", "sleeps", "ends", "ends"]
     assert [line[3] for line in lines] == ["4", "2", "4", "2"]
     assert lines[0][4:] == lines[2][4:]  # of the same synthetic run
-    (grpo,) = results.timed("grpo", "restart")
+    (grpo,) = results.tuned("grpo", RESTART)
     assert float(lines[2][6]) == pytest.approx(grpo["wall_s"], abs=0.05)
 
 
@@ -200,7 +176,7 @@ def test_a_resumed_run_adds_up_its_processes(tmp_path: Path) -> None:
     rows = [(0, 0.0, 0.0), (10, 8.0, 2.0), (100, 0.0, 0.0), (105, 5.0, 1.0)]
     text = "".join(json.dumps({"time": t, "cpu": cpu, "others": others}) + "\n" for t, cpu, others in rows)
     (tmp_path / "cpu.jsonl").write_text(text)
-    clock = read_cpu_clock(tmp_path)
+    clock = collect.read_cpu_clock(tmp_path)
     assert clock is not None
     assert [clock(t) for t in (0, 5, 10, 50, 102.5, 200)] == [0.0, 4.0, 8.0, 8.0, 10.5, 13.0]
     assert clock.others_share() == pytest.approx(3 / 16)
@@ -211,12 +187,12 @@ def test_the_meter_counts_a_process_and_its_children(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True); input()"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
-        meter = CpuMeter(psutil.Process(process.pid), tmp_path / "cpu.jsonl")
+        meter = study.CpuMeter(psutil.Process(process.pid), tmp_path / "cpu.jsonl")
         meter.sample()
         assert process.stdout
         process.stdout.readline()
         meter.sample()
         process.communicate(b"\n")
-    clock = read_cpu_clock(tmp_path)
+    clock = collect.read_cpu_clock(tmp_path)
     assert clock is not None
     assert clock.cpu[-1] - clock.cpu[0] >= 0.25

@@ -11,8 +11,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from run_scripts.study import run
-from run_scripts.study.grid import Cell, Grid, load_grid
-from run_scripts.study.states import State, accuracies, state_of
+from run_scripts.study.grid import Cell, Grid, State, accuracies, load_grid, state_of
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
 
