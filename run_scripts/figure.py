@@ -101,7 +101,7 @@ def _lanes(axes: Axes, drawing: Drawing) -> None:
 
 
 def _boundaries(axes: Axes, drawing: Drawing) -> None:
-    """Where stages begin, as long as they can be told apart."""
+    """A line where each stage begins, up to `MAX_BOUNDARIES`."""
     if len(drawing.boundaries) <= MAX_BOUNDARIES:
         for boundary in drawing.boundaries[1:]:
             axes.axvline(boundary["t"], color=LIGHT["soft"], linewidth=0.8, linestyle=(0, (2, 3)), alpha=0.7)

@@ -54,7 +54,7 @@ if [ "$device" = cpu ]; then
   install --constraint run_scripts/constraints-cpu.txt --editable ".[cpu,dev,study]"
   # SGLang's own requirements are for CUDA machines; what it needs on CPU is the cpu extra.
   install --no-deps sglang==0.5.15.post1 torchvision==0.28.0
-  # The registry has CUDA builds of torchvision alone. Next to a CPU torch their library does not load, and the import
+  # The registry has only CUDA builds of torchvision. Next to a CPU torch their library does not load, and the import
   # fails where it registers fakes of the library's operators. SGLang only imports torchvision, so the fakes are removed.
   # No pin avoids this: the newest build, 0.29.2, fails in the same place.
   if ! .venv/bin/python -c 'import torchvision' 2>/dev/null; then

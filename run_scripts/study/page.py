@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text(results: Results, docs: Path) -> str:
-    """The page; its prose is study.md.j2, every number in it comes from the results and the files next to them."""
+    """The page: prose from study.md.j2, numbers from the results and the files in `docs`."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
         undefined=StrictUndefined,
@@ -67,7 +67,7 @@ def text(results: Results, docs: Path) -> str:
 
 
 def _comparisons(results: Results, before: float) -> dict[str, Any]:
-    """What the template says of accuracies; `before` is the warm start's."""
+    """The template's values and functions for accuracies; `before` is the warm start's."""
 
     def lost(variant: str, rate: float) -> list[float]:
         return [accuracy for accuracy in results.at(variant, rate).values() if accuracy < before]
@@ -113,7 +113,7 @@ def _response_tokens(results: Results, part: str, responses: int = 32 * 8) -> fl
 
 
 def _times(results: Results, docs: Path) -> dict[str, Any]:
-    """What the template says of seconds, and the runs of TRL."""
+    """The template's values and functions for seconds, and the runs of TRL."""
     files = {"mixed": "trl.json", "sums": "trl-sums.json", "clock": "trl-clock.json"}
     trl = {what: _read(docs / name) for what, name in files.items()}
     switches, generation = timing.kept_switches(results)

@@ -16,7 +16,7 @@ from run_scripts.svg import LIGHT, write_svg
 
 WIDTH = 9.6
 WINDOW = 4
-"""Updates that a point of a noisy curve is the mean of."""
+"""Updates averaged in a point of a noisy curve."""
 SHARED = Path(__file__).with_name("base.toml")
 RATE_COLORS = ("blue", "green", "orange", "red", "violet")
 PHASE_COLORS = {"optimize": LIGHT["green"], "other": LIGHT["grey"], "generate": LIGHT["blue"]}
@@ -56,7 +56,7 @@ def accuracy_over_time(results: Results) -> Figure:
 
 
 def clipping_dilemma(results: Results) -> Figure:
-    """Final accuracy by learning rate, fresh against stale: what each clip does with large steps (Figure 2)."""
+    """Final accuracy by learning rate, fresh and stale, for each clip (the paper's Figure 2)."""
     figure, (few, one) = _figure(columns=2, height=4.0)
     for axes, colors in ((few, COLORS), (one, {"grpo": "blue"} | ONE_STAGE)):
         for name, color in _known(results, colors):
@@ -74,7 +74,7 @@ def clipping_dilemma(results: Results) -> Figure:
 
 
 def scopes(results: Results) -> Figure:
-    """Accuracy by what the veto drops, seed by seed, and how far negative ratios run away (the paper's Figure 3)."""
+    """Accuracy by scope of the veto, seed by seed, and the largest ratio of negative tokens (the paper's Figure 3)."""
     figure, (ends, ratio) = _figure(columns=2, height=4.0)
     shared = [set(results.at_rates(name)) for name in SCOPES if results.at_rates(name)]
     rate = max(set.intersection(*shared), default=0.0)
@@ -99,12 +99,12 @@ def scopes(results: Results) -> Figure:
 
 
 def time_line(results: Results) -> Figure:
-    """What GRPO and mu-GRPO do when (the paper's Figure 4)."""
+    """Phases of GRPO and mu-GRPO over time (the paper's Figure 4)."""
     figure, (axes,) = _figure(columns=1, height=2.3)
     names = ("mu_grpo", "grpo")
     for height, name in enumerate(names):
         phases = results.curve(results.tuned(name, CLOCK)[0])["phases"]
-        for kind, color in PHASE_COLORS.items():  # saves lie inside optimize
+        for kind, color in PHASE_COLORS.items():  # saves are inside optimize
             spans = [(start, end - start) for phase, start, end in phases if _kind(phase) == kind]
             axes.broken_barh(spans, (height - 0.32, 0.64), color=color, linewidth=0, label=None if height else kind)
     axes.set_yticks(range(len(names)), [results.grid.variants()[name].title for name in names])
@@ -161,7 +161,7 @@ def vetoed_fraction(results: Results) -> Figure:
 
 
 def kappa(results: Results) -> Figure:
-    """Accuracy against the veto's threshold, seed by seed; the threshold of `mu_128` is the one that cells share."""
+    """Accuracy against the veto's threshold, seed by seed; `mu_128` has the threshold of base.toml."""
     figure, (axes,) = _figure(columns=1, height=3.6)
     shared = load_recipe(SHARED).objective.trigger_ratio
     thresholds = {
@@ -207,7 +207,7 @@ def staleness(results: Results) -> Figure:
 
 
 def inside(results: Results) -> Figure:
-    """Accuracy while one stage's responses grow old, and that of GRPO, whose responses do not."""
+    """Accuracy inside a stage, over the age of its responses, next to GRPO on fresh responses."""
     figure, (axes,) = _figure(columns=1, height=3.8)
     titles = results.grid.variants()
     fresh = [results.curve(row)["evals"] for row in results.tuned("grpo")]
@@ -272,7 +272,7 @@ def _percent(axes: Axes) -> None:
 
 
 def _rates(axes: Axes, places: Iterable[float]) -> None:
-    """Learning rates on a logarithmic axis in units of 10⁻⁴, a tick at each of `places` alone."""
+    """Learning rates on a logarithmic axis in units of 10⁻⁴, a tick at each of `places`."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(FixedLocator(list(places)))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -280,7 +280,7 @@ def _rates(axes: Axes, places: Iterable[float]) -> None:
 
 
 def _finish(axes: Axes, *, x: str) -> None:
-    """Grid, spines and colours, and what the horizontal axis says."""
+    """Grid, spines, colours and the label of the horizontal axis."""
     axes.set_facecolor(LIGHT["paper"])
     axes.grid(axis="y", color=LIGHT["line"], linewidth=0.8)
     axes.set_axisbelow(True)
@@ -292,7 +292,7 @@ def _finish(axes: Axes, *, x: str) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    """A legend where anything is labelled."""
+    """A legend, if anything is labelled."""
     if axes.get_legend_handles_labels()[0]:
         axes.legend(facecolor=LIGHT["paper"], edgecolor="none", labelcolor=LIGHT["ink"], fontsize=9)
 

@@ -46,9 +46,9 @@ VARIANTS = ("mu_128", "relaxed_128", "strict_128")
 Points = list[list[float]]
 """[updates, accuracy], ascending."""
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
-"""Eight tokens, never shared through a prefix cache, which the engine runs without."""
+"""Eight tokens; the engine runs without a prefix cache."""
 TRAIN, EVAL = 50_000, 12_000
-"""Problems of the bundled task, of each split, that the sums are picked from."""
+"""Problems of the bundled task, by split, from which the sums are selected."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,14 +77,14 @@ def inside(options: argparse.Namespace) -> None:
 
 
 def points(study: Study, cell: Cell, every: int) -> Points:
-    """Accuracies of one cell, before its first update, every few updates and after its last.
+    """Accuracies of one cell before its first update, every `every` updates, and after its last.
 
-    Raises UserError where the run or an evaluation fails; its own output says why.
+    Raises UserError if the run or an evaluation fails.
     """
     directory = study.out / "inside" / cell.name
     if study.state(cell, directory) is not State.DONE:
-        besides = [f"checkpoint.every_updates={every}", f"checkpoint.keep={EVALUATIONS + 1}"]
-        if not run_alone(study, cell, directory, besides, keep=True):
+        extra = [f"checkpoint.every_updates={every}", f"checkpoint.keep={EVALUATIONS + 1}"]
+        if not run_alone(study, cell, directory, extra, keep=True):
             raise UserError(f"{cell.name} failed: see {directory / 'console.log'}")
     run = read_run(directory)
     ends = [[row["update"], row["accuracy/mean"]] for row in run.evals]
@@ -150,7 +150,7 @@ def stragglers(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _engine(model: Path, running: int) -> Iterator[Any]:
-    """A bare engine with the arguments that a run gives it, on this machine's device."""
+    """An engine with the arguments of a run, on this machine's device."""
     recipe = Recipe.model_validate(
         {
             "model": {"path": model, "dtype": "float32"},
@@ -192,11 +192,11 @@ def _generate(engine: Any, lengths: Sequence[int]) -> None:
     outputs = engine.generate(input_ids=[PROMPT] * len(lengths), sampling_params=asked)
     made = [output["meta_info"]["completion_tokens"] for output in outputs]
     if made != list(lengths):
-        raise RuntimeError("the engine did not make the lengths that were asked for")
+        raise RuntimeError("the engine did not generate the requested lengths")
 
 
 def sums(options: argparse.Namespace) -> None:
-    """The sums of the bundled task as JSONL files: an easier task, on which other projects report their figures."""
+    """Three-digit sums of the bundled task as JSONL files: an easier task, on which other projects report figures."""
     directory: Path = options.directory
     directory.mkdir(parents=True, exist_ok=True)
     splits: tuple[tuple[arithmetic.Split, int], ...] = (("train", TRAIN), ("eval", EVAL))
@@ -211,7 +211,7 @@ def sums(options: argparse.Namespace) -> None:
 
 
 def is_sum(question: str) -> bool:
-    """Whether it asks for the sum of two three-digit numbers."""
+    """Whether the question is a sum of two three-digit numbers."""
     left, plus, right = question.rstrip("=").partition("+")
     return bool(plus) and len(left) == len(right) == 3
 
@@ -234,7 +234,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1024, 512, 256, 128],
-        help="engine.max_running_requests: the first for every µ, the others for the largest alone",
+        help="engine.max_running_requests: the first for every µ, the others for the largest",
     )
     one.add_argument("--rounds", type=int, default=3)
     one.add_argument("--docs", type=Path, default=DOCS, help="where stragglers.json goes")

@@ -1,4 +1,4 @@
-"""The study's kept results, read from docs/study, and the statistics that the page is made of."""
+"""The study's kept results in docs/study, and the statistics of the page."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
 TEXT = {"kind", "part", "variant"}
 UPDATE, WALL, CPU = 0, 1, 2
-"""Places in an evaluation of curves.json."""
+"""Indices into an evaluation of curves.json."""
 INSIDE = "inside.json"
-"""The file that `inside` writes next to cells.csv."""
+"""The file that `probes inside` writes next to cells.csv."""
 CLOCK, RESTART = "clock", "restart"
-"""Kinds of runs taken again, for their wall-clock: as they were, and with an engine that ends between stages."""
+"""Kinds of runs repeated for their wall-clock: unchanged, and with an engine that ends between stages."""
 COMPARED = ("grpo", "mu_grpo")
-"""The variants whose wall-clock is the question."""
+"""The variants whose wall-clock is compared."""
 
 
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -50,7 +50,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """cells.csv and curves.json, and the grid that they answer."""
+    """cells.csv and curves.json, and their grid."""
 
     grid: Grid
     rows: list[Row]
@@ -112,7 +112,7 @@ class Results:
         return [accuracies for accuracies in found.values() if len(accuracies) > 1]
 
     def seconds_to(self, variant: str, level: float, axis: int, kind: str = CLOCK) -> list[float]:
-        """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
+        """Training seconds until a run first reaches `level`, for those that do; `axis` is WALL or CPU."""
         times = (arrival(self.curve(row)["evals"], level, axis) for row in self.tuned(variant, kind))
         return [seconds for seconds in times if seconds is not None]
 
@@ -185,7 +185,7 @@ def fisher_exact(left: tuple[int, int], right: tuple[int, int]) -> float:
 
 
 def reached(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
-    """The x at which a curve of straight lines through the points first comes up to `level`; None if it never does."""
+    """The x at which the polyline through the points first reaches `level`; None if it never does."""
     if ys and ys[0] >= level:
         return xs[0]
     for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), zip(xs[1:], ys[1:], strict=True), strict=False):

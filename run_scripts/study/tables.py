@@ -13,7 +13,7 @@ from run_scripts.study.grid import wanted
 from run_scripts.study.results import Mean, Results, Row, column, difference, fisher_exact, mean_of
 
 TOLERANCE = -0.01
-"""mu-GRPO may end a point below GRPO. Our margin, chosen after the first cells."""
+"""mu-GRPO may end one point below GRPO. Our margin, chosen after the first cells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A claim that `left` ends above `right`, or short of it by no more than `bound` < 0."""
+    """The claim that `left` minus `right` is at least `bound`."""
 
     claim: str
     setting: str
@@ -77,7 +77,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(mean: Mean | None) -> str:
-    """`63.1 ± 1.2` with the half-width of the 95 % interval; `–` where there is nothing."""
+    """`63.1 ± 1.2` with the half-width of the 95 % interval; `–` without a value."""
     if mean is None:
         return "–"
     return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
@@ -97,7 +97,7 @@ def share(runs: Sequence[Row], name: str) -> str:
 
 
 def coverage(results: Results) -> str:
-    """Which cells were run with how many seeds, and which were not yet."""
+    """Rates and seeds that were run for each variant."""
     rows = []
     for part in results.grid.parts:
         for variant in part.variants:
@@ -116,7 +116,7 @@ def coverage(results: Results) -> str:
 
 
 def size(results: Results) -> str:
-    """How much processor time a cell takes, and the whole grid by that."""
+    """Processor time of a cell on average, and of the whole grid."""
     whole = len(list(wanted(results.grid, results.accuracies())))
     spent = [
         row["cpu_s"] + row["start_cpu_s"] + row["eval_cpu_s"]
@@ -147,7 +147,7 @@ def tuning(results: Results) -> str:
 
 
 def by_rate(results: Results, variants: Sequence[str]) -> str:
-    """Final accuracy over the seeds that ran at each rate, not at the best alone."""
+    """Final accuracy at each rate, means over the seeds that ran there."""
     known = results.grid.variants()
     rates = [rate for rate in results.grid.all_rates() if any(results.at(name, rate) for name in variants)]
     rows = [
@@ -165,13 +165,13 @@ def seeds_mean(results: Results, variant: str, rate: float) -> Mean | None:
 
 
 def vetoed(results: Results, variant: str, rate: float) -> str:
-    """Percentage of response tokens that the veto took out, mean over the seeds that ran at a rate."""
+    """Percentage of response tokens that the veto dropped, mean over the seeds that ran at a rate."""
     runs = [row for row in results.of_kind("study") if (row["variant"], row["rate"]) == (variant, rate)]
     return share(runs, "vetoed")
 
 
 def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
-    """Accuracy at the tuned rate, difference to `against` on the same seeds, and what the updates were like."""
+    """Accuracy at the tuned rate, difference to `against` on the same seeds, and metrics of the updates."""
     variants = results.grid.variants()
     own = [variant for part in results.grid.parts if part.name == name for variant in part.variants]
     rows = []
@@ -179,7 +179,7 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
         runs = results.tuned(variant.name)
         if not runs:
             continue
-        apart = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
+        gap = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
         rows.append(
             [
                 variant.title,
@@ -187,7 +187,7 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
                 _rate_of(results, variant.name),
                 str(len(runs)),
                 percent(results.mean(variant.name)),
-                points(apart),
+                points(gap),
                 share(runs, "vetoed"),
                 share(runs, "clipped"),
                 _least(runs, "ess_min"),
@@ -201,7 +201,7 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
 
 
 def edges(results: Results) -> str:
-    """Which variants have their best rate at an end of the grid, in a sentence."""
+    """A sentence that names the variants whose best rate is an end of the grid."""
     if not any(results.is_tuned(name) for name in results.grid.variants()):
         return "No variant is tuned yet."
     found = edge_variants(results)
@@ -213,7 +213,7 @@ def edges(results: Results) -> str:
 def edge_variants(results: Results) -> list[str]:
     """Titles of variants whose best rate is an end of the grid, with that end.
 
-    Not those that ran beyond it and were no better there.
+    Variants that ran beyond that end and were not better there are left out.
     """
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
     return [
@@ -226,7 +226,7 @@ def edge_variants(results: Results) -> list[str]:
 
 
 def _tried_beyond(results: Results, variant: str, rate: float) -> bool:
-    """Whether the variant ran at a rate beyond the grid's end `rate` and was no better there."""
+    """Whether the variant ran at a rate beyond the grid's end `rate` and was not better there."""
     tried = results.at_rates(variant)
     lowest = rate == results.grid.rates[0]
     beyond = [tried[one] for one in tried if (one < rate if lowest else one > rate)]
@@ -245,7 +245,7 @@ def summary_table(results: Results) -> str:
 
 
 def claims_table(results: Results) -> str:
-    """Final accuracy at tuned rates: what is claimed, what each setting shows, and what that decides."""
+    """Final accuracy at tuned rates: claim, setting, measured difference, verdict."""
     known = results.grid.variants()
     rows = [_compared(results, one) for one in (*PAPERS, *BEYOND) if one.left in known]
     return markdown(("Claim", "Setting", "Measured", "Verdict"), rows)
@@ -256,17 +256,17 @@ def _compared(results: Results, one: Comparison) -> tuple[str, ...]:
     return one.claim, one.setting, _seeds(gap), verdict(gap, one.bound)
 
 
-def verdict(apart: Mean | None, bound: float) -> str:
-    """Whether a difference is above `bound`, as far as its interval says."""
-    if apart is None:
+def verdict(gap: Mean | None, bound: float) -> str:
+    """Whether the interval of a difference lies above `bound`, below it, or on both sides."""
+    if gap is None:
         return "not measured"
-    if apart.low is None or apart.high is None:
+    if gap.low is None or gap.high is None:
         return "open (one seed)"
-    return "holds" if apart.low >= bound else "does not hold" if apart.high < bound else "open"
+    return "holds" if gap.low >= bound else "does not hold" if gap.high < bound else "open"
 
 
 def edge_table(results: Results, before: float) -> str:
-    """Every rate above the tuned ones at which a setting ran with and without the veto; no rate is picked.
+    """Every rate above the tuned ones at which a setting ran with and without the veto; none is selected.
 
     `before`: the warm start's accuracy; a run that ends below it is lost. p is Fisher's exact test, two-sided, of lost
     runs without and with the veto.
@@ -295,7 +295,7 @@ def _rate(rate: float | None) -> str:
 
 
 def _rate_of(results: Results, variant: str) -> str:
-    """The rate that a variant's row stands for, with a star while it is only the best so far."""
+    """The rate of a variant's row, with a star if the variant is not tuned yet."""
     return _rate(results.rate(variant)) + ("" if results.is_tuned(variant) or not results.tried(variant) else "\\*")
 
 

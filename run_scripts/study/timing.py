@@ -40,7 +40,7 @@ def same_accuracy(results: Results) -> float:
 
 
 def speed_claims(results: Results) -> str:
-    """The wall-clock of mu-GRPO against GRPO: for the same updates, and to the accuracy that both reach."""
+    """Wall-clock of mu-GRPO against GRPO, for the same updates and to the same accuracy."""
     rows = []
     level = same_accuracy(results)
     for kind, title in ((CLOCK, "engine sleeps between stages"), (RESTART, "engine ends between stages")):
@@ -52,7 +52,7 @@ def speed_claims(results: Results) -> str:
 
 
 def _timed(what: str, title: str, seconds: Sequence[Mapping[int, float]], runs: Sequence[Sized]) -> tuple[str, ...]:
-    """A row of `speed_claims`: `seconds` by seed of the runs of each side that have any, of all its `runs`."""
+    """A row of `speed_claims`; `seconds` by seed of each side, and all `runs` of each side."""
     counts = ", ".join(f"{len(found)} of {len(every)}" for found, every in zip(seconds, runs, strict=True))
     if not all(seconds):
         return what, title, "–", counts, "open: a side never gets there"
@@ -63,13 +63,13 @@ def _timed(what: str, title: str, seconds: Sequence[Mapping[int, float]], runs: 
 
 
 def _arrivals(results: Results, runs: Sequence[Row], level: float) -> dict[int, float]:
-    """Seed -> training seconds until the run first comes up to `level`, for those that do."""
+    """Seed -> training seconds until the run first reaches `level`, for those that do."""
     found = {row["seed"]: arrival(results.curve(row)["evals"], level, WALL) for row in runs}
     return {seed: seconds for seed, seconds in found.items() if seconds is not None}
 
 
 def speed_verdict(saved: Mean | None) -> str:
-    """Whether mu-GRPO takes less time, by the seconds it saves seed by seed."""
+    """Whether mu-GRPO takes less time: the interval of the seconds it saves, seed by seed."""
     if saved is None:
         return "not measured"
     if saved.low is None or saved.high is None:
@@ -90,7 +90,7 @@ def phase_table(results: Results, unit: str = "s") -> str:
 
 
 def speed_table(results: Results) -> str:
-    """Seconds to the same accuracy, and how many times less that is than GRPO's."""
+    """Seconds to the same accuracy, and GRPO's seconds as a multiple of them."""
     level = same_accuracy(results)
     base = {axis: results.seconds_to("grpo", level, axis) for axis in (WALL, CPU)}
     rows = []
@@ -113,14 +113,14 @@ def most_of_others(results: Results) -> float:
 
 
 def cpu_spread(runs: Sequence[Mapping[str, Any]], results: Results) -> tuple[float, float]:
-    """Least and most processor seconds that the same work took: our GRPO at any rate."""
+    """Least and most processor seconds of the same work: our GRPO at any rate."""
     seconds = [run["points"][-1][2] for run in runs if run["side"].startswith("ours, grpo")]
     seconds += column((row for row in results.of_kind("study") if row["variant"] == "grpo"), "cpu_s")
     return min(seconds), max(seconds)
 
 
 def switches_table(named: Sequence[tuple[str, Switches]]) -> str:
-    """The switch of each run, part by part."""
+    """Seconds of each run's switch by phase."""
     rows = []
     for name, s in named:
         parts = (s.generate, s.optimize, s.sync, s.score, s.logprobs, s.save, s.rest, s.switch)
@@ -144,7 +144,7 @@ def generation_fit(points: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 def generation_text(points: Sequence[Sequence[float]]) -> str:
-    """The fit in a sentence."""
+    """The fit as a sentence."""
     fixed, each = generation_fit(points)
     return f"Generating a stage takes {fixed:.2f} s and {1e3 * each:.3f} ms a response (fit over {len(points)} stages)."
 
@@ -166,9 +166,9 @@ def restart_table(results: Results) -> str:
         for name, found in runs.items():
             each = [Switches(**results.curve(row)["switches"]) for row in found]
             switch = mean_of([one.switch for one in each]).value
-            apart = f"{totals[COMPARED[0]] / totals[name]:.2f}"
+            ratio = f"{totals[COMPARED[0]] / totals[name]:.2f}"
             counts = (str(len(found)), f"{each[0].stages:g}", f"{switch:.2f}", f"{each[0].stages * switch:.0f}")
-            rows.append([between, titles[name].title, *counts, f"{totals[name]:.1f}", apart])
+            rows.append([between, titles[name].title, *counts, f"{totals[name]:.1f}", ratio])
     head = ("Between stages the engine", "Run", "Runs", "Stages", "A switch, s", "All, s", "Total s", "GRPO / this")
     return markdown(head, rows)
 
@@ -189,7 +189,7 @@ def decode_steps(lengths: Sequence[int], places: int) -> tuple[int, float]:
 def long_lengths(count: int) -> list[int]:
     """Tokens of the right responses to `count` groups of 8 of the bundled task with a heavy tail, byte-level, in order.
 
-    What a model that has learned the task would answer: no model is asked.
+    The answers of a model that has learned the task; no model is run.
     """
     asked = arithmetic.problems(0, "train", count, "arithmetic_long")
     return [len(arithmetic.demonstration(problem)) + 1 for problem in asked for _ in range(8)]
@@ -243,7 +243,7 @@ def _in_stages(lengths: Sequence[int], size: int, running: int) -> tuple[int, fl
 
 
 def places_table(measured: Mapping[str, Any]) -> str:
-    """Seconds of one large stage by the engine's places, as `probes stragglers` measured them."""
+    """Seconds of one large stage by the engine's places; `measured` is what `probes stragglers` wrote."""
     median = _medians(measured["places"])
     fastest = min(median.values())
     rows = [
@@ -254,7 +254,7 @@ def places_table(measured: Mapping[str, Any]) -> str:
 
 
 def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None) -> str:
-    """Runs of the TRL bench; with `results`, next to the study's own at the same rates, seed 0."""
+    """Runs of the TRL bench; with `results`, also the study's own runs at the same rates, seed 0."""
     sides = [(run["side"], run["rate"], run["points"]) for run in runs]
     for rate in sorted({run["rate"] for run in runs}) if results else ():
         for name in COMPARED:
@@ -269,7 +269,7 @@ def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None)
 
 
 def trl_clock_table(runs: Sequence[Mapping[str, Any]], goal: float) -> str:
-    """Runs of the TRL bench that nothing disturbed: when each came to the accuracy `goal`."""
+    """Runs of the TRL bench on a quiet machine, and when each reached the accuracy `goal`."""
     rows = []
     for run in sorted(runs, key=lambda run: run["points"][-1][WALL]):
         last = run["points"][-1]
@@ -280,7 +280,7 @@ def trl_clock_table(runs: Sequence[Mapping[str, Any]], goal: float) -> str:
 
 
 def trl_gap(runs: Sequence[Mapping[str, Any]], results: Results) -> float:
-    """Points between TRL's final accuracy and that of our GRPO at the same rate, the widest."""
+    """Largest difference, in points, between the final accuracies of TRL and of our GRPO at the same rate."""
     ours = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("ours, grpo")}
     ours = {cell.rate: a for cell, a in results.accuracies().items() if (cell.variant, cell.seed) == ("grpo", 0)} | ours
     theirs = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("TRL")}

@@ -87,7 +87,7 @@ def test_saves_inside_optimizing_are_not_counted_twice(tmp_path: Path) -> None:
     assert before["optimize_s"] - after["optimize_s"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_of_two_warm_starts_are_refused(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     docs = tmp_path / "docs" / "study"
     arguments = ["--out", str(tmp_path / "runs"), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]
     make_cell(tmp_path / "runs", "grpo/lr0.001-seed0", 4, 4)
@@ -97,8 +97,8 @@ def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys
     (docs / "cells.csv").write_text(before.replace(f",{kept},", f",{kept + 0.1},").replace(",0.001,0,", ",0.0001,0,"))
     (docs / "curves.json").write_text((docs / "curves.json").read_text().replace("lr0.001", "lr0.0001"))
     assert collect.main(arguments) == 2
-    assert "warm starts" in capsys.readouterr().err
-    assert collect.main([*arguments, "--anew"]) == 0
+    assert "different warm starts" in capsys.readouterr().err
+    assert collect.main([*arguments, "--drop-kept"]) == 0
     assert (docs / "cells.csv").read_text() == before
 
 
@@ -119,7 +119,7 @@ def test_every_rate_has_a_mean_over_the_seeds_that_ran_there(tmp_path: Path, gri
 
 
 def test_kept_cells_stay_and_need_not_run_again(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
-    """As long as the grid means the same by them."""
+    """As long as the grid defines them the same way."""
     docs, path = tmp_path / "docs", tmp_path / "grid.toml"
     for turn, name in enumerate(("grpo/lr0.001-seed0", "mu_grpo/lr0.001-seed0")):
         out = tmp_path / f"runs{turn}"
@@ -134,7 +134,7 @@ def test_kept_cells_stay_and_need_not_run_again(tmp_path: Path, grid: Grid, caps
     path.write_text(GRID.replace('title = "mu-GRPO", mu = 8', 'title = "mu-GRPO", mu = 16'))
     collect.main(["--out", str(tmp_path / "runs0"), "--grid", str(path), "--docs", str(docs)])
     assert set(read_results(load_grid(path), docs).accuracies()) == {Cell("grpo", 1e-3, 0)}
-    collect.main(["--out", str(tmp_path / "none"), "--grid", str(path), "--docs", str(docs), "--anew"])
+    collect.main(["--out", str(tmp_path / "none"), "--grid", str(path), "--docs", str(docs), "--drop-kept"])
     assert read_results(load_grid(path), docs).rows == []
 
 
@@ -151,7 +151,7 @@ def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, gr
     assert [row["kind"] for row in results.tuned("grpo")] == ["study"]
 
 
-def test_runs_with_an_engine_that_ends_stand_beside_those_with_one_that_sleeps(tmp_path: Path, grid: Grid) -> None:
+def test_runs_with_an_engine_that_ends_are_compared_with_those_with_one_that_sleeps(tmp_path: Path, grid: Grid) -> None:
     out, docs = tmp_path / "runs", tmp_path / "docs"
     for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
         for root in (out, out / "clock"):

@@ -1,4 +1,4 @@
-"""The runner: cells run once, interrupted ones again, failures are named and leave the others alone."""
+"""The runner: finished cells are skipped, interrupted ones continue, a failed one does not stop the others."""
 
 from __future__ import annotations
 
