@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -86,8 +87,8 @@ def scopes(results: Results) -> Figure:
             ratio.plot(*smooth, color=LIGHT[color], linewidth=1.6)
     before = mean_of([row["accuracy_before"] for row in results.rows]).value
     ends.axhline(before, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    place = {"transform": ends.get_yaxis_transform(), "ha": "right", "va": "bottom"}
-    ends.text(0.99, before, "warm start", color=LIGHT["soft"], fontsize=9, **place)
+    corner: dict[str, Any] = {"transform": ends.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+    ends.text(0.99, before, "warm start", color=LIGHT["soft"], fontsize=9, **corner)
     _percent(ends)
     ratio.set_yscale("log")
     _finish(ends, x=f"dropped, at rate {rate:g}")

@@ -256,10 +256,10 @@ def places_table(measured: Mapping[str, Any]) -> str:
 def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None) -> str:
     """Runs of the TRL bench; with `results`, also the study's own runs at the same rates, seed 0."""
     sides = [(run["side"], run["rate"], run["points"]) for run in runs]
-    for rate in sorted({run["rate"] for run in runs}) if results else ():
+    for rate in sorted({run["rate"] for run in runs}):
         for name in COMPARED:
             key = f"study/{Cell(name, rate, 0).name}"
-            if key in results.curves:
+            if results and key in results.curves:
                 sides.append((f"ours, {results.grid.variants()[name].title}", rate, results.curves[key]["evals"]))
     rows = []
     for side, rate, points_ in sorted(sides, key=lambda side: side[1]):

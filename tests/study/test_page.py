@@ -87,7 +87,10 @@ def test_a_time_that_some_runs_never_reach_decides_nothing(published: Results) -
 def test_every_rate_above_the_tuned_ones_is_listed_and_none_has_a_verdict(published: Results) -> None:
     one = tables.SETTINGS[1]
     tuned, above = max(published.grid.rates), max(published.grid.all_rates())
-    ends = {(one.relaxed, above): (0.4, 0.5, 0.6), (one.mu_grpo, above): (0.6, 0.6, 0.6)}
+    ends: dict[tuple[str, float], tuple[float, ...]] = {
+        (one.relaxed, above): (0.4, 0.5, 0.6),
+        (one.mu_grpo, above): (0.6, 0.6, 0.6),
+    }
     ends |= {(name, tuned): (0.1,) for name in (one.relaxed, one.mu_grpo)}
     rows = [
         {"kind": "study", "variant": variant, "rate": rate, "seed": seed, "accuracy": accuracy}

@@ -16,6 +16,7 @@ accuracies = st.floats(0, 1, allow_nan=False)
 def test_the_interval_is_students() -> None:
     mean = mean_of([0.60, 0.62, 0.64])
     assert mean.value == pytest.approx(0.62)
+    assert mean.half is not None
     assert mean.half == pytest.approx(4.303 * 0.02 / 3**0.5)  # t(0.975, 2) from a printed table, s = 0.02
     assert (mean.low, mean.high) == (pytest.approx(0.62 - mean.half), pytest.approx(0.62 + mean.half))
 

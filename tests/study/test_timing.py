@@ -22,7 +22,8 @@ lengths = st.lists(st.integers(1, 50), min_size=1, max_size=40)
 
 def steps_one_by_one(lengths: list[int], running: int) -> tuple[int, int]:
     """(steps, rows) of continuous batching, played step by step."""
-    waiting, batch, steps, rows = list(lengths), [], 0, 0
+    waiting, steps, rows = list(lengths), 0, 0
+    batch: list[int] = []
     while waiting or batch:
         while waiting and len(batch) < running:
             batch.append(waiting.pop(0))
