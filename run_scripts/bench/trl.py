@@ -36,9 +36,9 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
-from run_scripts.study.collect import curve_of, read_cpu_clock
+from run_scripts.study.collect import curve_of
+from run_scripts.study.processes import CPU_FILE, CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, WALL, arrival
-from run_scripts.study.run import CPU_FILE, CpuMeter
 
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "run_scripts" / "study" / "base.toml"

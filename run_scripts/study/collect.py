@@ -20,15 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.evaluations import problems_in
 from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
 from run_scripts.study.grid import GRID, Grid, accuracies, cell_at, load_grid
+from run_scripts.study.processes import CpuClock, read_cpu_clock
 from run_scripts.study.results import DOCS, Results, cell_of, read_results
-from run_scripts.study.run import AGAIN, CPU_FILE
+from run_scripts.study.run import AGAIN
 
 CURVES_OF_UPDATES = ("reward_mean", "vetoed_fraction", "clipped_fraction", "ess", "entropy", "ratio_neg_max", "kl_k3")
 DRAWN = ("headline", "one_stage", "scope")
@@ -44,23 +43,6 @@ COLUMNS = (
 """`wall_s` and `cpu_s` are those of training: without start-up and evaluations. `optimize_s` excludes the saves inside
 it, `optimize_cpu_s` includes them. `kind` is `study`, or one of `run.AGAIN` for a repeated run."""
 KINDS = ("study", *AGAIN)
-
-
-@dataclass(frozen=True, slots=True)
-class CpuClock:
-    """Processor seconds of a run up to a moment, over all its processes and resumes; linear between samples."""
-
-    times: tuple[float, ...]
-    cpu: tuple[float, ...]
-    others: tuple[float, ...]
-
-    def __call__(self, when: float) -> float:
-        return float(np.interp(when, self.times, self.cpu))
-
-    def others_share(self) -> float:
-        """Share of other processes in the processor time that was used during the run."""
-        own, theirs = self.cpu[-1], self.others[-1]
-        return theirs / (own + theirs) if own + theirs else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,25 +222,6 @@ def generation_points(run: RunData) -> list[tuple[float, float]]:
     """(responses, seconds of generating them) of every stage."""
     seconds = {row["stage"]: row["end"] - row["start"] for row in run.phases if row["phase"] == "generate"}
     return [(row["responses"], seconds[row["stage"]]) for row in run.stages if row["stage"] in seconds]
-
-
-def read_cpu_clock(run_dir: Path) -> CpuClock | None:
-    """The clock of a run, None if its processor time was not sampled. After a resume the file starts again at 0; the
-    clock continues."""
-    path = run_dir / CPU_FILE
-    if not path.exists():
-        return None
-    times, cpu, others = [], [], []
-    before, last = (0.0, 0.0), (0.0, 0.0)
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if row["cpu"] < last[0]:
-            before = (before[0] + last[0], before[1] + last[1])
-        last = (row["cpu"], row["others"])
-        times.append(row["time"])
-        cpu.append(before[0] + last[0])
-        others.append(before[1] + last[1])
-    return CpuClock(tuple(times), tuple(cpu), tuple(others)) if times else None
 
 
 def training_seconds(run: RunData, when: float) -> float:

@@ -43,7 +43,7 @@ def accuracy_over_time(results: Results) -> Figure:
     """Held-out accuracy over training wall-clock and over processor seconds (the paper's Figure 1)."""
     figure, axes = _figure(columns=2, height=4.0)
     for one, axis, label in zip(axes, (WALL, CPU), ("wall-clock, s", "processor time, s"), strict=True):
-        for name, color in _known(results, COLORS):
+        for name, color in COLORS.items():
             runs = [results.curve(row)["evals"] for row in results.tuned(name, CLOCK)]
             runs = [run for run in runs if all(point[axis] is not None for point in run)]
             if runs:
@@ -60,7 +60,7 @@ def clipping_dilemma(results: Results) -> Figure:
     """Final accuracy by learning rate, fresh and stale, for each clip (the paper's Figure 2)."""
     figure, (few, one) = _figure(columns=2, height=4.0)
     for axes, colors in ((few, COLORS), (one, {"grpo": "blue"} | ONE_STAGE)):
-        for name, color in _known(results, colors):
+        for name, color in colors.items():
             rates = [rate for rate in results.grid.all_rates() if results.at(name, rate)]
             means = [mean_of(list(results.at(name, rate).values())) for rate in rates]
             if rates:
@@ -120,20 +120,13 @@ def time_line(results: Results) -> Figure:
 def reward_by_stage(results: Results) -> Figure:
     """Mean training reward of each stage's fresh responses (the paper's Figure 5)."""
     figure, (axes,) = _figure(columns=1, height=3.6)
-    for name, color in _known(results, COLORS):
+    for name, color in COLORS.items():
         for place, row in enumerate(results.tuned(name)):
             xs, ys = zip(*results.curve(row)["stages"], strict=True)
             title = results.grid.variants()[name].title
-            axes.plot(
-                xs,
-                ys,
-                color=LIGHT[color],
-                linewidth=1.2 if place else 2,
-                alpha=0.4 if place else 1,
-                marker="o",
-                markersize=3,
-                label=None if place else title,
-            )
+            look = {"linewidth": 1.2, "alpha": 0.4} if place else {"linewidth": 2, "alpha": 1}
+            label = None if place else title
+            axes.plot(xs, ys, color=LIGHT[color], marker="o", markersize=3, label=label, **look)
     _percent(axes)
     _finish(axes, x="update at which the stage was sampled")
     _title(axes, "Reward of each stage's responses")
@@ -221,10 +214,6 @@ def inside(results: Results) -> Figure:
     _title(axes, "Held-out accuracy inside a stage")
     _legend(axes)
     return figure
-
-
-def _known(results: Results, colors: dict[str, str]) -> list[tuple[str, str]]:
-    return [(name, color) for name, color in colors.items() if name in results.grid.variants()]
 
 
 def _kind(phase: str) -> str:

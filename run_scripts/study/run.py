@@ -15,7 +15,6 @@ with the others; the next call tries that cell again. On Ctrl-C and SIGTERM, run
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -49,10 +48,10 @@ from run_scripts.study.grid import (
     state_of,
     wanted,
 )
+from run_scripts.study.processes import CPU_FILE, CpuMeter
 from run_scripts.study.results import CLOCK, COMPARED, RESTART, read_results
 
 BASE = Path(__file__).with_name("base.toml")
-CPU_FILE = "cpu.jsonl"
 BULK = ("checkpoints", "stages", "hf")
 """Directories that are deleted from a finished cell."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
@@ -86,37 +85,6 @@ class Study:
         if directory is None and cell in self.kept:
             return State.DONE
         return state_of(directory or self.directory(cell), self.grid.variants()[cell.variant].updates)
-
-
-@dataclass
-class CpuMeter:
-    """Processor time of a process and its descendants; `sample` appends a row to the run's cpu.jsonl.
-
-    A row: Unix `time`, `cpu` seconds of the tree since the process started, `others`: processor seconds that the rest
-    of the machine used meanwhile. A process that starts and ends between two samples is missed, as is the time after
-    the last sample of each.
-    """
-
-    root: psutil.Process
-    path: Path
-    used: dict[tuple[int, float], float] = field(default_factory=dict)
-    machine: float = field(default_factory=lambda: _machine_seconds())
-
-    def sample(self) -> None:
-        try:
-            tree = [self.root, *self.root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in tree:
-            try:
-                times = process.cpu_times()
-                self.used[process.pid, process.create_time()] = times.user + times.system
-            except psutil.NoSuchProcess:
-                continue
-        cpu = sum(self.used.values())
-        others = max(0.0, _machine_seconds() - self.machine - cpu)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": time.time(), "cpu": round(cpu, 2), "others": round(others, 2)}) + "\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +195,7 @@ def _start(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = ())
     console = (directory / "console.log").open("ab")
     settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell), *extra]
     process = subprocess.Popen(
-        [*study.program, "train", str(study.base), *_set(settings)],
+        [*study.program, "train", str(study.base), *(word for setting in settings for word in ("--set", setting))],
         stdin=subprocess.DEVNULL,
         stdout=console,
         stderr=subprocess.STDOUT,
@@ -282,8 +250,7 @@ def run_alone(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = 
 def _warm_start(study: Study, *, given: bool) -> None:
     if given or (study.model / "config.json").exists():
         return
-    output = study.model.parent
-    command = [*study.program, "sft", str(study.base), "--set", f"sft.output={output}"]
+    command = [*study.program, "sft", str(study.base), "--set", f"sft.output={study.model.parent}"]
     subprocess.run(command, check=True, env=os.environ | SAME_SUMS)
 
 
@@ -305,15 +272,6 @@ def _show(study: Study, cells: list[Cell | Waiting]) -> None:
     print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
 
 
-def _machine_seconds() -> float:
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
-
-
-def _set(settings: list[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
@@ -326,18 +284,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time; use 1 to measure wall-clock")
     parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
     parser.add_argument(
-        "--clock", type=int, default=0, metavar="N", help="repeat the tuned headline N times for its wall-clock"
+        "--clock", type=int, default=0, metavar="N", help="repeat the tuned headline N times, to time it"
     )
-    parser.add_argument(
-        "--restart",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run GRPO and mu-GRPO N times with an engine that ends between stages",
-    )
-    parser.add_argument(
-        "--kept", type=Path, metavar="DOCS", help="treat the cells in this directory's cells.csv as finished"
-    )
+    parser.add_argument("--restart", type=int, default=0, metavar="N", help="the same, engine ended between stages")
+    parser.add_argument("--kept", type=Path, metavar="DOCS", help="directory whose cells.csv holds finished cells")
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and responses of finished cells")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where results go")
     parser.add_argument("--model", type=Path, help="checkpoint to start from instead of the study's own warm start")

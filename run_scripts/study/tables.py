@@ -103,13 +103,8 @@ def coverage(results: Results) -> str:
         for variant in part.variants:
             tried = len(results.tried(variant.name))
             seeds = len(results.tuned(variant.name))
-            state = (
-                "complete"
-                if seeds >= part.seeds and results.is_tuned(variant.name)
-                else "not run"
-                if not tried
-                else "partly"
-            )
+            complete = seeds >= part.seeds and results.is_tuned(variant.name)
+            state = "complete" if complete else "partly" if tried else "not run"
             rates, tuned = len(results.grid.rates), _rate_of(results, variant.name)
             rows.append([variant.title, part.title, f"{tried} of {rates}", tuned, f"{seeds} of {part.seeds}", state])
     return markdown(("Variant", "Part", "Rates tried", "Tuned rate", "Seeds", "State"), rows)

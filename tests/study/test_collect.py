@@ -16,6 +16,7 @@ from mugrpo_megatron.report.summary import summarize
 from run_scripts.study import collect, tables, timing
 from run_scripts.study import run as study
 from run_scripts.study.grid import Cell, Grid, load_grid
+from run_scripts.study.processes import CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, RESTART, WALL, read_results
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
@@ -54,7 +55,7 @@ def grid(tmp_path: Path) -> Grid:
 def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) -> None:
     directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed3", 2, 8)
     run = read_run(directory)
-    row = collect.row_of(run, collect.read_cpu_clock(directory))
+    row = collect.row_of(run, read_cpu_clock(directory))
     seconds = {
         phase: sum(r["end"] - r["start"] for r in run.phases if r["phase"] == phase) for phase in ("eval", "start")
     }
@@ -69,7 +70,7 @@ def test_a_row_holds_the_run_without_start_up_and_evaluations(tmp_path: Path) ->
 def test_evaluations_stand_where_training_had_come_to(tmp_path: Path) -> None:
     directory = make_cell(tmp_path, "mu_grpo/lr0.001-seed0", 4, 8)
     run = read_run(directory)
-    points = collect.curve_of(run, collect.read_cpu_clock(directory), updates=True)["evals"]
+    points = collect.curve_of(run, read_cpu_clock(directory), updates=True)["evals"]
     assert [point[0] for point in points] == [0, 8, 16, 24, 32]
     assert points[0][WALL] == pytest.approx(0.05, abs=0.05)  # after the first sync
     stage = 0.05 + 0.1 + 8 * 0.16 + 0.2 + 8 * 0.2 + 0.15  # sync, score, generate, optimize, save
@@ -176,7 +177,7 @@ def test_a_resumed_run_adds_up_its_processes(tmp_path: Path) -> None:
     rows = [(0, 0.0, 0.0), (10, 8.0, 2.0), (100, 0.0, 0.0), (105, 5.0, 1.0)]
     text = "".join(json.dumps({"time": t, "cpu": cpu, "others": others}) + "\n" for t, cpu, others in rows)
     (tmp_path / "cpu.jsonl").write_text(text)
-    clock = collect.read_cpu_clock(tmp_path)
+    clock = read_cpu_clock(tmp_path)
     assert clock is not None
     assert [clock(t) for t in (0, 5, 10, 50, 102.5, 200)] == [0.0, 4.0, 8.0, 8.0, 10.5, 13.0]
     assert clock.others_share() == pytest.approx(3 / 16)
@@ -187,12 +188,12 @@ def test_the_meter_counts_a_process_and_its_children(tmp_path: Path) -> None:
     burn = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True); input()"
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {burn!r}])"
     with subprocess.Popen([sys.executable, "-c", code], stdin=PIPE, stdout=PIPE) as process:
-        meter = study.CpuMeter(psutil.Process(process.pid), tmp_path / "cpu.jsonl")
+        meter = CpuMeter(psutil.Process(process.pid), tmp_path / "cpu.jsonl")
         meter.sample()
         assert process.stdout
         process.stdout.readline()
         meter.sample()
         process.communicate(b"\n")
-    clock = collect.read_cpu_clock(tmp_path)
+    clock = read_cpu_clock(tmp_path)
     assert clock is not None
     assert clock.cpu[-1] - clock.cpu[0] >= 0.25
