@@ -37,8 +37,7 @@ from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 from run_scripts.study.collect import curve_of
-from run_scripts.study.processes import FILE_NAME as CPU_FILE
-from run_scripts.study.processes import CpuMeter, read_cpu_clock
+from run_scripts.study.processes import CPU_FILE, CpuMeter, read_cpu_clock
 from run_scripts.study.results import CPU, WALL, arrival
 
 ROOT = Path(__file__).parents[2]

@@ -1,11 +1,11 @@
-"""Gather what the runs say into two small files that are kept: docs/study/cells.csv and docs/study/curves.json.
+"""Collect the results of all runs in two small files: docs/study/cells.csv and docs/study/curves.json.
 
     python -m run_scripts.study.collect --out runs/study
 
-A row of cells.csv is one finished cell; curves.json holds, for each of them, its evaluations and stages, and for the
-variants that are drawn update by update what their updates said. What the files hold of cells that are not below --out
-is kept as long as the grid means the same by them, so that a study can go on elsewhere (`run --kept docs/study`).
-`python -m run_scripts.study.write` makes docs/study.md of the two.
+A row of cells.csv is one finished cell. curves.json holds the evaluations and stages of each cell, and the update
+metrics of those that are drawn update by update. Cells that the files already hold and that are not below --out are
+kept if the grid still defines them the same way, so that a study can continue elsewhere (`run --kept docs/study`).
+`python -m run_scripts.study.page` makes docs/study.md from the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,11 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.evaluations import problems_in
 from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
-from run_scripts.study.cost import generation_points, switches
-from run_scripts.study.grid import GRID, Grid, load_grid
+from run_scripts.study.grid import GRID, Grid, accuracies, cell_at, load_grid
 from run_scripts.study.processes import CpuClock, read_cpu_clock
-from run_scripts.study.results import Results, read_results
-from run_scripts.study.results import cell_of as cell_in
+from run_scripts.study.results import DOCS, Results, cell_of, read_results
 from run_scripts.study.run import AGAIN
-from run_scripts.study.states import accuracies, cell_of
 
-DOCS = Path(__file__).parents[2] / "docs" / "study"
 CURVES_OF_UPDATES = ("reward_mean", "vetoed_fraction", "clipped_fraction", "ess", "entropy", "ratio_neg_max", "kl_k3")
 DRAWN = ("headline", "one_stage", "scope")
 """Parts whose first seed is kept update by update."""
@@ -44,9 +40,34 @@ COLUMNS = (
     *("wall_s", "cpu_s", "others_share"),
     *("vetoed", "clipped", "ess_min", "entropy_last", "zero_variance", "mismatch_mean", "reward_last", "tokens"),
 )
-"""`wall_s` and `cpu_s` are those of training alone: without start-up and without evaluations. `optimize_s` is without
-the saves inside it, `optimize_cpu_s` with them. `kind` is `study`, or one of `run.AGAIN` for a run taken again."""
+"""`wall_s` and `cpu_s` are those of training: without start-up and evaluations. `optimize_s` excludes the saves inside
+it, `optimize_cpu_s` includes them. `kind` is `study`, or one of `run.AGAIN` for a repeated run."""
 KINDS = ("study", *AGAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Seconds per stage by phase, medians over a run's stages; `switch` is everything except sampling and updates."""
+
+    stages: int
+    responses: float
+    """Of one stage."""
+    generate: float
+    optimize: float
+    """Without the saves inside it."""
+    sync: float
+    """Weights to the engine, including its wake-up."""
+    score: float
+    """Verification after generation has ended."""
+    logprobs: float
+    """The learner's log-probabilities, compared with the engine's."""
+    save: float
+    rest: float
+    """Between the phases: putting the engine to sleep, reading the stage."""
+
+    @property
+    def switch(self) -> float:
+        return self.sync + self.score + self.logprobs + self.save + self.rest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,16 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where the study's results are")
     parser.add_argument("--grid", type=Path, default=GRID)
     parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json go")
-    parser.add_argument("--anew", action="store_true", help="drop what the files hold of cells that are not in --out")
+    parser.add_argument("--drop-kept", action="store_true", help="drop the kept cells that are not in --out")
     options = parser.parse_args(arguments)
     grid = load_grid(options.grid)
     rows, curves = collect(grid, options.out)
-    if not options.anew and (options.docs / "cells.csv").exists():
+    if not options.drop_kept and (options.docs / "cells.csv").exists():
         rows, curves = keep(read_results(grid, options.docs), rows, curves)
-    if len(starts := {row["accuracy_before"]: cell_in(row).name for row in rows}) > 1:
+    if len(starts := {row["accuracy_before"]: cell_of(row).name for row in rows}) > 1:
         found = "; ".join(f"{100 * accuracy:.2f} % before {name}" for accuracy, name in sorted(starts.items()))
         print(
-            f"collect: cells of several warm starts do not compare: {found}; --anew drops the kept ones",
+            f"collect: these cells have different warm starts: {found}; --drop-kept drops those kept in --docs",
             file=sys.stderr,
         )
         return 2
@@ -96,23 +117,23 @@ def collect(grid: Grid, out: Path) -> tuple[list[Row], dict[str, Any]]:
 
 
 def keep(old: Results, rows: list[Row], curves: dict[str, Any]) -> tuple[list[Row], dict[str, Any]]:
-    """`rows` and `curves` with those of `old` added that are of other cells and of variants that are what they were."""
+    """`rows` and `curves`, plus those of `old` whose cells are not among them and whose variants have not changed."""
     known, part_of = old.grid.variants(), old.grid.part_of()
-    found = {(row["kind"], cell_in(row)) for row in rows}
+    found = {(row["kind"], cell_of(row)) for row in rows}
     kept = [
         row | {"part": part_of[row["variant"]]}
         for row in old.rows
         if (variant := known.get(row["variant"]))
         and (row["mu"], row["updates"]) == (variant.mu, variant.updates)
-        and (row["kind"], cell_in(row)) not in found
+        and (row["kind"], cell_of(row)) not in found
     ]
-    kept_curves = {f"{row['kind']}/{cell_in(row).name}": old.curve(row) for row in kept}
-    return sorted(rows + kept, key=lambda row: (KINDS.index(row["kind"]), cell_in(row))), curves | kept_curves
+    kept_curves = {f"{row['kind']}/{cell_of(row).name}": old.curve(row) for row in kept}
+    return sorted(rows + kept, key=lambda row: (KINDS.index(row["kind"]), cell_of(row))), curves | kept_curves
 
 
 def row_of(run: RunData, clock: CpuClock | None) -> Row:
     """One line of cells.csv."""
-    cell = cell_of(run.path)
+    cell = cell_at(run.path)
     first, last = run.evals[0], run.evals[-1]
     phases = dict.fromkeys(PHASES, 0.0) | seconds_by_phase(run.phases)
     phases["optimize"] -= sum(_overlap(save, other) for save, other in _pairs(run.phases, "save", "optimize"))
@@ -144,9 +165,10 @@ def row_of(run: RunData, clock: CpuClock | None) -> Row:
 
 
 def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str, Any]:
-    """Evaluations as [update, wall, cpu, accuracy], stages as [first update, reward], what switches cost, stages'
-    generation as [responses, seconds]; with `updates` phases as [name, start, end] and the columns of every update too.
+    """A cell's entry in curves.json.
 
+    Evaluations as [update, wall, cpu, accuracy], stages as [first update, reward], the seconds of a switch, and each
+    stage's generation as [responses, seconds]; with `updates` also phases as [name, start, end] and the update metrics.
     Seconds count from the end of start-up, without evaluations.
     """
     evals = [
@@ -178,19 +200,45 @@ def curve_of(run: RunData, clock: CpuClock | None, *, updates: bool) -> dict[str
     return curve
 
 
+def switches(run: RunData) -> Switches:
+    """Seconds of the run's stages by phase."""
+    names = ("generate", "optimize", "sync", "score", "logprobs", "save", "rest")
+    per_stage: dict[str, list[float]] = {name: [] for name in names}
+    for row in run.stages:
+        own = [phase for phase in run.phases if phase["stage"] == row["stage"] and phase["phase"] != "start"]
+        seconds = dict.fromkeys((*per_stage, "eval"), 0.0)
+        for phase in own:
+            seconds[phase["phase"]] += phase["end"] - phase["start"]
+        seconds["optimize"] -= seconds["save"]
+        span = max(phase["end"] for phase in own) - min(phase["start"] for phase in own)
+        seconds["rest"] = span - sum(seconds.values())
+        for name, values in per_stage.items():
+            values.append(seconds[name])
+    median = {name: statistics.median(values) for name, values in per_stage.items()}
+    return Switches(len(run.stages), statistics.median(row["responses"] for row in run.stages), **median)
+
+
+def generation_points(run: RunData) -> list[tuple[float, float]]:
+    """(responses, seconds of generating them) of every stage."""
+    seconds = {row["stage"]: row["end"] - row["start"] for row in run.phases if row["phase"] == "generate"}
+    return [(row["responses"], seconds[row["stage"]]) for row in run.stages if row["stage"] in seconds]
+
+
 def training_seconds(run: RunData, when: float) -> float:
-    """Seconds that the run was alive until the Unix time `when`, without start-up and evaluations."""
+    """Seconds of the run until the Unix time `when`, without start-up, evaluations and pauses between processes."""
     return run.clock(when) - sum(_until(row, when) for row in run.phases if row["phase"] in ("start", "eval"))
 
 
 def training_cpu(run: RunData, clock: CpuClock, when: float) -> float:
     """`training_seconds` in processor seconds of all processes."""
-    apart = [row for row in run.phases if row["phase"] in ("start", "eval") and row["start"] < when]
-    return clock(when) - sum(clock(min(row["end"], when)) - clock(row["start"]) for row in apart) - _imports(run, clock)
+    excluded = [row for row in run.phases if row["phase"] in ("start", "eval") and row["start"] < when]
+    return (
+        clock(when) - sum(clock(min(row["end"], when)) - clock(row["start"]) for row in excluded) - _imports(run, clock)
+    )
 
 
 def _imports(run: RunData, clock: CpuClock) -> float:
-    """What the first process used before its first phase: imports, which belong to start-up."""
+    """Processor seconds before the first phase: imports, which belong to start-up."""
     return clock(run.phases[0]["start"])
 
 
@@ -205,7 +253,7 @@ def _until(row: Row, when: float) -> float:
 
 
 def _cpu_of(run: RunData, clock: CpuClock, name: str) -> float:
-    """Processor seconds of a phase; one shorter than the second between two samples gets its share of that second."""
+    """Processor seconds of a phase. A phase shorter than the sampling interval gets its share of the interval."""
     return round(sum(clock(row["end"]) - clock(row["start"]) for row in run.phases if row["phase"] == name), 2)
 
 

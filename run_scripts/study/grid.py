@@ -1,11 +1,13 @@
-"""The study's grid as data: its variants, the cells that are wanted of them, and the order in which they run."""
+"""The study's grid: its variants, its cells in the order in which they run, and the state of each cell on disk."""
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ class Variant:
     objective: Mapping[str, Any]
     """Fields of the recipe's [objective]."""
     updates: int
-    """Of a whole run: those of its part."""
+    """Updates of a whole run, those of its part."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of other sections, `section.field`."""
 
@@ -41,9 +43,9 @@ class Part:
     seeds: int
     variants: tuple[Variant, ...]
     every_rate: bool = False
-    """Every seed runs at every rate, not at the tuned one alone."""
+    """Whether every seed runs at every rate, not only at the tuned one."""
     beyond: tuple[float, ...] = ()
-    """Rates besides that no variant is tuned on: where methods break."""
+    """Further rates, to find where methods break; no variant is tuned on them."""
     beyond_seeds: int = 1
 
 
@@ -52,11 +54,11 @@ class Grid:
     """What grid.toml holds."""
 
     updates: int
-    """Of a run, where its part does not say otherwise."""
+    """Updates of a run, unless its part sets another number."""
     rates: tuple[float, ...]
     """Learning rates that every variant is tuned on."""
     reference: str
-    """Variant whose best rate says which rates the later parts try first."""
+    """Variant whose best rate decides which rates the later parts try first."""
     parts: tuple[Part, ...]
 
     def variants(self) -> dict[str, Variant]:
@@ -86,7 +88,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Cells whose rate is not known before their variant is tuned."""
+    """A cell whose rate is unknown until its variant is tuned."""
 
     variant: str
     seed: int
@@ -101,7 +103,7 @@ Accuracies = Mapping[Cell, float]
 
 
 def load_grid(path: Path = GRID) -> Grid:
-    """The grid in `path`. Raises UserError where a variant's µ does not divide the updates or a name is taken twice."""
+    """Read the grid in `path`. Raises UserError if a µ does not divide the updates or a variant appears twice."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -112,9 +114,9 @@ def load_grid(path: Path = GRID) -> Grid:
     parts = tuple(_part(name, one, updates, path) for name, one in table.items())
     names = [variant.name for part in parts for variant in part.variants]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(f"{path}: variants {', '.join(twice)} are named twice; rename one")
+        raise UserError(f"{path}: variants {', '.join(twice)} appear twice; rename one")
     if reference not in names:
-        raise UserError(f"{path}: reference = {reference!r} is no variant; take one of {', '.join(names)}")
+        raise UserError(f"{path}: reference = {reference!r} is not a variant; take one of {', '.join(names)}")
     return Grid(updates, tuple(sorted(rates)), reference, parts)
 
 
@@ -125,11 +127,10 @@ def best_rate(grid: Grid, variant: str, done: Accuracies) -> float | None:
 
 
 def wanted(grid: Grid, done: Accuracies, parts: Sequence[str] = (), seeds: int = 0) -> Iterator[Cell | Waiting]:
-    """Every cell of the named parts (of all without names) in the order in which to run them, finished ones included.
+    """Every cell of the named parts (all parts by default) in the order in which to run them, finished ones included.
 
-    A part first tunes its variants, the rate that suits `reference` ahead of its neighbours, then runs the best rates
-    seed by seed, so that an interrupted study has compared all variants on as many seeds as it got to. `seeds` replaces
-    every part's own number.
+    A part first tunes its variants, starting with the best rate of `reference`, then runs the best rates seed by seed.
+    So an interrupted study has compared all variants on the same seeds. `seeds` replaces the number of every part.
     """
     known = best_rate(grid, grid.reference, done)
     rates = sorted(grid.rates, key=lambda rate: abs(math.log(rate / known))) if known else list(grid.rates)
@@ -150,7 +151,7 @@ def wanted(grid: Grid, done: Accuracies, parts: Sequence[str] = (), seeds: int =
 
 
 def overrides(grid: Grid, cell: Cell) -> list[str]:
-    """What `mugrpo train` is told with `--set` to run the cell, but for its directory and the model's."""
+    """The `--set` values of a cell's `mugrpo train`, except the directories of run and model."""
     variant = grid.variants()[cell.variant]
     stages = variant.updates // variant.mu
     return [
@@ -171,3 +172,44 @@ def _part(name: str, table: dict[str, Any], updates: int, path: Path) -> Part:
         if updates % variant.mu:
             raise UserError(f"{path}: mu = {variant.mu} of {variant.name} does not divide updates = {updates}")
     return Part(name, variants=variants, **table | {"beyond": tuple(sorted(table.get("beyond", ())))})
+
+
+class State(Enum):
+    MISSING = "missing"
+    BEGUN = "begun"
+    DONE = "done"
+
+
+def state_of(directory: Path, updates: int) -> State:
+    """DONE if the run has finished all `updates`."""
+    summary = _summary(directory)
+    if summary and summary["updates"] >= updates:
+        return State.DONE
+    return State.BEGUN if (directory / "metrics.jsonl").exists() else State.MISSING
+
+
+def minutes_of(directory: Path) -> float:
+    """Wall-clock of a finished cell, all its processes added up."""
+    return float(json.loads((directory / "summary.json").read_text(encoding="utf-8"))["seconds"]["total"]) / 60
+
+
+def accuracies(grid: Grid, out: Path) -> dict[Cell, float]:
+    """Final held-out accuracy of every finished cell of the grid below `out`."""
+    found = {}
+    for name, variant in grid.variants().items():
+        for directory in sorted((out / name).glob("lr*-seed*")):
+            summary = _summary(directory)
+            if summary and summary["updates"] >= variant.updates:
+                found[cell_at(directory)] = float(summary["accuracy_after"])
+    return found
+
+
+def cell_at(directory: Path) -> Cell:
+    """The cell whose run is in `directory`."""
+    rate, seed = directory.name.removeprefix("lr").split("-seed")
+    return Cell(directory.parent.name, float(rate), int(seed))
+
+
+def _summary(directory: Path) -> dict[str, Any] | None:
+    path = directory / "summary.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

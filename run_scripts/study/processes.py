@@ -1,4 +1,4 @@
-"""Processor time of a run's whole process tree, which a busy machine stretches far less than wall-clock."""
+"""Processor time of a run's whole process tree, which other work on the machine changes far less than wall-clock."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-FILE_NAME = "cpu.jsonl"
+CPU_FILE = "cpu.jsonl"
 
 
 @dataclass
 class CpuMeter:
-    """Adds up what a process and everything it started have used; `sample` appends a row to the run's cpu.jsonl.
+    """Processor time of a process and its descendants; `sample` appends a row to the run's cpu.jsonl.
 
     A row: Unix `time`, `cpu` seconds of the tree since the process started, `others`: processor seconds that the rest
-    of the machine used meanwhile. A process that lives between two samples alone is missed, as is what each one uses
-    after its last sample.
+    of the machine used meanwhile. A process that starts and ends between two samples is missed, as is the time after
+    the last sample of each.
     """
 
     root: psutil.Process
@@ -46,7 +46,7 @@ class CpuMeter:
 
 @dataclass(frozen=True, slots=True)
 class CpuClock:
-    """Processor seconds of a run up to a moment, over all its processes and resumes; linear between two samples."""
+    """Processor seconds of a run up to a moment, over all its processes and resumes; linear between samples."""
 
     times: tuple[float, ...]
     cpu: tuple[float, ...]
@@ -56,15 +56,15 @@ class CpuClock:
         return float(np.interp(when, self.times, self.cpu))
 
     def others_share(self) -> float:
-        """Processor time that the rest of the machine used, over all that was used while the run went on."""
+        """Share of other processes in the processor time that was used during the run."""
         own, theirs = self.cpu[-1], self.others[-1]
         return theirs / (own + theirs) if own + theirs else 0.0
 
 
 def read_cpu_clock(run_dir: Path) -> CpuClock | None:
-    """The clock of a run that the study ran; None where it was not metered. A new process starts again at 0 in the file
-    and goes on from there in the clock."""
-    path = run_dir / FILE_NAME
+    """The clock of a run, None if its processor time was not sampled. After a resume the file starts again at 0; the
+    clock continues."""
+    path = run_dir / CPU_FILE
     if not path.exists():
         return None
     times, cpu, others = [], [], []

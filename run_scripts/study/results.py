@@ -1,32 +1,56 @@
-"""The study's kept results, read back from docs/study."""
+"""The study's kept results in docs/study, and the statistics of the page."""
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Sequence
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from run_scripts.study.grid import Cell, Grid, best_rate
-from run_scripts.study.stats import Mean, mean_of, reached
 
 Row = dict[str, Any]
+DOCS = Path(__file__).parents[2] / "docs" / "study"
 TEXT = {"kind", "part", "variant"}
 UPDATE, WALL, CPU = 0, 1, 2
-"""Places in an evaluation of curves.json."""
+"""Indices into an evaluation of curves.json."""
 INSIDE = "inside.json"
-"""The file that `inside` writes next to cells.csv."""
+"""The file that `probes inside` writes next to cells.csv."""
 CLOCK, RESTART = "clock", "restart"
-"""Kinds of runs taken again, for their wall-clock: as they were, and with an engine that ends between stages."""
+"""Kinds of runs repeated for their wall-clock: unchanged, and with an engine that ends between stages."""
 COMPARED = ("grpo", "mu_grpo")
-"""The variants whose wall-clock is the question."""
+"""The variants whose wall-clock is compared."""
+
+
+T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+"""97.5 % quantile of Student's t by degrees of freedom."""
+Z975 = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean over n values; `half` is half of its 95 % interval (Student's t), None for a single value."""
+
+    value: float
+    half: float | None
+    n: int
+
+    @property
+    def low(self) -> float | None:
+        return None if self.half is None else self.value - self.half
+
+    @property
+    def high(self) -> float | None:
+        return None if self.half is None else self.value + self.half
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """cells.csv and curves.json, and the grid that they answer."""
+    """cells.csv and curves.json, and their grid."""
 
     grid: Grid
     rows: list[Row]
@@ -87,13 +111,9 @@ class Results:
             found.setdefault(cell_of(row), []).append(row["accuracy"])
         return [accuracies for accuracies in found.values() if len(accuracies) > 1]
 
-    def timed(self, variant: str, kind: str = CLOCK) -> list[Row]:
-        """The variant's runs that its wall-clock is read from: those taken for it, else for CLOCK any."""
-        return self.tuned(variant, kind) or (self.tuned(variant) if kind == CLOCK else [])
-
     def seconds_to(self, variant: str, level: float, axis: int, kind: str = CLOCK) -> list[float]:
-        """Training seconds until a run first comes up to `level`, for those that do; `axis` WALL or CPU."""
-        times = (arrival(self.curve(row)["evals"], level, axis) for row in self.timed(variant, kind))
+        """Training seconds until a run first reaches `level`, for those that do; `axis` is WALL or CPU."""
+        times = (arrival(self.curve(row)["evals"], level, axis) for row in self.tuned(variant, kind))
         return [seconds for seconds in times if seconds is not None]
 
 
@@ -125,6 +145,53 @@ def mean_curve(curves: Sequence[Sequence[Sequence[float]]], axis: int) -> tuple[
     points = list(zip(*curves, strict=False))
     xs = [sum(point[axis] for point in same) / len(same) for same in points]
     return xs, [mean_of([point[-1] for point in same]) for same in points]
+
+
+def mean_of(values: Sequence[float]) -> Mean:
+    """Raises ValueError without values."""
+    if not values:
+        raise ValueError("a mean needs at least one value")
+    n = len(values)
+    if n == 1:
+        return Mean(values[0], None, 1)
+    quantile = T975[n - 1] if n - 1 < len(T975) else Z975
+    return Mean(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n), n)
+
+
+def difference(left: Mapping[int, float], right: Mapping[int, float]) -> Mean | None:
+    """Mean of left - right over the seeds that both have; None where they share none."""
+    shared = sorted(left.keys() & right.keys())
+    return mean_of([left[seed] - right[seed] for seed in shared]) if shared else None
+
+
+def pooled_deviation(groups: Iterable[Sequence[float]]) -> float | None:
+    """Standard deviation inside groups, pooled over all that have two values or more; None without any."""
+    several = [group for group in groups if len(group) > 1]
+    freedom = sum(len(group) - 1 for group in several)
+    squares = sum((value - statistics.fmean(group)) ** 2 for group in several for value in group)
+    return math.sqrt(squares / freedom) if several else None
+
+
+def fisher_exact(left: tuple[int, int], right: tuple[int, int]) -> float:
+    """Two-sided p of Fisher's exact test for (events, trials): all outcomes at most as likely as this one."""
+    (events, trials), (others, rest) = left, right
+    total = events + others
+
+    def ways(count: int) -> int:
+        return math.comb(trials, count) * math.comb(rest, total - count)
+
+    possible = [ways(count) for count in range(max(0, total - rest), min(trials, total) + 1)]
+    return sum(one for one in possible if one <= ways(events)) / sum(possible)
+
+
+def reached(xs: Sequence[float], ys: Sequence[float], level: float) -> float | None:
+    """The x at which the polyline through the points first reaches `level`; None if it never does."""
+    if ys and ys[0] >= level:
+        return xs[0]
+    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), zip(xs[1:], ys[1:], strict=True), strict=False):
+        if y0 < level <= y1:
+            return x0 + (x1 - x0) * (level - y0) / (y1 - y0)
+    return None
 
 
 def _value(key: str, text: str) -> Any:

@@ -1,15 +1,15 @@
-"""Run the study's grid: every cell is one `mugrpo train`, finished cells are left alone, interrupted ones go on.
+"""Run the study's grid: every cell is one `mugrpo train`. Finished cells are skipped, interrupted ones continue.
 
-    python -m run_scripts.study.run                        # everything; what answers the main question first
+    python -m run_scripts.study.run                        # everything, the main question first
     python -m run_scripts.study.run --part headline        # one part
     python -m run_scripts.study.run --cells 'kappa_*'      # cells whose name matches
     python -m run_scripts.study.run --dry-run              # every cell with its state, and the time that is left
-    python -m run_scripts.study.run --kept docs/study      # only what the kept results do not hold yet
-    python -m run_scripts.study.run --clock 3              # the tuned headline again, 3 times, for its wall-clock alone
-    python -m run_scripts.study.run --restart 3            # GRPO and mu-GRPO, the engine ended between stages
+    python -m run_scripts.study.run --kept docs/study      # only cells that the kept results lack
+    python -m run_scripts.study.run --clock 3              # the tuned headline 3 more times, for its wall-clock
+    python -m run_scripts.study.run --restart 3            # GRPO and mu-GRPO with an engine that ends between stages
 
-Run it in the repository's root. The warm start is made first where it is missing. A cell that fails is named and left;
-the next call tries it again. Ctrl-C and SIGTERM save what is running.
+Run it in the repository's root. It makes the warm start first if it is missing. It names a cell that fails and goes on
+with the others; the next call tries that cell again. On Ctrl-C and SIGTERM, running cells save before they end.
 """
 
 from __future__ import annotations
@@ -34,25 +34,36 @@ import psutil
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import duration
-from run_scripts.study.grid import GRID, Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
-from run_scripts.study.processes import FILE_NAME as CPU_FILE
-from run_scripts.study.processes import CpuMeter
+from run_scripts.study.grid import (
+    GRID,
+    Cell,
+    Grid,
+    State,
+    Waiting,
+    accuracies,
+    best_rate,
+    load_grid,
+    minutes_of,
+    overrides,
+    state_of,
+    wanted,
+)
+from run_scripts.study.processes import CPU_FILE, CpuMeter
 from run_scripts.study.results import CLOCK, COMPARED, RESTART, read_results
-from run_scripts.study.states import State, accuracies, minutes_of, state_of
 
 BASE = Path(__file__).with_name("base.toml")
 BULK = ("checkpoints", "stages", "hf")
-"""What a finished cell no longer needs: the study keeps numbers."""
+"""Directories that are deleted from a finished cell."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
-"""Environment in which PyTorch adds up in the same order on every x86-64 machine. Left to itself it takes AVX-512 where
-there is any, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
+"""Environment in which PyTorch sums in the same order on every x86-64 machine. By default it uses AVX-512 if the
+processor has it, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
 AGAIN: dict[str, tuple[str, ...]] = {CLOCK: (), RESTART: ("engine.between_stages=restart",)}
-"""Runs that are taken again, for their wall-clock: where they lie, and what they set in addition to their cell."""
+"""Kinds of runs that are repeated for their wall-clock, and the settings that they add to their cell's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """Where the study lies and what it runs."""
+    """The study's directories, grid and program."""
 
     grid: Grid
     base: Path
@@ -60,17 +71,17 @@ class Study:
     model: Path
     program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
     kept: Mapping[Cell, float] = field(default_factory=dict)
-    """Accuracies of cells that ran elsewhere and need not run again."""
+    """Accuracies of cells that ran elsewhere and are not run again."""
 
     def accuracies(self) -> dict[Cell, float]:
-        """Of every finished cell."""
+        """Accuracies of all finished cells."""
         return {**self.kept, **accuracies(self.grid, self.out)}
 
     def directory(self, cell: Cell) -> Path:
         return self.out / cell.name
 
     def state(self, cell: Cell, directory: Path | None = None) -> State:
-        """Of the cell's run, or of one in another directory."""
+        """State of the cell's run, or of its run in another directory."""
         if directory is None and cell in self.kept:
             return State.DONE
         return state_of(directory or self.directory(cell), self.grid.variants()[cell.variant].updates)
@@ -78,7 +89,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A cell at work."""
+    """A cell whose process is running."""
 
     cell: Cell
     directory: Path
@@ -89,7 +100,7 @@ class Running:
 
 
 class Interrupted(Exception):
-    """SIGINT or SIGTERM came."""
+    """SIGINT or SIGTERM was received."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"study: {error}", file=sys.stderr)
         return 2
     except Interrupted:
-        print("study: interrupted; the same command goes on")
+        print("study: interrupted; the same command continues")
         return 130
 
 
@@ -126,7 +137,7 @@ def _chosen(study: Study, options: argparse.Namespace) -> list[Cell | Waiting]:
 
 
 def run_all(study: Study, options: argparse.Namespace) -> int:
-    """Start the next unfinished cell whenever there is room; tuning decides which cell is next.
+    """Run all unfinished cells, `jobs` at a time; the results of tuning decide which cells follow.
 
     Returns 1 when a cell failed or waits for one that did, else 0.
     """
@@ -157,7 +168,7 @@ def run_all(study: Study, options: argparse.Namespace) -> int:
 
 
 def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bool) -> None:
-    """A second of the running cells' life, or less when the first of them ends; those that ended leave the list."""
+    """Wait up to a second for the first running cell, sample all, and remove those that ended from the list."""
     with suppress(subprocess.TimeoutExpired):
         running[0].process.wait(timeout=1.0)
     for one in list(running):
@@ -179,16 +190,16 @@ def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bo
         print(f"{one.cell.name}: {100 * accuracy:.1f} % in {duration(time.time() - one.started)}", flush=True)
 
 
-def _start(study: Study, cell: Cell, directory: Path, besides: Sequence[str] = ()) -> Running:
+def _start(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = ()) -> Running:
     directory.mkdir(parents=True, exist_ok=True)
     console = (directory / "console.log").open("ab")
-    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell), *besides]
+    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell), *extra]
     process = subprocess.Popen(
-        [*study.program, "train", str(study.base), *_set(settings)],
+        [*study.program, "train", str(study.base), *(word for setting in settings for word in ("--set", setting))],
         stdin=subprocess.DEVNULL,
         stdout=console,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C is ours to pass on
+        start_new_session=True,  # Ctrl-C reaches this process, which terminates the cells
         env=os.environ | SAME_SUMS,
     )
     meter = CpuMeter(psutil.Process(process.pid), directory / CPU_FILE)
@@ -197,7 +208,7 @@ def _start(study: Study, cell: Cell, directory: Path, besides: Sequence[str] = (
 
 
 def _stop(running: list[Running]) -> None:
-    """Ask every cell to save and wait until it has."""
+    """Terminate every cell and wait; each saves a checkpoint first."""
     for one in running:
         one.process.terminate()
     for one in running:
@@ -206,7 +217,7 @@ def _stop(running: list[Running]) -> None:
 
 
 def remeasure(study: Study, times: int, kind: str = CLOCK) -> int:
-    """The tuned cells of the first part once more, in turn, each in its own directory; `kind` is one of `AGAIN`."""
+    """Run the tuned cells of the first part again, one at a time, below `kind`, which is one of `AGAIN`."""
     first = study.grid.parts[0]
     variants = [variant for variant in first.variants if kind == CLOCK or variant.name in COMPARED]
     done, failed = study.accuracies(), False
@@ -223,11 +234,11 @@ def remeasure(study: Study, times: int, kind: str = CLOCK) -> int:
     return int(failed)
 
 
-def run_alone(study: Study, cell: Cell, directory: Path, besides: Sequence[str] = (), *, keep: bool = False) -> bool:
-    """Run one cell, with settings besides its own, from its beginning to its end; whether it came there."""
-    shutil.rmtree(directory, ignore_errors=True)  # one that was interrupted tells no time
+def run_alone(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = (), *, keep: bool = False) -> bool:
+    """Run one cell from its beginning, with `extra` settings; whether it finished."""
+    shutil.rmtree(directory, ignore_errors=True)  # an interrupted run has no wall-clock to measure
     failed: list[Cell] = []
-    running = [_start(study, cell, directory, besides)]
+    running = [_start(study, cell, directory, extra)]
     try:
         while running:
             _watch(study, running, failed, keep=keep)
@@ -239,13 +250,12 @@ def run_alone(study: Study, cell: Cell, directory: Path, besides: Sequence[str] 
 def _warm_start(study: Study, *, given: bool) -> None:
     if given or (study.model / "config.json").exists():
         return
-    output = study.model.parent
-    command = [*study.program, "sft", str(study.base), "--set", f"sft.output={output}"]
+    command = [*study.program, "sft", str(study.base), "--set", f"sft.output={study.model.parent}"]
     subprocess.run(command, check=True, env=os.environ | SAME_SUMS)
 
 
 def _show(study: Study, cells: list[Cell | Waiting]) -> None:
-    """Every cell with its state and accuracy, and how long what is left takes at the pace of what is done."""
+    """Print every cell with its state and accuracy, and the estimated time of those that are left."""
     variants = study.grid.variants()
     minutes = {cell: minutes_of(study.directory(cell)) for cell in accuracies(study.grid, study.out)}
     done, left = study.accuracies(), 0
@@ -262,34 +272,22 @@ def _show(study: Study, cells: list[Cell | Waiting]) -> None:
     print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
 
 
-def _set(settings: list[str]) -> list[str]:
-    return [word for setting in settings for word in ("--set", setting)]
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=[], help="parts of the grid, all without this")
+    parser.add_argument("--part", nargs="+", default=[], help="parts of the grid (default: all)")
     parser.add_argument("--cells", nargs="+", default=[], metavar="GLOB", help="only cells whose name matches")
-    parser.add_argument("--seeds", type=int, default=0, help="seeds of the tuned cells instead of each part's own")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; wall-clock is measured with 1")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of the tuned cells, for all parts")
+    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; use 1 to measure wall-clock")
     parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
     parser.add_argument(
-        "--clock", type=int, default=0, metavar="N", help="re-measure the headline's wall-clock N times"
+        "--clock", type=int, default=0, metavar="N", help="repeat the tuned headline N times, to time it"
     )
-    parser.add_argument(
-        "--restart",
-        type=int,
-        default=0,
-        metavar="N",
-        help="GRPO and mu-GRPO N times with an engine that ends in between",
-    )
-    parser.add_argument(
-        "--kept", type=Path, metavar="DOCS", help="count the cells that this directory's cells.csv holds as finished"
-    )
+    parser.add_argument("--restart", type=int, default=0, metavar="N", help="the same, engine ended between stages")
+    parser.add_argument("--kept", type=Path, metavar="DOCS", help="directory whose cells.csv holds finished cells")
     parser.add_argument("--keep", action="store_true", help="keep checkpoints and responses of finished cells")
     parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where results go")
     parser.add_argument("--model", type=Path, help="checkpoint to start from instead of the study's own warm start")

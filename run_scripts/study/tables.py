@@ -1,16 +1,73 @@
-"""The study's tables and verdicts as Markdown."""
+"""The study's tables of accuracies, and the paper's claims against them.
+
+Comparisons at tuned rates have a verdict, which says no more than the intervals do. What was looked at after other
+results were seen (`edge_table`) has none.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from mugrpo_megatron.observe.metrics import PHASES
-from run_scripts.study.grid import Cell, wanted
-from run_scripts.study.results import CLOCK, COMPARED, CPU, WALL, Results, arrival, column
-from run_scripts.study.stats import Mean, difference, mean_of
+from run_scripts.study.grid import wanted
+from run_scripts.study.results import Mean, Results, Row, column, difference, fisher_exact, mean_of
 
-TIMED = tuple(phase for phase in PHASES if phase not in ("start", "eval"))
+TOLERANCE = -0.01
+"""mu-GRPO may end one point below GRPO. Our margin, chosen after the first cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Variants that share a budget: three objectives on stale responses, and GRPO on fresh ones."""
+
+    title: str
+    mu_grpo: str
+    relaxed: str
+    strict: str
+    grpo: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The claim that `left` minus `right` is at least `bound`."""
+
+    claim: str
+    setting: str
+    left: str
+    right: str
+    bound: float = 0.0
+
+
+SETTINGS = (
+    Setting("4 stages of 32", "mu_grpo", "relaxed", "strict", "grpo"),
+    Setting("1 stage of 128", "mu_128", "relaxed_128", "strict_128", "grpo"),
+    Setting("4 stages of 128", "long_mu_grpo", "long_relaxed", "long_strict", "long_grpo"),
+)
+
+PAPERS = (
+    *(
+        Comparison("mu-GRPO ends within 1 point of GRPO or above", one.title, one.mu_grpo, one.grpo, TOLERANCE)
+        for one in SETTINGS
+    ),
+    *(Comparison("mu-GRPO ends above the strict clip", one.title, one.mu_grpo, one.strict) for one in SETTINGS),
+    *(
+        Comparison("mu-GRPO ends above the relaxed clip without veto", one.title, one.mu_grpo, one.relaxed)
+        for one in SETTINGS
+    ),
+)
+
+BEYOND = (
+    Comparison("stages that end at ESS < 0.4 end above fixed ones", "2 stages of 64", "adaptive", "mu_064"),
+    Comparison("leaving out groups of equal rewards ends above", "1 stage of 128", "leave_out", "mu_128"),
+    Comparison("leaving out groups of equal rewards ends above", "1 stage of 96", "fewer_leave_out", "fewer_mu_grpo"),
+    Comparison(
+        "96 updates without such groups end within 1 point of 128 with them",
+        "1 stage",
+        "fewer_leave_out",
+        "mu_128",
+        TOLERANCE,
+    ),
+)
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -20,7 +77,7 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def percent(mean: Mean | None) -> str:
-    """`63.1 ± 1.2` with the half-width of the 95 % interval; `–` where there is nothing."""
+    """`63.1 ± 1.2` with the half-width of the 95 % interval; `–` without a value."""
     if mean is None:
         return "–"
     return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
@@ -33,27 +90,28 @@ def points(mean: Mean | None, digits: int = 1) -> str:
     return f"{100 * mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {100 * mean.half:.{digits}f}")
 
 
+def share(runs: Sequence[Row], name: str) -> str:
+    """Mean of a column of fractions, in per cent."""
+    values = column(runs, name)
+    return f"{100 * mean_of(values).value:.1f}" if values else "–"
+
+
 def coverage(results: Results) -> str:
-    """Which cells were run with how many seeds, and which were not yet."""
+    """Rates and seeds that were run for each variant."""
     rows = []
     for part in results.grid.parts:
         for variant in part.variants:
             tried = len(results.tried(variant.name))
             seeds = len(results.tuned(variant.name))
-            state = (
-                "complete"
-                if seeds >= part.seeds and results.is_tuned(variant.name)
-                else "not run"
-                if not tried
-                else "partly"
-            )
+            complete = seeds >= part.seeds and results.is_tuned(variant.name)
+            state = "complete" if complete else "partly" if tried else "not run"
             rates, tuned = len(results.grid.rates), _rate_of(results, variant.name)
             rows.append([variant.title, part.title, f"{tried} of {rates}", tuned, f"{seeds} of {part.seeds}", state])
     return markdown(("Variant", "Part", "Rates tried", "Tuned rate", "Seeds", "State"), rows)
 
 
 def size(results: Results) -> str:
-    """How much processor time a cell takes, and the whole grid by that."""
+    """Processor time of a cell on average, and of the whole grid."""
     whole = len(list(wanted(results.grid, results.accuracies())))
     spent = [
         row["cpu_s"] + row["start_cpu_s"] + row["eval_cpu_s"]
@@ -84,7 +142,7 @@ def tuning(results: Results) -> str:
 
 
 def by_rate(results: Results, variants: Sequence[str]) -> str:
-    """Final accuracy over the seeds that ran at each rate, not at the best alone."""
+    """Final accuracy at each rate, means over the seeds that ran there."""
     known = results.grid.variants()
     rates = [rate for rate in results.grid.all_rates() if any(results.at(name, rate) for name in variants)]
     rows = [
@@ -102,13 +160,13 @@ def seeds_mean(results: Results, variant: str, rate: float) -> Mean | None:
 
 
 def vetoed(results: Results, variant: str, rate: float) -> str:
-    """Percentage of response tokens that the veto took out, mean over the seeds that ran at a rate."""
+    """Percentage of response tokens that the veto dropped, mean over the seeds that ran at a rate."""
     runs = [row for row in results.of_kind("study") if (row["variant"], row["rate"]) == (variant, rate)]
-    return _share(runs, "vetoed")
+    return share(runs, "vetoed")
 
 
 def part_table(results: Results, name: str, *, extra: Sequence[str] = (), against: str = "grpo") -> str:
-    """Accuracy at the tuned rate, difference to `against` on the same seeds, and what the updates were like."""
+    """Accuracy at the tuned rate, difference to `against` on the same seeds, and metrics of the updates."""
     variants = results.grid.variants()
     own = [variant for part in results.grid.parts if part.name == name for variant in part.variants]
     rows = []
@@ -116,7 +174,7 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
         runs = results.tuned(variant.name)
         if not runs:
             continue
-        apart = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
+        gap = difference(results.by_seed(variant.name), results.by_seed(against)) if variant.name != against else None
         rows.append(
             [
                 variant.title,
@@ -124,9 +182,9 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
                 _rate_of(results, variant.name),
                 str(len(runs)),
                 percent(results.mean(variant.name)),
-                points(apart),
-                _share(runs, "vetoed"),
-                _share(runs, "clipped"),
+                points(gap),
+                share(runs, "vetoed"),
+                share(runs, "clipped"),
                 _least(runs, "ess_min"),
                 _least(runs, "entropy_last", "{:.2f}"),
             ]
@@ -137,48 +195,8 @@ def part_table(results: Results, name: str, *, extra: Sequence[str] = (), agains
     return markdown((*head, "Clipped %", "Least ESS", "Entropy"), rows)
 
 
-def clock_table(results: Results, unit: str = "s") -> str:
-    """Seconds by phase of the first part's variants, means over their runs; `unit` "s" is wall-clock, "cpu_s" processor
-    time of all processes."""
-    rows = []
-    for variant in results.grid.parts[0].variants:
-        runs = results.timed(variant.name)
-        if not runs or not column(runs, f"generate_{unit}"):
-            continue
-        phases = [f"{mean_of(column(runs, f'{name}_{unit}')).value:.1f}" for name in TIMED]
-        total = _seconds(runs, "wall_s" if unit == "s" else unit)
-        rows.append([variant.title, str(len(runs)), *phases, total, _share(runs, "others_share")])
-    return markdown(("Variant", "Runs", *TIMED, "Total", "Machine used by others %"), rows)
-
-
-def same_accuracy(results: Results) -> float | None:
-    """The accuracy that GRPO and mu-GRPO both reach: the lower of their means, less half a point."""
-    ends = [results.mean(name) for name in COMPARED]
-    return None if None in ends else min(end.value for end in ends if end) - 0.005
-
-
-def speed_table(results: Results) -> str:
-    """Seconds to the same accuracy, and how many times less that is than GRPO's."""
-    level = same_accuracy(results)
-    if level is None:
-        return "Not measured yet."
-    base = {axis: results.seconds_to("grpo", level, axis) for axis in (WALL, CPU)}
-    rows = []
-    for variant in results.grid.parts[0].variants:
-        runs = results.timed(variant.name)
-        cells = []
-        for axis in (WALL, CPU):
-            times = results.seconds_to(variant.name, level, axis)
-            cells.append(f"{mean_of(times).value:.1f}" if times else "never")
-            ratio = mean_of(base[axis]).value / mean_of(times).value if times and base[axis] else None
-            cells.append(f"{ratio:.2f}" if ratio else "–")
-        reached = len(results.seconds_to(variant.name, level, WALL))
-        rows.append([variant.title, f"{reached} of {len(runs)}", *cells])
-    return markdown(("Variant", "Runs that reach it", "Wall s", "GRPO / this", "CPU s", "GRPO / this"), rows)
-
-
 def edges(results: Results) -> str:
-    """Which variants have their best rate at an end of the grid, in a sentence."""
+    """A sentence that names the variants whose best rate is an end of the grid."""
     if not any(results.is_tuned(name) for name in results.grid.variants()):
         return "No variant is tuned yet."
     found = edge_variants(results)
@@ -190,7 +208,7 @@ def edges(results: Results) -> str:
 def edge_variants(results: Results) -> list[str]:
     """Titles of variants whose best rate is an end of the grid, with that end.
 
-    Not those that ran beyond it and were no better there.
+    Variants that ran beyond that end and were not better there are left out.
     """
     ends = {results.grid.rates[0]: "lowest", results.grid.rates[-1]: "highest"}
     return [
@@ -203,73 +221,68 @@ def edge_variants(results: Results) -> list[str]:
 
 
 def _tried_beyond(results: Results, variant: str, rate: float) -> bool:
-    """Whether the variant ran at a rate beyond the grid's end `rate` and was no better there."""
+    """Whether the variant ran at a rate beyond the grid's end `rate` and was not better there."""
     tried = results.at_rates(variant)
     lowest = rate == results.grid.rates[0]
     beyond = [tried[one] for one in tried if (one < rate if lowest else one > rate)]
     return bool(beyond) and max(beyond) <= tried[rate]
 
 
-def machine_note(results: Results) -> str:
-    """How far the machine was shared while the seconds were taken."""
-    runs = [row for variant in results.grid.parts[0].variants for row in results.timed(variant.name)]
-    if runs and all(row["kind"] == CLOCK for row in runs):
-        most = max(row["others_share"] or 0.0 for row in runs)
-        return (
-            "These seconds come from runs of their own, one at a time (`python -m run_scripts.study.run --clock N`).\n"
-            f"Other work used at most {100 * most:.0f} % of the processor time that was used meanwhile."
-        )
-    return (
-        "**Wall-clock of this round was taken on a shared machine**: other work used most of its processor time while\n"
-        "these cells ran, some of them two at a time. Their seconds compare with nothing, processor time only\n"
-        "roughly. `python -m run_scripts.study.run --clock 3` takes wall-clock again on a quiet machine and replaces\n"
-        "it here."
-    )
+def summary_table(results: Results) -> str:
+    """Final accuracy at tuned rates by setting and objective."""
+    known = results.grid.variants()
+    rows = [
+        (one.title, *(percent(results.mean(name)) for name in (one.grpo, one.mu_grpo, one.relaxed, one.strict)))
+        for one in SETTINGS
+        if one.mu_grpo in known
+    ]
+    return markdown(("Stages and µ", "GRPO, µ=4", "mu-GRPO", "relaxed clip, no veto", "strict clip"), rows)
 
 
-def trl_table(runs: Sequence[Mapping[str, Any]], results: Results | None = None) -> str:
-    """Runs of the TRL bench; with `results`, next to the study's own at the same rates, seed 0."""
-    sides = [(run["side"], run["rate"], run["points"]) for run in runs]
-    for rate in sorted({run["rate"] for run in runs}):
-        for name in COMPARED:
-            key = f"study/{Cell(name, rate, 0).name}"
-            if results and key in results.curves:
-                sides.append((f"ours, {results.grid.variants()[name].title}", rate, results.curves[key]["evals"]))
-    rows = []
-    for side, rate, points_ in sorted(sides, key=lambda side: side[1]):
-        first, *_, last = points_
-        rows.append([side, f"{rate:g}", f"{100 * first[3]:.1f}", f"{100 * last[3]:.1f}", *_tenths(last[1:3])])
-    return markdown(("Side", "Rate", "Before %", "After %", "Wall s", "CPU s"), rows)
+def claims_table(results: Results) -> str:
+    """Final accuracy at tuned rates: claim, setting, measured difference, verdict."""
+    known = results.grid.variants()
+    rows = [_compared(results, one) for one in (*PAPERS, *BEYOND) if one.left in known]
+    return markdown(("Claim", "Setting", "Measured", "Verdict"), rows)
 
 
-def trl_clock_table(runs: Sequence[Mapping[str, Any]], goal: float) -> str:
-    """Runs of the TRL bench that nothing disturbed: when each came to the accuracy `goal`."""
-    rows = []
-    for run in sorted(runs, key=lambda run: run["points"][-1][WALL]):
-        last = run["points"][-1]
-        to_goal = [arrival(run["points"], goal, axis) for axis in (WALL, CPU)]
-        rows.append([run["side"], f"{100 * last[3]:.1f}", *_tenths(last[1:3]), *_tenths(to_goal)])
-    title = f"{100 * goal:.0f} %"
-    return markdown(("Side", "After %", "Wall s", "CPU s", f"Wall s to {title}", f"CPU s to {title}"), rows)
+def _compared(results: Results, one: Comparison) -> tuple[str, ...]:
+    gap = difference(results.by_seed(one.left), results.by_seed(one.right))
+    return one.claim, one.setting, _seeds(gap), verdict(gap, one.bound)
 
 
-def trl_gap(runs: Sequence[Mapping[str, Any]], results: Results) -> float | None:
-    """Points between TRL's final accuracy and that of our GRPO at the same rate, the widest; None without a pair."""
-    ours = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("ours, grpo")}
-    ours = {cell.rate: a for cell, a in results.accuracies().items() if (cell.variant, cell.seed) == ("grpo", 0)} | ours
-    theirs = {run["rate"]: run["points"][-1][3] for run in runs if run["side"].startswith("TRL")}
-    return max((100 * abs(ours[rate] - theirs[rate]) for rate in ours.keys() & theirs.keys()), default=None)
+def verdict(gap: Mean | None, bound: float) -> str:
+    """Whether the interval of a difference lies above `bound`, below it, or on both sides."""
+    if gap is None:
+        return "not measured"
+    if gap.low is None or gap.high is None:
+        return "open (one seed)"
+    return "holds" if gap.low >= bound else "does not hold" if gap.high < bound else "open"
 
 
-def cpu_spread(runs: Sequence[Mapping[str, Any]], results: Results) -> tuple[float, float] | None:
-    """Least and most processor seconds that the same work took: our GRPO at any rate; None with fewer than two runs."""
-    seconds = [run["points"][-1][2] for run in runs if run["side"].startswith("ours, grpo")]
-    seconds += column((row for row in results.of_kind("study") if row["variant"] == "grpo"), "cpu_s")
-    return (min(seconds), max(seconds)) if len(seconds) > 1 else None
+def edge_table(results: Results, before: float) -> str:
+    """Every rate above the tuned ones at which a setting ran with and without the veto; none is selected.
+
+    `before`: the warm start's accuracy; a run that ends below it is lost. p is Fisher's exact test, two-sided, of lost
+    runs without and with the veto.
+    """
+    known, rows = results.grid.variants(), []
+    for one in SETTINGS:
+        for rate in (rate for rate in results.grid.all_rates() if rate > max(results.grid.rates)):
+            ends = [results.at(name, rate) for name in (one.relaxed, one.mu_grpo, one.strict) if name in known]
+            if len(ends) < 3 or not (ends[0] and ends[1]):
+                continue
+            lost = [(sum(end < before for end in each.values()), len(each)) for each in ends[:2]]
+            shown = [percent(mean_of(list(each.values()))) if each else "–" for each in ends]
+            counts = [f"{k} of {n}" for k, n in lost]
+            p = f"{fisher_exact(*lost):.2f}" if min(n for _, n in lost) > 1 else "–"
+            rows.append((one.title, f"{rate:g}", *shown, *counts, p, points(difference(ends[1], ends[0]))))
+    head = ("Setting", "Rate", "No veto %", "With veto %", "Strict clip %")
+    return markdown((*head, "Lost, no veto", "Lost, veto", "p", "Veto's gain, points"), rows)
 
 
-def _tenths(times: Sequence[float | None]) -> list[str]:
-    return ["–" if seconds is None else f"{seconds:.1f}" for seconds in times]
+def _seeds(gap: Mean | None) -> str:
+    return "–" if gap is None else f"{points(gap, 2)} points over {gap.n} seed{'s' if gap.n > 1 else ''}"
 
 
 def _rate(rate: float | None) -> str:
@@ -277,23 +290,10 @@ def _rate(rate: float | None) -> str:
 
 
 def _rate_of(results: Results, variant: str) -> str:
-    """The rate that a variant's row stands for, with a star while it is only the best so far."""
+    """The rate of a variant's row, with a star if the variant is not tuned yet."""
     return _rate(results.rate(variant)) + ("" if results.is_tuned(variant) or not results.tried(variant) else "\\*")
 
 
-def _share(runs: Sequence[dict[str, float]], name: str) -> str:
-    values = column(runs, name)
-    return f"{100 * mean_of(values).value:.1f}" if values else "–"
-
-
-def _least(runs: Sequence[dict[str, float]], name: str, form: str = "{:.3f}") -> str:
+def _least(runs: Sequence[Row], name: str, form: str = "{:.3f}") -> str:
     values = column(runs, name)
     return form.format(mean_of(values).value) if values else "–"
-
-
-def _seconds(runs: Sequence[dict[str, float]], name: str) -> str:
-    values = column(runs, name)
-    if not values:
-        return "–"
-    mean = mean_of(values)
-    return f"{mean.value:.1f}" + ("" if mean.half is None else f" ± {mean.half:.1f}")

@@ -17,7 +17,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
-from mugrpo_megatron.report.figure import write_figure
 from mugrpo_megatron.report.payload import MAX_POINTS, SLICES, Drawing, draw
 from mugrpo_megatron.report.report import write_report
 from mugrpo_megatron.report.rundata import read_run
@@ -198,7 +197,6 @@ def test_a_set_of_one_problem_has_no_interval_to_draw(tmp_path: Path) -> None:
     directory = write_run(tmp_path, rows, recipe_of(1, 2))
     assert summarize(directory)["reward_interval"] is None
     assert "Held-out reward" in write_report(directory).read_text()
-    write_figure(directory, tmp_path / "figure.svg")
 
 
 @given(killed_at=st.integers(min_value=12, max_value=60), pause=st.floats(min_value=0, max_value=1e7))

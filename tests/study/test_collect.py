@@ -1,4 +1,4 @@
-"""From run directories to the kept results and the page: seconds and accuracies are those of the rows."""
+"""From run directories to the kept results: seconds and accuracies are those of the rows."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from mugrpo_megatron.report.rundata import read_run
 from mugrpo_megatron.report.summary import summarize
-from run_scripts.study import collect, cost, tables, write
+from run_scripts.study import collect, tables, timing
 from run_scripts.study import run as study
 from run_scripts.study.grid import Cell, Grid, load_grid
 from run_scripts.study.processes import CpuMeter, read_cpu_clock
-from run_scripts.study.results import CPU, WALL, read_results
+from run_scripts.study.results import CPU, RESTART, WALL, read_results
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
@@ -88,28 +88,7 @@ def test_saves_inside_optimizing_are_not_counted_twice(tmp_path: Path) -> None:
     assert before["optimize_s"] - after["optimize_s"] == pytest.approx(0.5, abs=0.02)
 
 
-def test_the_page_is_made_of_the_kept_files_alone_and_twice_the_same(tmp_path: Path, grid: Grid) -> None:
-    out, docs = tmp_path / "runs", tmp_path / "docs" / "study"
-    for name, stages in (("grpo", 4), ("mu_grpo", 2)):
-        for rate in grid.rates:
-            make_cell(out, f"{name}/lr{rate:g}-seed0", stages, 16 // stages)
-    assert collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
-    results = read_results(grid, docs)
-    assert len(results.rows) == 4
-    assert results.rate("grpo") in grid.rates
-    written = []
-    for _ in range(2):
-        assert write.main(["--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]) == 0
-        written.append({path: path.read_bytes() for path in docs.parent.rglob("*") if path.is_file()})
-    assert written[0] == written[1]
-    page = (docs.parent / "study.md").read_text()
-    assert f"{100 * results.tuned('grpo')[0]['accuracy']:.1f}" in page
-    for picture in ("accuracy-over-time", "clipping-dilemma", "time-line", "reward-by-stage", "vetoed-fraction"):
-        assert f"study/{picture}.svg" in page
-        assert (docs / f"{picture}-dark.svg").exists()
-
-
-def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cells_of_two_warm_starts_are_refused(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
     docs = tmp_path / "docs" / "study"
     arguments = ["--out", str(tmp_path / "runs"), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)]
     make_cell(tmp_path / "runs", "grpo/lr0.001-seed0", 4, 4)
@@ -119,8 +98,8 @@ def test_cells_of_two_warm_starts_do_not_meet(tmp_path: Path, grid: Grid, capsys
     (docs / "cells.csv").write_text(before.replace(f",{kept},", f",{kept + 0.1},").replace(",0.001,0,", ",0.0001,0,"))
     (docs / "curves.json").write_text((docs / "curves.json").read_text().replace("lr0.001", "lr0.0001"))
     assert collect.main(arguments) == 2
-    assert "warm starts" in capsys.readouterr().err
-    assert collect.main([*arguments, "--anew"]) == 0
+    assert "different warm starts" in capsys.readouterr().err
+    assert collect.main([*arguments, "--drop-kept"]) == 0
     assert (docs / "cells.csv").read_text() == before
 
 
@@ -141,7 +120,7 @@ def test_every_rate_has_a_mean_over_the_seeds_that_ran_there(tmp_path: Path, gri
 
 
 def test_kept_cells_stay_and_need_not_run_again(tmp_path: Path, grid: Grid, capsys: pytest.CaptureFixture[str]) -> None:
-    """As long as the grid means the same by them."""
+    """As long as the grid defines them the same way."""
     docs, path = tmp_path / "docs", tmp_path / "grid.toml"
     for turn, name in enumerate(("grpo/lr0.001-seed0", "mu_grpo/lr0.001-seed0")):
         out = tmp_path / f"runs{turn}"
@@ -156,7 +135,7 @@ def test_kept_cells_stay_and_need_not_run_again(tmp_path: Path, grid: Grid, caps
     path.write_text(GRID.replace('title = "mu-GRPO", mu = 8', 'title = "mu-GRPO", mu = 16'))
     collect.main(["--out", str(tmp_path / "runs0"), "--grid", str(path), "--docs", str(docs)])
     assert set(read_results(load_grid(path), docs).accuracies()) == {Cell("grpo", 1e-3, 0)}
-    collect.main(["--out", str(tmp_path / "none"), "--grid", str(path), "--docs", str(docs), "--anew"])
+    collect.main(["--out", str(tmp_path / "none"), "--grid", str(path), "--docs", str(docs), "--drop-kept"])
     assert read_results(load_grid(path), docs).rows == []
 
 
@@ -169,30 +148,28 @@ def test_a_clock_run_replaces_the_wall_clock_and_nothing_else(tmp_path: Path, gr
     make_cell(out / "clock", f"grpo/lr{best:g}-seed0", 4, 4, seed=9)
     collect.main(["--out", str(out), "--grid", str(tmp_path / "grid.toml"), "--docs", str(docs)])
     results = read_results(grid, docs)
-    assert [row["kind"] for row in results.timed("grpo")] == ["clock"]
+    assert [row["kind"] for row in results.tuned("grpo", "clock")] == ["clock"]
     assert [row["kind"] for row in results.tuned("grpo")] == ["study"]
 
 
-def test_runs_with_an_engine_that_ends_stand_beside_those_with_one_that_sleeps(tmp_path: Path, grid: Grid) -> None:
+def test_runs_with_an_engine_that_ends_are_compared_with_those_with_one_that_sleeps(tmp_path: Path, grid: Grid) -> None:
     out, docs = tmp_path / "runs", tmp_path / "docs"
     for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
         for root in (out, out / "clock"):
             for rate in grid.rates:
                 make_cell(root, f"{name}/lr{rate:g}-seed0", stages, updates)
     path = tmp_path / "grid.toml"
-    collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
-    assert cost.restart_table(read_results(grid, docs)) == ""
     for name, stages, updates in (("grpo", 4, 4), ("mu_grpo", 2, 8)):
         for rate in grid.rates:
             make_cell(out / "restart", f"{name}/lr{rate:g}-seed0", stages, updates)
     collect.main(["--out", str(out), "--grid", str(path), "--docs", str(docs)])
     results = read_results(grid, docs)
     assert [row["kind"] for row in results.rows] == ["study"] * 4 + ["clock"] * 4 + ["restart"] * 4
-    lines = [line.split(" | ") for line in cost.restart_table(results).splitlines()[2:]]
+    lines = [line.split(" | ") for line in timing.restart_table(results).splitlines()[2:]]
     assert [line[0].strip("| ") for line in lines] == ["sleeps", "sleeps", "ends", "ends"]
     assert [line[3] for line in lines] == ["4", "2", "4", "2"]
     assert lines[0][4:] == lines[2][4:]  # of the same synthetic run
-    (grpo,) = results.timed("grpo", "restart")
+    (grpo,) = results.tuned("grpo", RESTART)
     assert float(lines[2][6]) == pytest.approx(grpo["wall_s"], abs=0.05)
 
 

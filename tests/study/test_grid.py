@@ -119,8 +119,8 @@ def test_every_cell_is_wanted_once_and_seeds_can_be_told(grid: Grid) -> None:
     ("change", "says"),
     [
         (("mu = 4", "mu = 3"), "mu = 3 of a does not divide updates = 8"),
-        (("c = {", "a = {"), "variants a are named twice"),
-        (('reference = "a"', 'reference = "z"'), "reference = 'z' is no variant; take one of a, b, c"),
+        (("c = {", "a = {"), "variants a appear twice"),
+        (('reference = "a"', 'reference = "z"'), "reference = 'z' is not a variant; take one of a, b, c"),
     ],
 )
 def test_a_grid_that_cannot_be_says_why(make_grid: Callable[[str], Grid], change: tuple[str, str], says: str) -> None:

@@ -6,14 +6,10 @@ import json
 
 import pytest
 
-from run_scripts.study import claims, sums, tables, write
-from run_scripts.study.collect import DOCS
+from run_scripts.study import page, tables, timing
 from run_scripts.study.grid import load_grid
 from run_scripts.study.plots import PICTURES
-from run_scripts.study.results import Results, read_results
-from run_scripts.study.stats import Mean
-
-pytestmark = pytest.mark.night
+from run_scripts.study.results import CLOCK, DOCS, Mean, Results, read_results
 
 
 @pytest.fixture(scope="module")
@@ -22,13 +18,14 @@ def published() -> Results:
 
 
 def test_the_page_is_that_of_the_kept_results(published: Results) -> None:
-    """After a change of either, run `python -m run_scripts.study.write`."""
-    assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == write.text(published, DOCS)
+    """After a change of either, run `python -m run_scripts.study.page`."""
+    assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == page.text(published, DOCS)
 
 
-def test_every_picture_that_can_be_drawn_is_there_for_light_and_dark(published: Results) -> None:
-    for name, (_, has_data) in PICTURES.items():
-        assert [(DOCS / f"{name}{ending}.svg").exists() for ending in ("", "-dark")] == [has_data(published)] * 2
+def test_every_picture_is_there_and_on_the_page() -> None:
+    text = (DOCS.parent / "study.md").read_text(encoding="utf-8")
+    assert {path.stem for path in DOCS.glob("*.svg")} == PICTURES.keys()
+    assert all(f'src="study/{name}.svg"' in text for name in PICTURES)
 
 
 def test_every_kept_cell_has_its_curve_and_belongs_to_the_grid(published: Results) -> None:
@@ -53,44 +50,42 @@ def test_every_kept_cell_has_its_curve_and_belongs_to_the_grid(published: Result
     ],
 )
 def test_a_verdict_needs_an_interval_on_one_side(apart: Mean | None, says: str) -> None:
-    assert claims.verdict(apart, -0.01) == says
+    assert tables.verdict(apart, -0.01) == says
 
 
 def test_every_comparison_is_of_variants_in_the_grid(published: Results) -> None:
     known = published.grid.variants()
-    named = {name for one in (*claims.PAPERS, *claims.BEYOND) for name in (one.left, one.right)}
-    named |= {name for one in claims.SETTINGS for name in (one.mu_grpo, one.relaxed, one.strict, one.grpo)}
+    named = {name for one in (*tables.PAPERS, *tables.BEYOND) for name in (one.left, one.right)}
+    named |= {name for one in tables.SETTINGS for name in (one.mu_grpo, one.relaxed, one.strict, one.grpo)}
     assert named <= known.keys()
 
 
 @pytest.mark.parametrize(
-    ("saved", "clocked", "says"),
+    ("saved", "says"),
     [
-        (Mean(9.0, 1.0, 3), False, "open: the machine was shared"),
-        (Mean(200.0, None, 1), True, "open (one run a side)"),
-        (Mean(2.0, 3.0, 3), True, "open"),
-        (Mean(2.0, 1.0, 3), True, "holds"),
-        (Mean(-2.0, 1.0, 3), True, "does not hold"),
-        (None, True, "not measured"),
+        (Mean(200.0, None, 1), "open (one run a side)"),
+        (Mean(2.0, 3.0, 3), "open"),
+        (Mean(2.0, 1.0, 3), "holds"),
+        (Mean(-2.0, 1.0, 3), "does not hold"),
+        (None, "not measured"),
     ],
 )
-def test_wall_clock_needs_a_quiet_machine_and_an_interval(saved: Mean | None, clocked: bool, says: str) -> None:
-    assert claims.speed_verdict(saved, clocked=clocked) == says
+def test_wall_clock_needs_an_interval(saved: Mean | None, says: str) -> None:
+    assert timing.speed_verdict(saved) == says
 
 
 def test_a_time_that_some_runs_never_reach_decides_nothing(published: Results) -> None:
     """The goal lies half a point below the lower mean, so a run whose last evaluation is lower never reaches it."""
-    level = tables.same_accuracy(published)
-    assert level is not None
-    last = [published.curve(row)["evals"] for row in published.timed("mu_grpo")]
+    level = timing.same_accuracy(published)
+    last = [published.curve(row)["evals"] for row in published.tuned("mu_grpo", CLOCK)]
     reached = sum(any(point[3] >= level for point in evals) for evals in last)
-    (row,) = (line for line in claims.clock_table(published).splitlines() if "same accuracy | engine sleeps" in line)
+    (row,) = (line for line in timing.speed_claims(published).splitlines() if "same accuracy | engine sleeps" in line)
     assert f"{reached} of {len(last)}" in row
     assert row.endswith("| open: not every run gets there |") is (reached < len(last))
 
 
 def test_every_rate_above_the_tuned_ones_is_listed_and_none_has_a_verdict(published: Results) -> None:
-    one = claims.SETTINGS[1]
+    one = tables.SETTINGS[1]
     tuned, above = max(published.grid.rates), max(published.grid.all_rates())
     ends: dict[tuple[str, float], tuple[float, ...]] = {
         (one.relaxed, above): (0.4, 0.5, 0.6),
@@ -102,11 +97,11 @@ def test_every_rate_above_the_tuned_ones_is_listed_and_none_has_a_verdict(publis
         for (variant, rate), accuracies in ends.items()
         for seed, accuracy in enumerate(accuracies)
     ]
-    _, _, *lines = claims.edge_table(Results(published.grid, rows, {}), before=0.55).splitlines()
+    _, _, *lines = tables.edge_table(Results(published.grid, rows, {}), before=0.55).splitlines()
     assert lines == [
         f"| 1 stage of 128 | {above:g} | 50.0 ± 24.8 | 60.0 ± 0.0 | – | 2 of 3 | 0 of 3 | 0.40 | +10.0 ± 24.8 |"
     ]
-    told = [line for line in claims.edge_table(published, 0.5).splitlines() if "1 stage of 128" in line]
+    told = [line for line in tables.edge_table(published, 0.5).splitlines() if "1 stage of 128" in line]
     assert [line.split(" | ")[1] for line in told] == ["0.00056", "0.0008"]
     assert not any(word in line for line in told for word in ("holds", "open"))
 
@@ -116,9 +111,8 @@ def test_trl_is_compared_at_the_same_rate(published: Results) -> None:
         {"side": side, "rate": rate, "points": [[0, 0.0, 0.0, 0.5], [8, 2.0, 1.0, end]]}
         for side, rate, end in (("TRL, µ=4", 9.0, 0.60), ("ours, grpo, µ=4", 9.0, 0.63), ("ours, grpo, µ=4", 8.0, 0.9))
     ]
-    assert tables.trl_gap(runs, published) == pytest.approx(3.0)
-    assert tables.trl_gap(runs[:1], published) is None
-    assert tables.trl_table(runs).splitlines()[-1] == "| ours, grpo, µ=4 | 9 | 50.0 | 63.0 | 2.0 | 1.0 |"
+    assert timing.trl_gap(runs, published) == pytest.approx(3.0)
+    assert timing.trl_table(runs).splitlines()[-1] == "| ours, grpo, µ=4 | 9 | 50.0 | 63.0 | 2.0 | 1.0 |"
 
 
 def test_the_seconds_to_a_goal_lie_between_evaluations() -> None:
@@ -126,16 +120,9 @@ def test_the_seconds_to_a_goal_lie_between_evaluations() -> None:
         {"side": side, "points": [[0, 0.0, 0.0, 0.5], [8, wall, wall / 2, 0.6]]}
         for side, wall in (("a", 8.0), ("b", 2.0))
     )
-    rows = tables.trl_clock_table([slow, fast], 0.55).splitlines()[-2:]
+    rows = timing.trl_clock_table([slow, fast], 0.55).splitlines()[-2:]
     assert rows == ["| b | 60.0 | 2.0 | 1.0 | 1.0 | 0.5 |", "| a | 60.0 | 8.0 | 4.0 | 4.0 | 2.0 |"]
-    assert tables.trl_clock_table([slow], 0.7).endswith("| – | – |")
-
-
-@pytest.mark.parametrize(
-    ("question", "is_one"), [("123+456=", True), ("12+345=", False), ("123-456=", False), ("99*9=", False)]
-)
-def test_sums_are_told_from_other_problems(question: str, is_one: bool) -> None:
-    assert sums.is_sum(question) is is_one
+    assert timing.trl_clock_table([slow], 0.7).endswith("| – | – |")
 
 
 def test_an_end_of_the_grid_is_told_only_where_nothing_was_tried_beyond_it() -> None:

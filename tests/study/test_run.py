@@ -1,4 +1,4 @@
-"""The runner: cells run once, interrupted ones again, failures are named and leave the others alone."""
+"""The runner: finished cells are skipped, interrupted ones continue, a failed one does not stop the others."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from run_scripts.study import run
-from run_scripts.study.grid import Cell, Grid, load_grid
-from run_scripts.study.states import State, accuracies, state_of
+from run_scripts.study.grid import Cell, Grid, State, accuracies, load_grid, state_of
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
 

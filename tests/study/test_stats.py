@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_scripts.study.stats import T975, difference, fisher_exact, mean_of, pooled_deviation, reached
+from run_scripts.study.results import T975, difference, fisher_exact, mean_of, pooled_deviation, reached
 
 accuracies = st.floats(0, 1, allow_nan=False)
 

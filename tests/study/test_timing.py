@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.report.rundata import read_run
-from run_scripts.study.cost import decode_steps, generation_fit, generation_points, switches
-from run_scripts.study.heavy_tail import long_lengths, straggler_table
+from run_scripts.study.collect import generation_points, switches
+from run_scripts.study.timing import decode_steps, generation_fit, long_lengths, straggler_table
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 pytestmark = pytest.mark.night

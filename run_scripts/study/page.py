@@ -1,13 +1,12 @@
-"""Make docs/study.md and its pictures from docs/study/cells.csv and curves.json.
+"""Make docs/study.md and its pictures from the kept results in docs/study.
 
-python -m run_scripts.study.write
+python -m run_scripts.study.page
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,20 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from run_scripts.study import claims, cost, heavy_tail, tables
-from run_scripts.study.collect import DOCS
+from run_scripts.study import tables, timing
 from run_scripts.study.grid import GRID, load_grid
-from run_scripts.study.plots import PICTURES, write_plots
-from run_scripts.study.results import CLOCK, WALL, Results, read_results
-from run_scripts.study.stats import difference, fisher_exact, mean_of, pooled_deviation
+from run_scripts.study.plots import write_plots
+from run_scripts.study.results import (
+    CLOCK,
+    DOCS,
+    WALL,
+    Results,
+    difference,
+    fisher_exact,
+    mean_of,
+    pooled_deviation,
+    read_results,
+)
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
 
@@ -28,7 +35,7 @@ TEMPLATE = Path(__file__).with_name("study.md.j2")
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grid", type=Path, default=GRID)
-    parser.add_argument("--docs", type=Path, default=DOCS, help="where cells.csv and curves.json are, pictures go")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where the kept results are and pictures go")
     options = parser.parse_args(arguments)
     results = read_results(load_grid(options.grid), options.docs)
     write_plots(results, options.docs)
@@ -39,33 +46,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def text(results: Results, docs: Path) -> str:
-    """The page; its prose is study.md.j2, every number in it comes from the results and the files next to them."""
-    files = {"mixed": "trl.json", "sums": "trl-sums.json", "clock": "trl-clock.json"}
-    trl = {what: _read(docs / name) or [] for what, name in files.items()}
+    """The page: prose from study.md.j2, numbers from the results and the files in `docs`."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATE.parent),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
         autoescape=False,
     )
-    environment.filters |= {"points": tables.points, "percent": tables.percent}
-    before = max((row["accuracy_before"] for row in results.rows), default=0.0)
+    before = max(row["accuracy_before"] for row in results.rows)
     return environment.get_template(TEMPLATE.name).render(
         results=results,
         grid=results.grid,
-        pictures=[name for name, (_, has_data) in PICTURES.items() if has_data(results)],
         tables=tables,
+        timing=timing,
         done=len(results.of_kind("study")),
-        problems=max((row["problems"] for row in results.rows), default=0),
-        trl=trl,
-        trl_gap=tables.trl_gap(trl["mixed"], results),
+        problems=max(row["problems"] for row in results.rows),
         **_comparisons(results, before),
-        **_times(results, _read(docs / "stragglers.json"), trl["mixed"]),
+        **_times(results, docs),
     )
 
 
 def _comparisons(results: Results, before: float) -> dict[str, Any]:
-    """What the template says of accuracies; `before` is the warm start's."""
+    """The template's values and functions for accuracies; `before` is the warm start's."""
 
     def lost(variant: str, rate: float) -> list[float]:
         return [accuracy for accuracy in results.at(variant, rate).values() if accuracy < before]
@@ -76,9 +78,9 @@ def _comparisons(results: Results, before: float) -> dict[str, Any]:
     repeats = results.repeats()
     return {
         "before": before,
-        "claims": claims.claims_table(results),
-        "edges_table": claims.edge_table(results, before),
-        "summary": claims.summary_table(results),
+        "claims": tables.claims_table(results),
+        "edges_table": tables.edge_table(results, before),
+        "summary": tables.summary_table(results),
         "edge_variants": tables.edge_variants(results),
         "repeats": repeats,
         "repeat_deviation": pooled_deviation(repeats) or 0.0,
@@ -105,35 +107,38 @@ def _comparisons(results: Results, before: float) -> dict[str, Any]:
 
 
 def _response_tokens(results: Results, part: str, responses: int = 32 * 8) -> float:
-    """Mean tokens of a response in the part's runs, `responses` an update; 0 without any."""
+    """Mean tokens of a response in the part's runs; `responses` in an update."""
     runs = [row for row in results.of_kind("study") if row["part"] == part]
-    return mean_of([row["tokens"] / (row["updates"] * responses) for row in runs]).value if runs else 0.0
+    return mean_of([row["tokens"] / (row["updates"] * responses) for row in runs]).value
 
 
-def _times(results: Results, measured: Any, trl: list[Any]) -> dict[str, Any]:
-    """What the template says of seconds; `measured` is what `stragglers` wrote, None before it ran."""
-    switches, generation = cost.kept_switches(results)
-    level = tables.same_accuracy(results)
+def _times(results: Results, docs: Path) -> dict[str, Any]:
+    """The template's values and functions for seconds, and the runs of TRL."""
+    files = {"mixed": "trl.json", "sums": "trl-sums.json", "clock": "trl-clock.json"}
+    trl = {what: _read(docs / name) for what, name in files.items()}
+    switches, generation = timing.kept_switches(results)
+    level, stragglers = timing.same_accuracy(results), _read(docs / "stragglers.json")
+
+    def of(variant: str, column: str, kind: str = CLOCK) -> list[float]:
+        return [row[column] for row in results.tuned(variant, kind)]
+
     return {
+        "trl": trl,
+        "trl_gap": timing.trl_gap(trl["mixed"], results),
         "level": level,
-        "clock": claims.clock_table(results),
         "switches": switches,
         "generation_fit": generation,
-        "restarts": cost.restart_table(results),
-        "stragglers": heavy_tail.straggler_table(measured),
-        "stragglers_measured": measured,
-        "straggler_cost": heavy_tail.straggler_cost(measured) if measured else {},
-        "places": heavy_tail.places_table(measured) if measured else "",
-        "cpu_spread": tables.cpu_spread(trl, results),
-        "seconds": lambda variant, kind=CLOCK: mean_of([row["wall_s"] for row in results.timed(variant, kind)]).value,
-        "arrival": lambda variant: mean_of(results.seconds_to(variant, level or 0.0, WALL) or [math.nan]).value,
-        "others": lambda variant, kind: max(row["others_share"] for row in results.timed(variant, kind)),
+        "stragglers": stragglers,
+        "straggler_cost": timing.straggler_cost(stragglers),
+        "cpu_spread": timing.cpu_spread(trl["mixed"], results),
+        "seconds": lambda variant, kind=CLOCK: mean_of(of(variant, "wall_s", kind)).value,
+        "others": lambda variant, kind: max(of(variant, "others_share", kind)),
+        "arrival": lambda variant: mean_of(results.seconds_to(variant, level, WALL)).value,
     }
 
 
 def _read(path: Path) -> Any:
-    """What another script left there, None where it has not run."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

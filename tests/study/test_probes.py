@@ -1,4 +1,4 @@
-"""Accuracy inside a stage: a run's ends and what was saved between them, in order."""
+"""Accuracies inside a stage: the ends of a run and its checkpoints, in order. Three-digit sums of the bundled task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.report.rundata import read_run
-from run_scripts.study import inside, run
+from run_scripts.study import probes, run
 from run_scripts.study.grid import Cell, load_grid
 from tests.study.test_collect import make_cell
 
@@ -44,9 +44,16 @@ def test_points_are_the_ends_and_the_checkpoints_inside_the_stage(study: run.Stu
         summary = {"average": {"value": accuracy, "low": 0.0, "high": 1.0}}
         (directory / "evaluations" / name / "summary.json").write_text(json.dumps(summary))
     first, last = (row["accuracy/mean"] for row in read_run(directory).evals)
-    assert inside.points(study, cell, 2) == [[0, first], [2, 0.6], [6, 0.7], [8, last]]
+    assert probes.points(study, cell, 2) == [[0, first], [2, 0.6], [6, 0.7], [8, last]]
 
 
 def test_a_run_that_fails_is_named(study: run.Study) -> None:
     with pytest.raises(UserError, match=r"mu_8/lr0.0001-seed0 failed: see .*console.log"):
-        inside.points(study, Cell("mu_8", 1e-4, 0), 2)
+        probes.points(study, Cell("mu_8", 1e-4, 0), 2)
+
+
+@pytest.mark.parametrize(
+    ("question", "is_one"), [("123+456=", True), ("12+345=", False), ("123-456=", False), ("99*9=", False)]
+)
+def test_sums_are_told_from_other_problems(question: str, is_one: bool) -> None:
+    assert probes.is_sum(question) is is_one
