@@ -9,7 +9,7 @@ import numpy as np
 
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.prepare import PreparedData
-from mugrpo_megatron.engine.client import Take
+from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
@@ -75,7 +75,9 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
     return PromptQueue(wanted, world.engines, lambda counter, amount: world.count(f"queue/{name}/{counter}", amount))
 
 
-def sampled(run: Run, generator: Generator, queue: PromptQueue, take: Take, n: int, how: Sampling) -> Iterator[Group]:
+def sampled(
+    run: Run, generator: Generator, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
+) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
     Ends early when the engine fails or the run is asked to stop; the engine then drops what is in flight.

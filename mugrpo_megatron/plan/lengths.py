@@ -52,9 +52,14 @@ def seconds_to_decode(requests: int, slots: int, lengths: np.ndarray, step: Call
     rng = np.random.default_rng(0)
     runs = []
     for _ in range(DRAWS):
-        queue = iter(rng.choice(lengths, simulated).tolist())
-        runs += decode([lambda running, queue=queue: next(queue, None)], slots, step)
+        runs += decode([_supply(rng.choice(lengths, simulated).tolist())], slots, step)
     return float(np.mean(runs)) + (requests - simulated) * float(lengths.mean()) / slots * step(slots)
+
+
+def _supply(lengths: list[int]) -> Supply:
+    """One length after the other, whatever is running."""
+    queue = iter(lengths)
+    return lambda running: next(queue, None)
 
 
 def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float]) -> list[float]:
