@@ -24,7 +24,7 @@ def two(directory: Path) -> tuple[Heartbeat, Heartbeat]:
 def test_ranks_meet_however_late_one_is(tmp_path: Path) -> None:
     first, second = two(tmp_path)
     waited: list[float] = []
-    late = threading.Thread(target=second.meet)
+    late = threading.Thread(target=second.barrier)
 
     def meanwhile() -> None:
         waited.append(time.monotonic())
@@ -34,7 +34,7 @@ def test_ranks_meet_however_late_one_is(tmp_path: Path) -> None:
     first.barrier(meanwhile)
     assert late.ident, "the first was not to leave before the second came"
     late.join()
-    second_time = threading.Thread(target=second.meet)
+    second_time = threading.Thread(target=second.barrier)
     second_time.start()
     first.barrier()
     second_time.join()

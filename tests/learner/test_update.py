@@ -95,6 +95,7 @@ def around_a_reference(model: str, sections: dict[str, Any]) -> dict[str, float]
 REFERENCE = {"name": "off_policy_grpo", "reference_every": 4}
 
 
+@pytest.mark.process
 def test_the_clip_around_a_reference_is_that_of_one_process(model: str) -> None:
     """Every rank finds the reference of its own share of responses, under data and under context parallelism."""
     [alone] = run_ranks(1, around_a_reference, model, {})
@@ -112,6 +113,7 @@ def without_a_reference(model: str) -> None:
         update(learner, samples(), advantages(24))
 
 
+@pytest.mark.process
 def test_a_missing_reference_is_an_error(model: str) -> None:
     run_ranks(1, without_a_reference, model)
 
