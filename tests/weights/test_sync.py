@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
     [("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}, 1), ("qwen3", {}, 2)],
 )
 def test_engine_computes_with_the_learners_weights(
-    tmp_path: Path, family: str, changes: dict[str, object], engine_tensor: int
+    tmp_path: Path, family: str, changes: dict[str, Any], engine_tensor: int
 ) -> None:
     models.save_model(tmp_path / "first", family, seed=0, **changes)
     models.save_model(tmp_path / "second", family, seed=1, **changes)
