@@ -1,4 +1,4 @@
-"""The paper's hours (Table 1 of arXiv 2605.17570, on its project page) and the plan's of the same runs."""
+"""The paper's hours (Table 1 of arXiv 2605.17570, on its project page) and the plan's for the same runs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Hours:
     """T_total."""
 
     def over(self, other: Hours) -> Hours:
-        """Figure by figure."""
+        """Ratio of each figure."""
         return Hours(self.rollout / other.rollout, self.total / other.total)
 
 
 ROLLOUT = ("switch", "sync", "generate", "score")
 """The plan's phases in T_rollout, as summary.json counts a run's."""
 TRAINING = ("logprobs", "optimize")
-"""What T_total has besides; evaluations and saves are in neither. The page does not say what its hours hold."""
+"""Further phases in T_total; evaluations and saves are in neither. The page does not say what its hours include."""
 METHODS = {"grpo": "GRPO, µ=4", "grpo_mu1024": "GRPO, µ=1024", "m2po": "M2PO", "mu_grpo": "mu-GRPO"}
 PUBLISHED = {
     "llama-3.2-3b-instruct": ((15.1, 22.7), (13.2, 19.3), (15.3, 21.3), (12.7, 18.6)),
@@ -74,7 +74,7 @@ def planned(model: str, method: str, guess: Assumptions | None = None) -> Hours:
 
 
 def fitted(model: str, method: str) -> Hours:
-    """The plan's, with the model's one fitted length."""
+    """The plan's, with the model's fitted length."""
     return planned(model, method, Assumptions(mean_response=FITTED[model]))
 
 
@@ -89,7 +89,7 @@ def hours_row(model: str, method: str) -> str:
 
 
 def speedup_row(model: str) -> str:
-    """docs/plan.md's row of how many times GRPO's hours are mu-GRPO's, on the page and planned."""
+    """docs/plan.md's row of GRPO's hours over mu-GRPO's, on the page and planned."""
     paper = published(model, "grpo").over(published(model, "mu_grpo"))
     plan = planned(model, "grpo").over(planned(model, "mu_grpo"))
     return f"| {model} | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"

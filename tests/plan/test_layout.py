@@ -1,4 +1,4 @@
-"""Parameters of a rank: all ranks together hold the model, and nothing twice that should be once."""
+"""Parameters of a rank: all ranks together hold the model, each parameter as often as it should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planned memory against what the learner really allocates, and the phases against their own arithmetic."""
+"""Planned memory against measured allocations of the learner, and the phases against their arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time: against figures worked out by other means, and the properties that a cost model must have."""
+"""Time: against independently computed figures, and the properties of a cost model."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
-    """6 x (parameters - embedding), the usual count; attention apart."""
+    """6 x (parameters - embedding), the usual count, without attention."""
     work = work_of(MODEL, 1000)
     assert 3 * (work.layers + work.head) == pytest.approx(42.4e9, rel=0.005)
     assert 3 * work.attention == pytest.approx(6 * 28 * 3584 * 1000)
