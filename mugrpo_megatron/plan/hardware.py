@@ -75,7 +75,7 @@ def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What no recipe says; `--assume name=value` replaces one. A default without a source is our guess."""
+    """Figures that a plan assumes; `--assume name=value` replaces one. A default without a source is our guess."""
 
     mean_prompt: float = 0.25
     """Mean prompt length as a share of data.max_prompt_tokens."""

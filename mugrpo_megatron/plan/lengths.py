@@ -50,11 +50,14 @@ def seconds_to_decode(requests: int, slots: int, lengths: np.ndarray, step: Call
     slots = min(slots, requests)
     simulated = min(requests, WAVES * slots)
     rng = np.random.default_rng(0)
-    runs = []
-    for _ in range(DRAWS):
-        queue = iter(rng.choice(lengths, simulated).tolist())
-        runs += decode([lambda running, queue=queue: next(queue, None)], slots, step)
+    runs = [decode([_queue(rng.choice(lengths, simulated))], slots, step) for _ in range(DRAWS)]
     return float(np.mean(runs)) + (requests - simulated) * float(lengths.mean()) / slots * step(slots)
+
+
+def _queue(lengths: np.ndarray) -> Supply:
+    """The supply of a single engine: these responses, one after the other."""
+    remaining = iter(lengths.tolist())
+    return lambda running: next(remaining, None)
 
 
 def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float]) -> list[float]:

@@ -164,7 +164,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.plan.case import make_case
     from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-    from mugrpo_megatron.plan.memory import Batch, learning
+    from mugrpo_megatron.plan.memory import Batch, learner_memory
     from mugrpo_megatron.plan.training import work_of
 
     cuda = device().type == "cuda"
@@ -187,7 +187,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
         "tokens_per_s": tokens / taken,
         "mfu": flops / taken / peak_flops,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learning(case, Batch(tokens, 1), stage=0).total,
+        "planned_bytes": learner_memory(case, Batch(tokens, 1), stage=0).total,
     }
 
 

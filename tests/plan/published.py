@@ -8,7 +8,7 @@ from statistics import mean
 
 from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.hardware import GIB, Assumptions, make_cluster
-from mugrpo_megatron.plan.memory import memory, serving
+from mugrpo_megatron.plan.memory import engine_memory, memory
 from mugrpo_megatron.plan.models import find_model
 from mugrpo_megatron.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
@@ -57,17 +57,17 @@ def published(model: str, method: str) -> Hours:
     return Hours(*PUBLISHED[model][list(METHODS).index(method)])
 
 
-def bundled_case(model: str, method: str, guess: Assumptions | None = None) -> Case:
+def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> Case:
     """The bundled recipe on 1 x 4 H200."""
     recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
     found = find_model(recipe)
-    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), guess or Assumptions())
+    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), assumptions or Assumptions())
 
 
-def planned(model: str, method: str, guess: Assumptions | None = None) -> Hours:
+def planned(model: str, method: str, assumptions: Assumptions | None = None) -> Hours:
     """The plan's."""
-    case = bundled_case(model, method, guess)
-    seconds = asdict(phases(case, memory(case, serving(case))))
+    case = bundled_case(model, method, assumptions)
+    seconds = asdict(phases(case, memory(case, engine_memory(case))))
     hours = case.recipe.schedule.stages / 3600
     rollout, training = (hours * sum(seconds[name] for name in names) for names in (ROLLOUT, TRAINING))
     return Hours(rollout, rollout + training)
@@ -114,7 +114,7 @@ def fitted_row(model: str) -> str:
 def memory_row(model: str) -> str:
     """docs/plan.md's row of what a model needs."""
     case = bundled_case(model, "mu_grpo")
-    need, saved = memory(case, serving(case)), checkpoint_bytes(case)
+    need, saved = memory(case, engine_memory(case)), checkpoint_bytes(case)
     kept = case.recipe.checkpoint.keep * saved / 1e12
     return (
         f"| {model} | {case.layout} | {need.learn / GIB:.0f} | {need.generate / GIB:.0f} | {need.host / GIB:.0f} "
