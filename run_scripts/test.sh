@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole test suite with linter and type checker; arguments go to pytest (-m "not slow" leaves the slow ones out).
+# Linter, type checker and the test suite; arguments go to pytest (-m "not slow" leaves out the slow tests).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 run_scripts/setup.sh
