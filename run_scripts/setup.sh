@@ -51,18 +51,19 @@ rm -rf .venv
 install() { .venv/bin/pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 if [ "$device" = cpu ]; then
-  install --constraint run_scripts/constraints-cpu.txt --editable ".[cpu,dev]"
+  install --constraint run_scripts/constraints-cpu.txt --editable ".[cpu,dev,study]"
   # SGLang's own requirements are for CUDA machines; what it needs on CPU is the cpu extra.
   install --no-deps sglang==0.5.15.post1 torchvision==0.28.0
-  # A CUDA build of torchvision fails at import with a CPU torch: it registers fakes for operators of a library that is
-  # missing. SGLang only imports it; without the fakes it loads.
+  # The registry has only CUDA builds of torchvision. Next to a CPU torch their library does not load, and the import
+  # fails where it registers fakes of the library's operators. SGLang only imports torchvision, so the fakes are removed.
+  # No pin avoids this: the newest build, 0.29.2, fails in the same place.
   if ! .venv/bin/python -c 'import torchvision' 2>/dev/null; then
     sed -i '/^@torch.library.register_fake/d' .venv/lib/python3*/site-packages/torchvision/_meta_registrations.py
     .venv/bin/python -c 'import torchvision'
   fi
 else
   # The cuda extra without Transformer Engine, which --with-te compiles against the torch installed here.
-  install --constraint run_scripts/constraints-cuda.txt --editable ".[dev]" torch sglang
+  install --constraint run_scripts/constraints-cuda.txt --editable ".[dev,study]" torch sglang
 fi
 
 # Compile against the torch in .venv: pip's isolated build environment would install another one.

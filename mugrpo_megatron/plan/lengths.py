@@ -50,14 +50,16 @@ def seconds_to_decode(requests: int, slots: int, lengths: np.ndarray, step: Call
     slots = min(slots, requests)
     simulated = min(requests, WAVES * slots)
     rng = np.random.default_rng(0)
-    runs = [decode([_queue(rng.choice(lengths, simulated))], slots, step) for _ in range(DRAWS)]
+    runs = []
+    for _ in range(DRAWS):
+        runs += decode([_supply(rng.choice(lengths, simulated).tolist())], slots, step)
     return float(np.mean(runs)) + (requests - simulated) * float(lengths.mean()) / slots * step(slots)
 
 
-def _queue(lengths: np.ndarray) -> Supply:
-    """The supply of a single engine: these responses, one after the other."""
-    remaining = iter(lengths.tolist())
-    return lambda running: next(remaining, None)
+def _supply(lengths: list[int]) -> Supply:
+    """One length after the other, whatever is running."""
+    queue = iter(lengths)
+    return lambda running: next(queue, None)
 
 
 def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The picture of a run, for any number of stages and for interrupted runs."""
+"""The picture of a run, for any number of stages and for runs that broke off."""
 
 from __future__ import annotations
 
