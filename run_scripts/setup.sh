@@ -62,7 +62,7 @@ if [ "$device" = cpu ]; then
     .venv/bin/python -c 'import torchvision'
   fi
 else
-  # The cuda extra without Transformer Engine, which --with-te compiles against the torch installed here.
+  # The cuda extra without Transformer Engine, which is compiled: --with-te does that against the torch installed here.
   install --constraint run_scripts/constraints-cuda.txt --editable ".[dev,study]" torch sglang
 fi
 
