@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
+from mugrpo_megatron.commands.check import check_warm_start
+from mugrpo_megatron.data.arithmetic import demonstration, problems
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -51,11 +52,7 @@ def train(recipe: Recipe) -> None:
     bundled task (only those come with answers to imitate) or `sft.output` holds a warm start of another recipe.
     """
     out = recipe.sft.output
-    if recipe.data.train not in TASKS:
-        raise UserError(
-            f'data.train = "{recipe.data.train}": a warm start imitates the answers of a bundled task; '
-            f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
-        )
+    check_warm_start(recipe)
     if _is_finished(recipe, out):
         print(f"{out}/hf is there already; remove {out} to make it anew")
         return

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from mugrpo_megatron.errors import UserError
 
 
@@ -65,6 +61,10 @@ PARQUET_BRANCH = "refs/convert/parquet"
 
 def download(repository: str, config: str, split: str) -> list[Path]:
     """Parquet files of one split, from the local cache where they are there; UserError when they cannot be had."""
+    import httpx  # here, since most data sets are files and these take half a second
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:

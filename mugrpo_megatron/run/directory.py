@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.run.cursor import total_updates
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
@@ -101,6 +103,15 @@ def _locked(path: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def is_finished(recipe: Recipe) -> bool:
+    """Whether `run.dir` holds this very run with all its updates taken; UserError when it belongs to another run."""
+    directory = RunDirectory(recipe.run.dir)
+    if not directory.summary.exists():
+        return False
+    check_same_run(directory, recipe)
+    return bool(json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] >= total_updates(recipe.schedule))
 
 
 def differing(old: Recipe, new: Recipe) -> list[str]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from mugrpo_megatron.data.prepare import prepare
-from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.commands.check import check_run
+from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import runs_on_cuda
-from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase, shutdown
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -20,7 +19,6 @@ from mugrpo_megatron.learner.offload import PARTS, offload, reload
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
 from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
@@ -86,27 +84,21 @@ class Run:
         return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
 
 
-def rank_of_environment() -> int:
-    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @contextmanager
-def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
-    """Check everything that can be checked on paper, start engines and learner, resume.
+def open_run(recipe: Recipe, generates: bool = True, found: Problems | None = None) -> Iterator[Run]:
+    """Check what can be checked before anything starts, start engines and learner, resume.
 
     On CPU both load side by side. A GPU may not hold both: there the learner loads first and gives it up to the engine.
-    With `generates` false there is neither engine nor verifier, and no problems are read.
+    With `generates` false there is neither engine nor verifier, and no problems are read; `found` are the problems
+    where `check_run` has read them before.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
-    check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
+    found = found or check_run(recipe, generates=generates)
     cuda = runs_on_cuda(recipe)
-    check_layers(recipe, cuda)
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
-    problems = prepare(recipe.data, recipe.reward, tokenizer) if is_main and generates else None
+    problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
         done = newest_cursor(directory.checkpoints).updates
@@ -115,7 +107,8 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
         stop = stack.enter_context(listening_for_sigterm())
         with log.phase("start", 0):
             equipment = start(recipe, directory.logs, slot, stack) if slot and slot.leads_engine and not cuda else None
-            learner = build_learner(recipe)
+            with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
+                learner = build_learner(recipe)
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s)
@@ -130,7 +123,8 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[Run]:
                 world.barrier()  # an engine takes the devices of several ranks
                 equipment = start(recipe, directory.logs, slot, stack) if slot.leads_engine else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
-            _wait_for_first_start(generator, world)
+            with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
+                _wait_for_first_start(generator, world)
             if generator and (cuda or recipe.engine.between_stages == "sleep"):
                 generator.engine.sleep()  # its share of the device is the learner's until the first sync
             world.barrier()
