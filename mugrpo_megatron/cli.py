@@ -9,9 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mugrpo_megatron import __version__
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.stopping import Stopped
+
+IMPORTING = "importing torch, transformers and Megatron"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", type=Path, help="TOML file; the bundled ones are in run_scripts/recipes/")
     _takes_overrides(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe, check it, and stop")
 
 
 def _takes_overrides(parser: argparse.ArgumentParser) -> None:
@@ -140,38 +143,55 @@ def _takes_overrides(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# Megatron and SGLang take seconds to import, so each command imports what it needs, after all that needs neither.
+
+
 def _with_recipe(options: argparse.Namespace, run: Callable[[Recipe], object]) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        print(dump_recipe(recipe), end="")
-    else:
-        run(recipe)
+        from mugrpo_megatron.run.preflight import check_on_paper
+
+        print(dump_recipe(recipe), end="", flush=True)
+        check_on_paper(recipe, lambda line: print(f"mugrpo: {line}", file=sys.stderr))
+        return 0
+    _say(f"mugrpo {__version__}: {options.recipe} -> {recipe.run.dir}")
+    run(recipe)
     return 0
-
-
-# Megatron and SGLang take seconds to import, so each command imports what it needs.
 
 
 def _train(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.directory import is_finished
+        from mugrpo_megatron.run.preflight import check_run
+
+        found = None if is_finished(recipe) else check_run(recipe, _say)
+        _say(IMPORTING)
         from mugrpo_megatron.train import train
 
-        train(recipe)
+        train(recipe, found)
 
     return _with_recipe(options, run)
 
 
 def _generate(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.preflight import check_run
+
+        found = check_run(recipe, _say)
+        _say(IMPORTING)
         from mugrpo_megatron.commands.separate import generate_alone
 
-        generate_alone(recipe, options.stage)
+        generate_alone(recipe, options.stage, found)
 
     return _with_recipe(options, run)
 
 
 def _optimize(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.preflight import check_run
+
+        check_run(recipe, _say, generates=False)
+        _say(IMPORTING)
         from mugrpo_megatron.commands.separate import optimize_alone
 
         optimize_alone(recipe, options.stage, options.source)
@@ -181,11 +201,21 @@ def _optimize(options: argparse.Namespace) -> int:
 
 def _sft(options: argparse.Namespace) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.preflight import check_warm_start
+
+        check_warm_start(recipe)
+        _say(IMPORTING)
         from mugrpo_megatron.commands.sft import train
 
         train(recipe)
 
     return _with_recipe(options, run)
+
+
+def _say(line: str) -> None:
+    """Print a line at once, on the first rank alone."""
+    if rank_of_environment() == 0:
+        print(line, flush=True)
 
 
 def _eval(options: argparse.Namespace) -> int:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
 
+from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
 from tests.tiny import save_model, write_recipe
 
@@ -89,6 +97,121 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
     assert capsys.readouterr().out == printed
     assert "clip_high = 1.2" in printed
     assert not (tmp_path / "run").exists()
+
+
+HEAVY = ("torch", "transformers", "megatron", "sglang", "sympy", "math_verify", "huggingface_hub")
+
+
+def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_path: Path) -> None:
+    """One process meets one mistake after another; what it has imported by then is all that they cost."""
+    good = write_recipe(tmp_path / "good.toml", model, tmp_path / "run")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', encoding="utf-8")
+    golds = tmp_path / "golds.jsonl"
+    golds.write_text('{"problem": "1+1=", "answer": "$ $"}\n', encoding="utf-8")
+    strange = tmp_path / "strange"
+    shutil.copytree(model, strange)
+    config = json.loads((strange / "config.json").read_text())
+    (strange / "config.json").write_text(json.dumps({**config, "attention_sinks": 4}))
+    mistakes = {
+        "schedule.stagez=3": "not a recipe key",
+        "model.path=/nowhere": "no config.json there",
+        f"model.path={strange}": "nothing here knows the field 'attention_sinks'",
+        "parallel.tensor=3": "needs a multiple of 3 ranks",
+        "engine.per_node=2": "engine.per_node = 2 engines",
+        "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
+        "data.train=gsm8kk": "'gsm8kk' is no file, no hub name",
+        f"data.train={rows}": "rows.jsonl:2: field 'answer' is missing",
+        f"data.eval={golds}": "does not verify against itself",
+    }
+    code = (
+        "import sys; from mugrpo_megatron.cli import main\n"
+        "for mistake in sys.argv[2:]:\n"
+        "    assert main(['train', sys.argv[1], '--set', mistake]) == 2\n"
+        f"print('heavy:', *sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, str(good), *mistakes]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line, said in zip(done.stderr.splitlines(), mistakes.values(), strict=True):
+        assert said in line
+    assert done.stdout.splitlines()[-1] == "heavy:"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_says_what_it_does_before_it_imports_what_trains(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received: list[Any] = []
+    stand_in = ModuleType("mugrpo_megatron.train")
+    stand_in.train = lambda recipe, found: received.append((capsys.readouterr().out, found))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mugrpo_megatron.train", stand_in)
+    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"generated_problems": 70})
+    assert main(["train", str(recipe)]) == 0
+    ((printed, found),) = received
+    start, read, layout, data, waits = printed.splitlines()
+    assert start == f"mugrpo {__version__}: {recipe} -> {tmp_path / 'run'}"
+    assert read == f"model: qwen2, 4 layers, hidden size 32 ({model})"
+    assert layout == "layout: every size 1, on 1 rank"
+    assert data == "data: 70 training and 16 held-out problems"
+    assert waits.startswith("importing torch")
+    assert (len(found.train), len(found.held_out), found.notes) == (70, 16, [])
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", str(recipe)]) == 0
+    assert received[1] == ("", None)  # one rank talks, and one reads
+
+
+@pytest.mark.parametrize("command", ["generate", "optimize", "sft"])
+def test_every_phase_is_checked_first(
+    command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("mugrpo_megatron.apart", "mugrpo_megatron.sft"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # whoever imports from it fails
+    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
+    wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
+    assert main([command, str(recipe), "--set", wrong]) == 2
+    with pytest.raises(ImportError):
+        main([command, str(recipe)])
+
+
+def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run"))
+
+    def told(*overrides: str, code: int = 0) -> list[str]:
+        sets = [part for override in overrides for part in ("--set", override)]
+        assert main(["train", recipe, "--dry-run", *sets]) == code
+        said = capsys.readouterr()
+        assert tomllib.loads(said.out)["run"]["dir"] == str(tmp_path / "run")  # nothing but the recipe on stdout
+        return [line.removeprefix("mugrpo: ") for line in said.err.splitlines()]
+
+    assert told() == [
+        f"model: qwen2, 4 layers, hidden size 32 ({model / 'config.json'})",
+        "layout: every size 1, on 1 rank",
+        "data: 50,000 training and 16 held-out problems",
+    ]
+    assert told("parallel.tensor=2", "parallel.pipeline=2")[1] == "layout: tensor = 2, pipeline = 2, on 4 ranks"
+    model_line, data_line = told("model.path=/nowhere", "data.train=gsm8k, /nowhere.jsonl")
+    assert model_line == "model: not on this machine, so neither it nor the layout is checked: /nowhere"
+    assert data_line == "data: not on this machine, so not checked: gsm8k, /nowhere.jsonl"
+    shape, layout, _ = told("model.path=models/Qwen3-30B-A3B", "parallel.expert=8", "parallel.context=2")
+    assert "48 layers, hidden size 2048, 128 experts (the bundled shape of Qwen3-30B-A3B)" in shape
+    assert layout == "layout: context = 2, expert = 8, on 8 ranks"
+    assert "does not divide the model's 4 attention heads" in told("parallel.tensor=3", code=2)[-1]
+    (tmp_path / "bad.jsonl").write_text("{}\n")
+    assert "bad.jsonl:1" in told(f"data.train={tmp_path / 'bad.jsonl'}", code=2)[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hundred_wrong_rows_are_three_examples_and_a_count(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"problem": "1+1="}\n' * 100, encoding="utf-8")
+    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"train": str(data)})
+    said = refused(["train", str(recipe)], capsys, tmp_path / "run")
+    assert said.count("bad.jsonl:") == 3
+    assert "; and 97 more rows: fix these rows or set data.strict=false" in said
 
 
 def test_report_of_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

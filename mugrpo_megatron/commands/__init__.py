@@ -1,0 +1,1 @@
+"""What the `mugrpo` command does besides training."""

@@ -7,14 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Literal
 
 import psutil
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -35,15 +36,22 @@ MARKS: dict[tuple[State, bool], Text] = {
 }
 """By state and whether this machine needs the part."""
 
+WIDTHS = (1, 18, 25, 33)
+"""Columns of mark, name, what was found and use; with a space between them they fill 80."""
+
 IMPORT_ALL = """
-import contextlib, importlib, json, sys
+import contextlib, importlib, json, os, sys
+with contextlib.suppress(BaseException):
+    import torch
+    if not torch.cuda.is_available():
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 for module in sys.argv[1:]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             importlib.import_module(module)
-        print(json.dumps([module, ""]), flush=True)
+        print(json.dumps(""), flush=True)
     except BaseException as error:
-        print(json.dumps([module, f"{type(error).__name__}: {error}".splitlines()[0]]), flush=True)
+        print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
 """Runs in a process of its own: an import may crash, and Megatron and SGLang are not made to share one."""
 
@@ -102,68 +110,78 @@ PACKAGES = (
 
 
 def doctor() -> int:
-    """Print what was found; 0 when this machine has what it needs, 2 when it does not.
+    """Print each part as soon as it is known; 0 when this machine has what it needs, 2 when it does not.
 
     Raises UserError where not even torch is installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(f"torch is not installed in {sys.prefix}; {SETUP} makes .venv with the build for this machine")
     console = Console()
-    with console.status("importing Megatron, SGLang and the others"):
-        found = findings()
-    console.print(findings_table(found))
+    console.print("mugrpo doctor: importing what training needs takes some seconds", style="bold")
+    found = []
+    with console.status("importing torch, Megatron, SGLang and the others"):
+        for finding in findings():
+            console.print(shown(finding))
+            found.append(finding)
     lacking = [finding for finding in found if finding.needed and finding.state != "ok"]
     if not lacking:
         console.print("This machine has what training needs.", style="green")
         return 0
     names = ", ".join(finding.part for finding in lacking)
-    console.print(f"Training cannot start without: {names}. See the right-hand column.", style="red")
+    console.print(f"Training cannot start without: {names}.", style="red")
     return 2
 
 
-def findings() -> list[Finding]:
-    """Everything that was looked for, machine first. Takes the seconds that importing Megatron and SGLang takes."""
-    import torch  # here and below, so that `doctor` can say when it is missing
+def findings() -> Generator[Finding, None, None]:
+    """Everything that was looked for, machine first, each as soon as it is known."""
+    present = [package.module for package in PACKAGES if installed(package.distribution)]
+    with importing(present) as errors:
+        yield from _machine()
+        import torch  # here and below, so that `doctor` can say when it is missing
 
-    cuda = torch.cuda.is_available()
-    errors = import_errors([package.module for package in PACKAGES if installed(package.distribution)], cuda=cuda)
-    return [*_machine(), *_torch(cuda), *(_package(package, errors, cuda) for package in PACKAGES), apex()]
-
-
-def findings_table(found: Iterable[Finding]) -> Table:
-    """The findings as a table; the last column says how to get what is not there."""
-    table = Table(box=SIMPLE_HEAD, title="mugrpo doctor", title_style="bold")
-    table.add_column("")
-    table.add_column("Part", style="bold", no_wrap=True)
-    table.add_column("Found", overflow="fold")
-    table.add_column("Used for", overflow="fold")
-    table.add_column("How to get it", overflow="fold")
-    for finding in found:
-        style = "dim" if finding.state == "absent" and not finding.needed else ""
-        table.add_row(
-            MARKS[finding.state, finding.needed],
-            Text(finding.part),
-            Text(finding.found),
-            Text(finding.use),
-            Text(finding.remedy if finding.state != "ok" else ""),
-            style=style,
-        )
-    return table
+        cuda = torch.cuda.is_available()
+        yield from _torch(cuda)
+        for package in PACKAGES:
+            error = next(errors) if package.module in present else ""
+            yield _package(package, error, cuda)
+    yield apex()
 
 
-def import_errors(modules: Sequence[str], *, cuda: bool) -> dict[str, str]:
-    """Module -> what its import raised, empty where it worked, in a fresh interpreter."""
-    environment = os.environ if cuda else {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *modules],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    told = dict(json.loads(line) for line in run.stdout.splitlines())
-    crash = f"the import ended the interpreter with status {run.returncode}"
-    return {module: told.get(module, crash) for module in modules}
+def shown(finding: Finding) -> Group:
+    """A part in lines of at most 80 columns: mark, name, what was found, its use; then how to get what is not there."""
+    style = "dim" if finding.state == "absent" and not finding.needed else ""
+    columns = Table.grid(padding=(0, 1))
+    for width in WIDTHS:
+        columns.add_column(width=width, overflow="fold")
+    mark = MARKS[finding.state, finding.needed]
+    columns.add_row(mark, Text(finding.part, style="bold"), Text(finding.found), Text(finding.use), style=style)
+    lines: list[RenderableType] = [columns]
+    if finding.state != "ok" and finding.remedy:
+        remedy = Table.grid(padding=(0, 1))
+        for width in (WIDTHS[0], sum(WIDTHS[1:]) + 2):
+            remedy.add_column(width=width, overflow="fold")
+        remedy.add_row("", Text(f"get it: {finding.remedy}"), style=style)
+        lines.append(remedy)
+    return Group(*lines)
+
+
+@contextmanager
+def importing(modules: Sequence[str]) -> Iterator[Iterator[str]]:
+    """Import modules in a fresh interpreter while the block runs; what each raised in turn, empty where it worked."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *modules]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield _told(process)
+        finally:
+            process.kill()
+
+
+def _told(process: subprocess.Popen[str]) -> Iterator[str]:
+    assert process.stdout
+    for line in process.stdout:
+        yield json.loads(line)
+    crash = f"the import ended the interpreter with status {process.wait()}"
+    yield from repeat(crash)
 
 
 def apex() -> Finding:
@@ -220,11 +238,11 @@ def _torch(cuda: bool) -> list[Finding]:
     ]
 
 
-def _package(package: Package, errors: dict[str, str], cuda: bool) -> Finding:
+def _package(package: Package, error: str, cuda: bool) -> Finding:
     needed = package.needed == "always" or (package.needed == "on CUDA" and cuda)
     version = installed(package.distribution)
     if version is None:
         return Finding(package.distribution, "absent", "not installed", package.use, needed, package.remedy)
-    if error := errors[package.module]:
+    if error:
         return Finding(package.distribution, "broken", f"{version}: {error}", package.use, needed, package.remedy)
     return Finding(package.distribution, "ok", version, package.use, needed)

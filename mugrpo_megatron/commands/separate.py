@@ -7,6 +7,8 @@ import os
 import shutil
 from pathlib import Path
 
+from mugrpo_megatron.data.prepare import Problems
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import FILE_NAME
@@ -15,20 +17,21 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
-from mugrpo_megatron.run.run import open_run, rank_of_environment
+from mugrpo_megatron.run.run import open_run
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import generate_stage, optimize_stage
 
 
-def generate_alone(recipe: Recipe, stage: int | None) -> None:
+def generate_alone(recipe: Recipe, stage: int | None, found: Problems | None = None) -> None:
     """Generate, score and seal the run's current stage. Every rank runs this.
 
-    Raises UserError when `stage` is given and is not the current one.
+    `found` are the problems if they were read already. Raises UserError when `stage` is given and is not the current
+    one.
     """
     if _sealed(recipe, _standing(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    with open_run(recipe) as (run, learner, engines, cursor):
+    with open_run(recipe, found=found) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
+from mugrpo_megatron.data.arithmetic import demonstration, problems
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -30,6 +30,7 @@ from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
+from mugrpo_megatron.run.preflight import check_warm_start
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -50,11 +51,7 @@ def train(recipe: Recipe) -> None:
     bundled task (only those come with answers to imitate) or `sft.output` holds a warm start of another recipe.
     """
     out = recipe.sft.output
-    if recipe.data.train not in TASKS:
-        raise UserError(
-            f'data.train = "{recipe.data.train}": a warm start imitates the answers of a bundled task; '
-            f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
-        )
+    check_warm_start(recipe)
     if _is_finished(recipe, out):
         print(f"{out}/hf exists; remove {out} to train it again")
         return

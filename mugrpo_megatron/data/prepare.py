@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Literal
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.overlap import contamination, without_duplicates
@@ -18,8 +16,20 @@ from mugrpo_megatron.recipe.sections import DataSection, RewardSection
 from mugrpo_megatron.rewards.gold_check import unusable_golds
 from mugrpo_megatron.samples import Problem
 
-SHOWN = 20
-"""Most rows, golds or overlaps named one by one; the rest is counted."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # a second to import
+
+SHOWN = 3
+"""Golds and overlaps that are named one by one; the rest is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """What was read and may be used, and what happened on the way."""
+
+    train: list[Problem]
+    held_out: list[Problem]
+    notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,28 @@ class PreparedData:
     """One sentence for each thing that was left out or looks wrong."""
 
 
-def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase) -> PreparedData:
-    """Load and prepare training and held-out problems.
+def prepare(
+    data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase, found: Problems | None = None
+) -> PreparedData:
+    """Training and held-out problems with their prompts; `found` are the problems where they were read before.
+
+    Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
+    """
+    found = found or read_problems(data, reward)
+    notes = list(found.notes)
+    rendering = data.prompt_style, data.max_prompt_tokens
+    fits = (
+        fitting_prompts(found.train, tokenizer, *rendering),
+        fitting_prompts_of_each(found.held_out, tokenizer, *rendering),
+    )
+    for name, fit in zip(("training", "held-out"), fits, strict=True):
+        if fit.too_long:
+            notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
+    return PreparedData(*fits, notes)
+
+
+def read_problems(data: DataSection, reward: RewardSection) -> Problems:
+    """Read, check and clean the problems; imports neither a tokenizer nor the verifier's parser into this process.
 
     Raises UserError for unusable data, and with `data.strict` for any malformed row or unverifiable gold.
     """
@@ -51,13 +81,7 @@ def prepare(data: DataSection, reward: RewardSection, tokenizer: PreTrainedToken
         read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
-    train = made + read
-    limited, rendering = first_of_each(held_out, data.eval_problems), (data.prompt_style, data.max_prompt_tokens)
-    fits = fitting_prompts(train, tokenizer, *rendering), fitting_prompts_of_each(limited, tokenizer, *rendering)
-    for name, fit in zip(("training", "held-out"), fits, strict=True):
-        if fit.too_long:
-            notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
-    return PreparedData(*fits, notes)
+    return Problems(made + read, first_of_each(held_out, data.eval_problems), notes)
 
 
 def held_out_problems(

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from mugrpo_megatron.errors import UserError
 
 PARQUET_BRANCH = "refs/convert/parquet"
@@ -66,6 +62,10 @@ PRESETS: dict[str, Preset] = {
 
 def download(repository: str, config: str, split: str) -> list[Path]:
     """Parquet files of one split, downloaded or from the local cache; UserError when neither works."""
+    import httpx  # here, since most data sets are files and these take half a second
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:

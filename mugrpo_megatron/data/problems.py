@@ -21,8 +21,9 @@ from mugrpo_megatron.samples import Problem
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
-SHOWN_ROWS = 100
-"""Most malformed rows that one error message names."""
+
+SHOWN_ROWS = 3
+"""Malformed rows that one error message names; the others are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,21 +71,49 @@ def load(source: str, section: DataSection, split: arithmetic.Split = "train", s
         found.malformed.extend(read.malformed)
     if found.malformed and section.strict:
         hidden = len(found.malformed) - SHOWN_ROWS
-        shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden} more" if hidden > 0 else "")
+        shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
         raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
     if not found.problems:
         raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
     return found
 
 
+def absent(source: str) -> list[str]:
+    """The parts of a source that are not on this machine: missing files, and what is read from the hub.
+
+    Raises UserError for a part that is neither a task, a file nor a name on the hub.
+    """
+    found = []
+    for part in filter(None, (part.strip() for part in source.split(","))):
+        if part in arithmetic.TASKS:
+            continue
+        file = _file_of(part)
+        if file is None and part not in PRESETS and not _HUB_NAME.fullmatch(part):
+            raise _unknown(part)
+        if file is None or not file.is_file():
+            found.append(part)
+    return found
+
+
+def _file_of(source: str) -> Path | None:
+    """The file that a source names, as `FILE` or as `NAME@FILE`."""
+    name, at, file = source.partition("@")
+    if at and name in PRESETS:
+        return Path(file)
+    return Path(source) if Path(source).suffix in SUFFIXES else None
+
+
+def _unknown(source: str) -> UserError:
+    known = ", ".join([*arithmetic.TASKS, *PRESETS])
+    return UserError(f"data source {source!r} is not a file, a hub name or one of {known}: check the spelling")
+
+
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
     """The files of a source; downloads a data set of the hub."""
     plain = Preset("", question=section.question_field, answer=section.answer_field)
-    name, at, file = source.partition("@")
-    if at and name in PRESETS:
-        return Source(name, [Path(file)], (PRESETS[name], plain))
-    if Path(source).suffix in SUFFIXES:
-        return Source(Path(source).stem, [Path(source)], (plain,))
+    if file := _file_of(source):
+        name = source.partition("@")[0]
+        return Source(name, [file], (PRESETS[name], plain)) if name in PRESETS else Source(file.stem, [file], (plain,))
     if source in PRESETS:
         preset = PRESETS[source]
         chosen = preset.train if split == "train" else preset.eval
@@ -92,8 +121,7 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
     if match := _HUB_NAME.fullmatch(source):
         chosen = match["split"] or ("train" if split == "train" else "test")
         return Source(source, download(match["repository"], match["config"] or "default", chosen), (plain,))
-    known = ", ".join([*arithmetic.TASKS, *PRESETS])
-    raise UserError(f"data source {source!r} is not a file, a hub name or one of {known}: check the spelling")
+    raise _unknown(source)
 
 
 def read_source(source: Source) -> Read:

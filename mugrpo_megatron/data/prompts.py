@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # a second to import
 
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -38,6 +40,12 @@ class FittingPrompts:
     too_long: int
 
 
+def check_style(style: str) -> None:
+    """UserError for a style that `render` does not know."""
+    if style != "chat" and style not in STYLES:
+        raise UserError(f"data.prompt_style {style!r} is unknown: take one of chat, {', '.join(STYLES)}")
+
+
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> list[int]:
     """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one."""
     if style == "chat":
@@ -46,8 +54,7 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> 
         messages = [{"role": "user", "content": problem.question}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False)
-    if style not in STYLES:
-        raise UserError(f"data.prompt_style {style!r} is unknown: choose one of chat, {', '.join(STYLES)}")
+    check_style(style)
     ids = tokenizer.encode(STYLES[style].format(question=problem.question), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 

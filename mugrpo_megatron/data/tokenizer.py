@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import check_tokenizer
 
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""
@@ -22,9 +23,7 @@ CHAT_TEMPLATE = (
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face checkpoint directory; it has an end-of-sequence token and a padding token."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-    if not any((directory / name).is_file() for name in names):
-        raise UserError(f"{directory} holds no tokenizer (no {', no '.join(names)}): point model.path at a checkpoint")
+    check_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
         _check_conversion(tokenizer, directory)

@@ -68,12 +68,17 @@ def engine_slot(
     )
 
 
+def rank_of_environment() -> int:
+    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def slot_of_environment(engine: EngineSection, cuda: bool) -> EngineSlot:
     """This process's slot, from torchrun's variables; without them it is the only process."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     return engine_slot(
         engine,
-        rank=int(os.environ.get("RANK", "0")),
+        rank=rank_of_environment(),
         world=world,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),

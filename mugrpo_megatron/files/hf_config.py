@@ -130,6 +130,15 @@ def check_weights(directory: Path, key: str) -> None:
         raise UserError(f"{key} = {directory}: holds no *.safetensors weights (other formats are not loaded)")
 
 
+def check_tokenizer(directory: Path) -> None:
+    """UserError when a checkpoint directory holds no tokenizer."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+    if not any((directory / name).is_file() for name in names):
+        raise UserError(
+            f"{directory} holds no tokenizer (none of {', '.join(names)}): point model.path at a checkpoint"
+        )
+
+
 def _sentence(error: dict[str, Any]) -> str:
     field = ".".join(str(part) for part in error["loc"])
     value = repr(error["input"])

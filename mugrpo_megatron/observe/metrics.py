@@ -13,7 +13,7 @@ from typing import Literal
 
 from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.data.sets import MEAN
-from mugrpo_megatron.report.paper import NAMES as PAPER_NAMES
+from mugrpo_megatron.observe.paper import NAMES as PAPER_NAMES
 
 Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
 

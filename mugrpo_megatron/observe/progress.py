@@ -118,6 +118,21 @@ class Display:
                 self.live.remove_task(task)
             self.say(bar.closing_line())
 
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Show what the block waits for: at once, and in a terminal how long it took."""
+        if not self.live:
+            self.say(text)
+            yield
+            return
+        began = self.clock()
+        task = self.live.add_task(text, total=None, count="", rates="", left="", values="")
+        try:
+            yield
+        finally:
+            self.live.remove_task(task)
+        self.say(f"{text}: {duration(self.clock() - began)}")
+
     def table(self, table: Table) -> None:
         """Print a table above the bars."""
         if self.console:

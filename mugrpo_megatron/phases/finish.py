@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
@@ -13,8 +14,8 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory, check_same_run
-from mugrpo_megatron.run.run import Engines, Run, rank_of_environment
+from mugrpo_megatron.run.directory import RunDirectory, is_finished
+from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.weights.hf import save_hf
 
 
@@ -47,12 +48,9 @@ def show_finished(recipe: Recipe) -> bool:
 
     Raises UserError when the directory belongs to another run.
     """
+    if not is_finished(recipe):
+        return False
     directory = RunDirectory(recipe.run.dir)
-    if not directory.summary.exists():
-        return False
-    check_same_run(directory, recipe)
-    if json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] < recipe.schedule.total_updates:
-        return False
     with open_display(show=rank_of_environment() == 0) as display:
         display.say(f"{directory.path} is finished; choose another run.dir for a new run")
         show(directory, display)

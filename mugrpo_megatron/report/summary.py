@@ -13,6 +13,7 @@ from rich.text import Text
 from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.observe.paper import paper_seconds
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.report.evaluations import (
     between,
@@ -24,7 +25,6 @@ from mugrpo_megatron.report.evaluations import (
     shown,
     value_in,
 )
-from mugrpo_megatron.report.paper import paper_seconds
 from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
 
 REPORTED_PHASES = ("sync", "generate", "score", "optimize")

@@ -15,8 +15,8 @@ import numpy as np
 
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.paper import SCOPES, mask_name
 from mugrpo_megatron.report.curves import Chart, Series, over_updates
-from mugrpo_megatron.report.paper import SCOPES, mask_name
 from mugrpo_megatron.report.rundata import RunData
 
 PREFIX = "trigger_tokens_"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,6 +102,15 @@ def _locked(path: Path) -> Iterator[None]:
         file.write(str(os.getpid()))
         file.flush()
         yield
+
+
+def is_finished(recipe: Recipe) -> bool:
+    """Whether `run.dir` holds this very run with all its updates taken; UserError when it belongs to another run."""
+    directory = RunDirectory(recipe.run.dir)
+    if not directory.summary.exists():
+        return False
+    check_same_run(directory, recipe)
+    return bool(json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] >= recipe.schedule.total_updates)
 
 
 def differing(old: Recipe, new: Recipe) -> list[str]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from mugrpo_megatron.data.prepare import prepare
-from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import runs_on_cuda
-from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase, shutdown
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -20,11 +18,11 @@ from mugrpo_megatron.learner.offload import PARTS, offload, reload
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
 from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
+from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.stopping import StopRequest, listening_for_sigterm
 from mugrpo_megatron.run.world import World, open_world
 from mugrpo_megatron.stages.store import StageStore
@@ -85,27 +83,23 @@ class Engines:
         return self.generator.slot.number if self.generator else 0
 
 
-def rank_of_environment() -> int:
-    """This process's rank as torchrun sets it, before any process group exists; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @contextmanager
-def open_run(recipe: Recipe, generates: bool = True) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Check everything that can be checked on paper, start engines and learner, resume at the newest checkpoint.
+def open_run(
+    recipe: Recipe, generates: bool = True, found: Problems | None = None
+) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
+    """Check what can be checked before anything starts, start engines and learner, resume at the newest checkpoint.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    With `generates` false there is neither engine nor verifier, and no problems are read.
+    With `generates` false there is neither engine nor verifier, and no problems are read; `found` are the problems if
+    `check_run` has read them before.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
-    check_layout(recipe, read_model_config(recipe.model.path), int(os.environ.get("WORLD_SIZE", "1")))
+    found = found or check_run(recipe, generates=generates)
     cuda = runs_on_cuda(recipe)
-    check_layers(recipe, cuda)
-    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
-    problems = prepare(recipe.data, recipe.reward, tokenizer) if is_main and generates else None
+    problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
         done = newest_cursor(directory.checkpoints).updates
@@ -114,7 +108,8 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[tuple[Run, Lear
         stop = stack.enter_context(listening_for_sigterm())
         with log.phase("start", 0):
             equipment = start(recipe, directory.logs, slot, stack) if slot and slot.leads_engine and not cuda else None
-            learner = build_learner(recipe)
+            with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
+                learner = build_learner(recipe)
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0)
@@ -129,7 +124,8 @@ def open_run(recipe: Recipe, generates: bool = True) -> Iterator[tuple[Run, Lear
                 world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
                 equipment = start(recipe, directory.logs, slot, stack) if slot.leads_engine else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
-            _wait_for_first_start(generator, world)
+            with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
+                _wait_for_first_start(generator, world)
             if generator and (cuda or recipe.engine.between_stages == "sleep"):
                 generator.engine.sleep()  # frees device memory for the learner until the first sync
             world.barrier()

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 
-from mugrpo_megatron.commands.doctor import Finding, apex, doctor, findings_table, import_errors
+from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, shown
+
+TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]) | st.just(" "), min_size=1, max_size=120)
 
 
 @pytest.fixture
@@ -23,7 +29,9 @@ def test_imports_that_fail_or_crash_are_told_and_spare_the_ones_before(site: Pat
     (site / "sound.py").write_text("print('imports may print')")
     (site / "broken.py").write_text("raise RuntimeError('operator nms does not exist')")
     (site / "crashing.py").write_text("import os; os._exit(7)")
-    errors = import_errors(["sound", "broken", "not_there", "crashing", "later"], cuda=False)
+    modules = ("sound", "broken", "not_there", "crashing", "later")
+    with importing(modules) as told:
+        errors = dict(zip(modules, told, strict=False))
     assert errors["sound"] == ""
     assert errors["broken"] == "RuntimeError: operator nms does not exist"
     assert errors["not_there"].startswith("ModuleNotFoundError")
@@ -43,16 +51,37 @@ def test_nvidias_apex_is_told_apart_from_the_unrelated_package(site: Path) -> No
     assert apex().state == "ok"
 
 
-def test_table_names_the_way_out_of_what_is_missing_and_only_that() -> None:
-    console = Console(width=160)
-    found = [
-        Finding("sglang", "absent", "not installed", "samples", needed=True, remedy="run setup"),
-        Finding("triton", "ok", "3.7.1", "kernels", needed=True, remedy="never shown"),
-    ]
+def printed(finding: Finding, width: int = 80) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
-        console.print(findings_table(found))
-    assert "run setup" in capture.get()
-    assert "never shown" not in capture.get()
+        console.print(shown(finding))
+    return capture.get()
+
+
+def test_a_part_names_the_way_out_of_what_is_missing_and_only_that() -> None:
+    absent = Finding("sglang", "absent", "not installed", "samples", needed=True, remedy="run setup")
+    assert "get it: run setup" in printed(absent)
+    assert "never shown" not in printed(Finding("triton", "ok", "3.7.1", "kernels", needed=True, remedy="never shown"))
+
+
+@given(part=TEXT, found=TEXT, use=TEXT, remedy=TEXT, state=st.sampled_from(["ok", "absent", "broken"]))
+def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: str, remedy: str, state: State) -> None:
+    told = printed(Finding(part, state, found, use, needed=False, remedy=remedy))
+    assert all(cell_len(line) <= 80 for line in told.splitlines())
+    for text in (part, found, use, *([remedy] if state != "ok" else [])):
+        for character in set(text) - {" "}:
+            assert told.count(character) >= text.count(character)
+
+
+def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first package waits for ever; what is known before it is there all the same."""
+    (site / "waiting.py").write_text("import signal; signal.pause()")
+    package = Package("pip", "waiting", "never imported", "", "never")
+    monkeypatch.setattr("mugrpo_megatron.commands.doctor.PACKAGES", (package,))
+    monkeypatch.setattr("mugrpo_megatron.commands.doctor.installed", lambda distribution: "1")
+    with closing(findings()) as told:
+        before = [next(told).part for _ in range(7)]
+    assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL"]
 
 
 @pytest.mark.process

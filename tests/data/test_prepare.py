@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.data.prepare import prepare
+from mugrpo_megatron.data.prepare import prepare, read_problems
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection, RewardSection
@@ -79,3 +79,15 @@ def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> Non
     bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
     with pytest.raises(UserError, match=r"data\.eval: .*bad\.jsonl has no usable problem"):
         prepare(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)
+
+
+def test_problems_that_were_read_before_are_not_read_again(tmp_path: Path) -> None:
+    data = DataSection(train=write(tmp_path / "a.jsonl", [("one", "1"), ("x" * 99, "2")]), eval="arithmetic")
+    data = data.model_copy(update={"eval_problems": 3, "max_prompt_tokens": 50})
+    found = read_problems(data, REWARD)
+    (tmp_path / "a.jsonl").unlink()
+    made = prepare(data, REWARD, TOKENIZER, found)
+    assert [p.question for p in made.train.problems] == ["one"]
+    assert len(made.held_out.prompts) == 3
+    assert made.notes == ["1 training prompts are longer than data.max_prompt_tokens: left out"]
+    assert found.notes == []  # what is told of the prompts does not go back

@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mugrpo_megatron.data import presets
 from mugrpo_megatron.data.presets import PRESETS
 from mugrpo_megatron.data.problems import load_problems
 from mugrpo_megatron.errors import UserError
@@ -28,7 +27,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, ob
         asked.append({"repository": repository, **options})
         return str(tmp_path)
 
-    monkeypatch.setattr(presets, "snapshot_download", snapshot)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     return asked
 
 
@@ -50,7 +49,7 @@ def test_no_network_is_one_sentence_with_the_way_out(monkeypatch: pytest.MonkeyP
     def offline(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("cannot reach the hub\nand much more")
 
-    monkeypatch.setattr(presets, "snapshot_download", offline)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(UserError, match=r"openai/gsm8k \(main, test\) .*cannot reach the hub\).* NAME@FILE"):
         load_problems("gsm8k", DataSection(), "eval")
 

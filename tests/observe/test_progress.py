@@ -79,3 +79,19 @@ def test_durations_read_back_to_what_they_were(seconds: float) -> None:
         for part in text.split(":"):
             value = 60 * value + int(part)
         assert abs(value - seconds) <= 0.5
+
+
+def test_what_is_waited_for_is_said_at_once_in_a_file_and_with_its_seconds_in_a_terminal() -> None:
+    console = plain_console()
+    with Display(console, None).waiting("building the learner"):
+        assert printed(console) == ["building the learner"]
+    assert printed(console) == ["building the learner"]
+
+    terminal = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    with open_display(console=terminal) as display, display.waiting("waiting for the engine"):
+        assert display.live
+        display.live.refresh()
+        assert any("waiting for the engine" in line for line in printed(terminal))
+    assert any("waiting for the engine: " in line for line in printed(terminal))
+    with Display(None, None).waiting("silent"):
+        pass

@@ -1,0 +1,118 @@
+"""What can be told of a run before anything slow is imported: its model, layout, run directory and data.
+
+Neither torch nor transformers, Megatron, SGLang or sympy is imported here, so that a mistake is told within seconds.
+`mugrpo train` does this first; `--dry-run` does nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.prepare import Problems, read_problems
+from mugrpo_megatron.data.problems import absent
+from mugrpo_megatron.data.prompts import check_style
+from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer
+from mugrpo_megatron.plan.models import bundled
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.layouts import describe
+from mugrpo_megatron.run.directory import RunDirectory, check_same_run
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import architecture
+
+Say = Callable[[str], None]
+
+
+def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> Problems | None:
+    """Raise UserError for what cannot work; `say` gets a line for everything that can.
+
+    Returns the problems, which are read once, on rank 0 of a run that generates.
+    """
+    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    config = read_model_config(recipe.model.path)
+    say(_model(architecture(config, str(recipe.model.path / CONFIG)), str(recipe.model.path)))
+    check_tokenizer(recipe.model.path)
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_layout(recipe, config, world)
+    if generates:
+        slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
+    _check_layers(recipe)
+    say(_layout(recipe, world))
+    if not generates or rank_of_environment() != 0:
+        return None
+    return _read(recipe, say)
+
+
+def check_on_paper(recipe: Recipe, say: Say) -> None:
+    """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
+    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    config, source = _config(recipe)
+    if config is None:
+        say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.path}")
+    else:
+        say(_model(architecture(config, source), source))
+        world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
+        check_layout(recipe, config, world)
+        say(_layout(recipe, world))
+    if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
+        say(f"data: not on this machine, so not checked: {', '.join(missing)}")
+    else:
+        _read(recipe, say)
+
+
+def check_warm_start(recipe: Recipe) -> None:
+    """UserError when `mugrpo sft` cannot work with the recipe's data: only bundled tasks have answers to imitate."""
+    if recipe.data.train not in TASKS:
+        raise UserError(
+            f'data.train = "{recipe.data.train}": a warm start imitates the answers of a bundled task; '
+            f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
+        )
+
+
+def fewest_ranks(recipe: Recipe) -> int:
+    """The smallest world that a layout can be laid over: its block, often enough to spread the experts."""
+    parallel = recipe.parallel
+    block = parallel.tensor * parallel.pipeline * parallel.context
+    return block * (parallel.expert // math.gcd(parallel.expert, parallel.context))
+
+
+def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
+    """The model's config and where it is from: its directory, else the bundled shapes of public models."""
+    directory = recipe.model.path
+    if directory.exists():
+        config = read_model_config(directory)
+        check_tokenizer(directory)
+        return config, str(directory / CONFIG)
+    return bundled().get(directory.name), f"the bundled shape of {directory.name}"
+
+
+def _check_layers(recipe: Recipe) -> None:
+    if recipe.learner.layers == "transformer_engine" or recipe.learner.fp8 != "none":
+        import torch  # seconds, for recipes that ask for a device's features alone
+
+        check_layers(recipe, torch.cuda.is_available())
+
+
+def _read(recipe: Recipe, say: Say) -> Problems:
+    check_style(recipe.data.prompt_style)
+    found = read_problems(recipe.data, recipe.reward)
+    say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")
+    return found
+
+
+def _model(found: Architecture, source: str) -> str:
+    experts = f", {found.experts} experts" if found.experts else ""
+    return f"model: {found.family}, {found.layers} layers, hidden size {found.letters['H']}{experts} ({source})"
+
+
+def _layout(recipe: Recipe, world: int) -> str:
+    return f"layout: {describe(recipe.parallel)}, on {world} rank{'s' * (world > 1)}"
