@@ -1,1 +1,1 @@
-"""The algorithm as pure functions on tensors: no module imports Megatron, SGLang or a process group."""
+"""The algorithm as pure functions on tensors: no module imports Megatron or SGLang, or uses a process group."""

@@ -68,7 +68,7 @@ def initialize(recipe: Recipe) -> Ranks:
     if dist.get_world_size() % block:
         raise UserError(
             f"parallel: tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} needs a "
-            f"multiple of {block} ranks but {dist.get_world_size()} were started; start that many or shrink the layout"
+            f"multiple of {block} ranks but {dist.get_world_size()} run; start that many or shrink the layout"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,

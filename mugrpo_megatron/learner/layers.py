@@ -57,11 +57,11 @@ def block_spec(
 
 
 def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
-    """A pre-norm layer; `config.moe_grouped_gemm` computes its experts, if any, in one grouped GEMM."""
+    """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
     fused = backend.fuse_layernorm_and_linear()
     experts = config.num_moe_experts
     mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
-    if config.use_te_activation_func:  # Megatron's name for an activation that the spec brings
+    if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
         mlp.submodules.activation_func = SwiGLU
     of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(

@@ -114,7 +114,7 @@ def transformer_config(
         # Compiled elementwise kernels are not worth their compile time on CPU, which uses `SwiGLU` instead.
         "bias_activation_fusion": cuda,
         "bias_dropout_fusion": cuda,
-        "use_te_activation_func": not cuda and not experts,  # Megatron's name for: take the spec's activation
+        "use_te_activation_func": not cuda and not experts,  # Megatron's name for taking the spec's activation
         # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give
         # NaN on gloo. These settings rule out both in every layout.
         "overlap_p2p_comm": interleaved,

@@ -72,7 +72,7 @@ def build_bridge(
     held = held_shards(chunks, architecture)
     if next(iter(held.values())).is_cuda:
         return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor), None)
-    # A file descriptor cannot travel inside a string; a name can.
+    # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
     return Bridge(architecture, plan, held, engine_tensor, None, staging)

@@ -80,8 +80,7 @@ def test_a_higher_threshold_never_means_fewer(batch: Batch) -> None:
 
 
 def test_the_critical_set_may_shrink_with_a_higher_threshold() -> None:
-    behaviour = [[-math.log(r) for r in (1e-5, 0.05, 1.0, 1.0)]]
-    batch = Batch([[0.0] * 4], behaviour, [-1.0], reference=[[0.0] * 4])
+    batch = Batch([[0.0] * 4], [[-math.log(r) for r in (1e-5, 0.05, 1.0, 1.0)]], [-1.0], [])
     found = metrics_of(batch, ObjectiveSection())
     assert (found["dropped_suffix_non_trigger_1e-4"], found["dropped_suffix_non_trigger_1e-1"]) == (3 / 4, 2 / 4)
 

@@ -1,4 +1,4 @@
-"""Triton's row kernels under Triton's interpreter; `test_triton_rows` runs these with it switched on."""
+"""Triton's row kernels under Triton's interpreter; `test_triton_ops` runs these with it switched on."""
 
 from __future__ import annotations
 

@@ -32,8 +32,7 @@ def two_updates(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("experts")
-    sizes = {"vocab_size": VOCAB, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    models.save_model(directory, "qwen3_moe", **sizes)
+    models.save_model(directory, "qwen3_moe", vocab_size=VOCAB, moe_intermediate_size=16, num_hidden_layers=2)
     return str(directory)
 
 

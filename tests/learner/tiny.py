@@ -16,8 +16,9 @@ VOCAB = 90
 
 def save_model(directory: Path, tied: bool = True, vocab: int = VOCAB, layers: int = 4) -> Path:
     """A Qwen2 checkpoint with random weights."""
-    sizes: dict[str, Any] = {"vocab_size": vocab, "num_hidden_layers": layers, "max_position_embeddings": 128}
-    models.save_model(directory, tie_word_embeddings=tied, **sizes)
+    models.save_model(
+        directory, tie_word_embeddings=tied, vocab_size=vocab, num_hidden_layers=layers, max_position_embeddings=128
+    )
     return directory
 
 
