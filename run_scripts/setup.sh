@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Makes .venv with everything pinned. A second run finds it ready and returns at once.
+# Makes .venv with pinned versions; returns at once if it is up to date.
 #
 #   run_scripts/setup.sh [--cpu | --cuda] [--with-te] [--with-apex]
 #
-# Without --cpu or --cuda: cuda where nvidia-smi finds a GPU, else cpu. The two accelerators are built from source against
-# the torch that was installed, which takes nvcc of torch's CUDA version and half an hour each; a run works without them:
+# Without --cpu or --cuda: cuda if nvidia-smi finds a GPU, else cpu. Two optional accelerators are built from source against
+# the installed torch, which needs nvcc of torch's CUDA version and takes half an hour each:
 #   --with-te     NVIDIA Transformer Engine: fused layers (learner.layers), fused Adam
-#   --with-apex   NVIDIA apex: fused Adam and gradient scaling where there is no Transformer Engine
-# What --cuda and these two do has not been tried on a CUDA machine yet.
+#   --with-apex   NVIDIA apex: fused Adam and gradient scaling, without Transformer Engine
+# --cuda, --with-te and --with-apex have not been tried on a CUDA machine yet.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TE_VERSION=2.11.0     # from the registry: the core as a wheel, the torch extension as source
-APEX_TAG=25.09        # of https://github.com/NVIDIA/apex; the registry's "apex" is another project
+APEX_TAG=25.09        # of https://github.com/NVIDIA/apex; the registry's "apex" is a different project
 
 device=cpu with_te='' with_apex=''
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
@@ -26,7 +26,7 @@ for option in "$@"; do
   esac
 done
 if [ -n "$with_te$with_apex" ] && [ "$device" = cpu ]; then
-  echo "setup.sh: Transformer Engine and apex are for CUDA machines; add --cuda, or leave them out" >&2
+  echo "setup.sh: Transformer Engine and apex are for CUDA machines; add --cuda, or remove --with-te and --with-apex" >&2
   exit 2
 fi
 
@@ -66,7 +66,7 @@ else
   install --constraint run_scripts/constraints-cuda.txt --editable ".[dev,study]" torch sglang
 fi
 
-# Compiled against the torch in .venv, so without pip's isolated build environment, which would bring another torch.
+# Compile against the torch in .venv: pip's isolated build environment would install another one.
 check_compiler() {
   local built found
   built=$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")')
@@ -89,14 +89,14 @@ if [ -n "$with_te" ]; then
   major=$(.venv/bin/python -c 'import torch; print(torch.version.cuda.split(".")[0])')
   NVTE_FRAMEWORK=pytorch install --no-build-isolation "transformer-engine[pytorch,core_cu$major]==$TE_VERSION"
   .venv/bin/python -c 'import transformer_engine.pytorch' || {
-    echo "setup.sh: Transformer Engine was built but does not load; .venv/bin/mugrpo doctor says why" >&2
+    echo "setup.sh: Transformer Engine was built but cannot be imported; .venv/bin/mugrpo doctor says why" >&2
     exit 2
   }
 fi
 
 if [ -n "$with_apex" ]; then
   check_compiler apex
-  # The registry's package of this name is unrelated: one that is there is taken out, and pip is never asked for it.
+  # The registry's package of this name is unrelated: remove it if it is installed.
   .venv/bin/pip uninstall --quiet --yes apex 2>/dev/null || true
   echo "setup: building NVIDIA apex $APEX_TAG"
   APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install --no-build-isolation --no-deps "git+https://github.com/NVIDIA/apex@$APEX_TAG"
@@ -107,4 +107,4 @@ if [ -n "$with_apex" ]; then
 fi
 
 echo "$stamp" > .venv/.ready
-echo "setup: ready; run_scripts/quickstart.sh trains a small model, .venv/bin/mugrpo doctor says what was found"
+echo "setup: ready; run_scripts/quickstart.sh trains a small model, .venv/bin/mugrpo doctor reports what was found"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Any mugrpo command on several ranks, of this machine or of many:
+# Runs a mugrpo command on several ranks, on one machine or many:
 #
 #   run_scripts/torchrun.sh RANKS COMMAND [ARGUMENTS]                            RANKS ranks on this machine
 #   run_scripts/torchrun.sh --nodes N --node K --master HOST RANKS COMMAND ...   on node K of N, RANKS on each
 #
-#   --nodes N        machines; the same command runs on each of them, with a --node of its own (0 to N-1)
-#   --node K         which of them this is; node 0 is the master
-#   --master HOST    node 0, as the others reach it: HOST or HOST:PORT (29500)
-#   --restarts R     start all ranks anew up to R times when one ends badly; the run goes on from its newest checkpoint
-#   --logs DIR       a log for every rank under DIR; only the node's first rank speaks on the console then
+#   --nodes N        number of nodes; run the same command on each of them, each with its own --node (0 to N-1)
+#   --node K         number of this node; node 0 is the master
+#   --master HOST    address of node 0: HOST or HOST:PORT (29500)
+#   --restarts R     restart all ranks up to R times when one fails; the run continues from its newest checkpoint
+#   --logs DIR       a log for every rank under DIR; only the node's first rank prints to the console then
 #   --interface IF   network interface of the ranks' rendezvous and of gloo (and of NCCL, where it uses sockets)
 #
-# A rank stands for a GPU. All nodes see the run directory under one path: checkpoints and stages are shared files.
+# A rank stands for a GPU. All nodes need the run directory under the same path: checkpoints and stages are shared files.
 set -euo pipefail
 
 usage() {
@@ -50,11 +50,10 @@ else
   [[ $master == *:* ]] && port=${master##*:}
   options+=(--nnodes "$nodes")
   if [ "$restarts" -eq 0 ]; then
-    # Ranks meet at a fixed address. A node that is cut off waits for nothing here and leaves when its ranks do.
+    # Ranks rendezvous at a fixed address. On a disconnected node torchrun waits for nothing and ends with its ranks.
     options+=(--node-rank "$node" --master-addr "$host" --master-port "$port")
   else
-    # Restarting needs the nodes to agree that they do, which only this rendezvous knows how to. Nodes are numbered as
-    # they arrive.
+    # Only this rendezvous lets the nodes agree on a restart. Nodes are numbered in the order in which they join.
     is_host=$([ "$node" -eq 0 ] && echo true || echo false)
     options+=(--max-restarts "$restarts" --rdzv-backend c10d --rdzv-endpoint "$host:$port" --rdzv-id mugrpo)
     options+=(--rdzv-conf "is_host=$is_host,join_timeout=900")
@@ -64,20 +63,20 @@ if [ -n "$logs" ]; then
   options+=(--log-dir "$logs" --redirects 3 --tee 0:3)
 fi
 
-# NCCL finds NVLink, InfiniBand and RoCE by itself; what follows is what it cannot know, and what you may need to know.
-#   NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME   the interface for bootstrap and for gloo, where a machine has several: the
-#                                            default may be one that the other nodes cannot reach (--interface sets both)
-#   NCCL_IB_HCA                              which InfiniBand adapters to use, e.g. mlx5; unset takes all that are up
-#   NCCL_DEBUG=INFO                          prints the transports that were chosen: look for NET/IB and P2P, not Socket
-#   PYTORCH_CUDA_ALLOC_CONF                  leave expandable_segments off: the learner hands memory to the engine by
+# NCCL finds NVLink, InfiniBand and RoCE by itself. You may need these variables:
+#   NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME   the interface for bootstrap and for gloo, if a machine has several: other
+#                                            nodes may not reach the default one (--interface sets both)
+#   NCCL_IB_HCA                              which InfiniBand adapters to use, e.g. mlx5; unset uses all that are up
+#   NCCL_DEBUG=INFO                          prints the transports in use: look for NET/IB and P2P, not Socket
+#   PYTORCH_CUDA_ALLOC_CONF                  leave expandable_segments off: the learner shares memory with the engine by
 #                                            handle, and the engine's memory saver does not work with it
 # How long a collective may take is run.collective_timeout_s of the recipe, not an environment variable.
 if [ -n "$interface" ]; then
   export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
 fi
-# Asked to stop (SIGTERM), ranks finish what they do and save; torchrun would kill them after 30 seconds.
+# On SIGTERM ranks finish the current update and save; by default torchrun would kill them after 30 seconds.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
-# Megatron overlaps tensor parallel communication with computation in the order of one hardware queue.
+# With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
 exec "$(dirname "$0")/../.venv/bin/torchrun" "${options[@]}" -m mugrpo_megatron "$@"

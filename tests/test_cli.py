@@ -38,7 +38,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: P
         ("data.train=/nowhere.jsonl", "/nowhere.jsonl"),
         ("rollout.max_response_tokens=100000", "exceeds the model's 1024 positions"),
         ("data.max_prompt_tokens=2", "prompts of arithmetic are longer than data.max_prompt_tokens"),
-        ("eval.sets.math500.samples=4", "[eval.sets.math500] names no held-out set: those of data.eval are arithmetic"),
+        ("eval.sets.math500.samples=4", "[eval.sets.math500] names no held-out set: those in data.eval are arithmetic"),
         ("eval.sets.arithmetic.max_tokens=100000", "eval's max_tokens = 100032 exceeds the model's 1024 positions"),
         ("data.eval=arithmetic,arithmetic", "data.eval names arithmetic 2 times"),
         ("rollout.responses_per_prompt=1", "greater than or equal to 2"),

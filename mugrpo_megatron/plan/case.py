@@ -24,7 +24,7 @@ class Case:
     """The Hugging Face config that `architecture` was read from."""
     layout: Layout
     cluster: Cluster
-    guess: Assumptions
+    assumptions: Assumptions
 
     @property
     def itemsize(self) -> int:
@@ -43,12 +43,12 @@ class Case:
     @property
     def mean_prompt(self) -> float:
         """Tokens of a prompt."""
-        return max(1.0, self.guess.mean_prompt * self.recipe.data.max_prompt_tokens)
+        return max(1.0, self.assumptions.mean_prompt * self.recipe.data.max_prompt_tokens)
 
     @property
     def mean_response(self) -> float:
         """Tokens of a response."""
-        return max(1.0, self.guess.mean_response * self.recipe.rollout.max_response_tokens)
+        return max(1.0, self.assumptions.mean_response * self.recipe.rollout.max_response_tokens)
 
     @property
     def mean_sequence(self) -> float:
@@ -61,7 +61,7 @@ class Case:
 
 
 def make_case(
-    recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, guess: Assumptions
+    recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions
 ) -> Case:
     """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
-    return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, guess)
+    return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions)

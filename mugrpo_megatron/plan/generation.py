@@ -9,7 +9,7 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.hardware import engines_of
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths, seconds_to_decode
-from mugrpo_megatron.plan.memory import Serving
+from mugrpo_megatron.plan.memory import EngineMemory
 from mugrpo_megatron.plan.training import flops_of, work_of
 from mugrpo_megatron.recipe import Recipe
 
@@ -17,18 +17,18 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
 
 
-def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
+def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
     """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
-    guess, device, share = case.guess, case.cluster.device, case.recipe.engine.tensor
-    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, guess.spread)
+    assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
+    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
     cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / share * resident
     work = work_of(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 
     def step(running: int) -> float:
-        moved = (engine.weights + running * cached) / (device.bandwidth * guess.decode)
-        return max(guess.step_floor, moved, running * of_token / flops_of(case))
+        moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
+        return max(assumptions.step_floor, moved, running * of_token / flops_of(case))
 
     mine = -(-responses // engines_of(case.recipe, case.cluster))
     reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
@@ -38,9 +38,9 @@ def decoding_seconds(responses: int, case: Case, engine: Serving) -> float:
 def scoring_seconds(responses: int, case: Case) -> float:
     """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
     engines = engines_of(case.recipe, case.cluster)
-    cores = case.guess.cores * case.cluster.world / engines
+    cores = case.assumptions.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
-    return responses / (case.guess.verifier * workers * engines)
+    return responses / (case.assumptions.verifier * workers * engines)
 
 
 def evaluations(recipe: Recipe) -> tuple[int, int]:
@@ -55,7 +55,7 @@ def evaluations(recipe: Recipe) -> tuple[int, int]:
     return before, schedule.stages * inside + 1
 
 
-def evaluation_seconds(case: Case, engine: Serving) -> float:
+def evaluation_seconds(case: Case, engine: EngineMemory) -> float:
     """Seconds of one evaluation; sets with the same sampling settings are decoded together (phases/evaluate.py)."""
     recipe = case.recipe
     groups: Counter[tuple[int, float, float, int]] = Counter()

@@ -75,7 +75,7 @@ def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What no recipe says; `--assume name=value` replaces one. A default without a source is our guess."""
+    """Figures that a plan assumes; `--assume name=value` replaces one. A default without a source is our guess."""
 
     mean_prompt: float = 0.25
     """Mean prompt length as a share of data.max_prompt_tokens."""
@@ -84,7 +84,7 @@ class Assumptions:
     spread: float = 0.8
     """Standard deviation of the logarithm of response lengths, which are cut at the maximum."""
     packing: float = 0.97
-    """Share of packed tokens that are no padding."""
+    """Share of packed tokens that are not padding."""
     mfu: float = 0.4
     """Share of the device's FLOP/s that the learner's passes reach on dense models."""
     mfu_experts: float = 0.15

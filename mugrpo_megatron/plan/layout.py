@@ -61,7 +61,7 @@ def layout_of(recipe: Recipe, world: int) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankParameters:
     """Parameters of one rank."""
 
     dense: int
@@ -74,7 +74,7 @@ class Held:
         return self.dense + self.experts
 
 
-def held(architecture: Architecture, layout: Layout, stage: int) -> Held:
+def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> RankParameters:
     """Parameters of a rank of pipeline stage `stage`, vocabulary padding included, from the table that loads weights.
 
     A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
@@ -95,12 +95,12 @@ def held(architecture: Architecture, layout: Layout, stage: int) -> Held:
             vocabulary += size if last and not shared else 0
         else:
             dense += size if last else 0
-    return Held(dense + vocabulary, experts, vocabulary)
+    return RankParameters(dense + vocabulary, experts, vocabulary)
 
 
 def parameters(architecture: Architecture) -> int:
     """Parameters of the whole model, each counted once and without padding."""
-    whole = held(architecture, Layout(), 0)
+    whole = rank_parameters(architecture, Layout(), 0)
     return whole.total
 
 

@@ -10,7 +10,7 @@ from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_
 from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.hardware import GIB
-from mugrpo_megatron.plan.layout import Held, Layout, held, parameters
+from mugrpo_megatron.plan.layout import Layout, RankParameters, parameters, rank_parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
 
 FLOAT = 4
@@ -39,12 +39,12 @@ class State:
         return self.weights + self.gradients + self.optimizer
 
 
-def learner_state(held: Held, layout: Layout, itemsize: int) -> State:
-    """State of a rank that holds `held` parameters of `itemsize` bytes each."""
-    sharded = held.dense / layout.shards + held.experts / layout.expert_shards
+def learner_state(mine: RankParameters, layout: Layout, itemsize: int) -> State:
+    """State of a rank whose parameters have `itemsize` bytes each."""
+    sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
     return State(
-        weights=itemsize * held.total,
-        gradients=FLOAT * held.total,
+        weights=itemsize * mine.total,
+        gradients=FLOAT * mine.total,
         master=round(FLOAT * sharded) if itemsize < FLOAT else 0,
         moments=round(2 * FLOAT * sharded),
     )
@@ -66,7 +66,7 @@ def batch_of(case: Case) -> Batch:
     longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     most = -(-case.responses * longest // layout.data)
     length = max(longest, min(recipe.learner.micro_batch_tokens, most))
-    tokens = case.responses * case.mean_sequence / case.guess.packing / layout.data
+    tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.data
     multiple = layout.pipeline if layout.virtual > 1 else 1
     count = max(1, math.ceil(tokens / length))
     return Batch(length, -(-count // multiple) * multiple)
@@ -76,7 +76,7 @@ RECOMPUTE = ("none", "selective", "full")
 
 
 @dataclass(frozen=True, slots=True)
-class Learning:
+class LearnerMemory:
     """Bytes of a learner rank of one pipeline stage in an update."""
 
     stage: int
@@ -117,10 +117,10 @@ class Learning:
         return self.state.total + self.update
 
 
-def learning(case: Case, batch: Batch, stage: int) -> Learning:
+def learner_memory(case: Case, batch: Batch, stage: int) -> LearnerMemory:
     """Bytes of a rank of pipeline stage `stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
-    mine = held(architecture, layout, stage)
+    mine = rank_parameters(architecture, layout, stage)
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, stage, batch.micro_batches)
@@ -128,7 +128,7 @@ def learning(case: Case, batch: Batch, stage: int) -> Learning:
     loss = 0.0
     if stage == layout.pipeline - 1:
         loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, case.cuda)
-    return Learning(
+    return LearnerMemory(
         stage=stage,
         state=learner_state(mine, layout, b),
         recompute=recipe.learner.recompute,
@@ -143,7 +143,7 @@ def learning(case: Case, batch: Batch, stage: int) -> Learning:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class EngineMemory:
     """Bytes of an engine rank while it generates."""
 
     weights: float
@@ -161,26 +161,26 @@ class Serving:
         return self.weights + self.cache + self.work
 
 
-def serving(case: Case) -> Serving:
+def engine_memory(case: Case) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
-    recipe, guess, tp = case.recipe, case.guess, case.recipe.engine.tensor
+    recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
     weights = case.itemsize * parameters(case.architecture) / tp
     sharing = min(tp, case.architecture.transformer["num_query_groups"])
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")
     if case.cuda:
-        free = case.cluster.device.memory - guess.learner_rest - guess.engine_rest
+        free = case.cluster.device.memory - assumptions.learner_rest - assumptions.engine_rest
         cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
-        work = guess.engine_work
+        work = assumptions.engine_work
     else:
         window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
         cache = min(limit, recipe.engine.max_running_requests * window) * per_token
         cache, work = min(cache, max(CPU_KV_BYTES, window * per_token)), 0.0
     tokens = int(cache / per_token)
-    lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, guess.spread)
+    lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
     requests = min(recipe.engine.max_running_requests, int(tokens / resident))
-    return Serving(weights, cache, work, tokens, requests)
+    return EngineMemory(weights, cache, work, tokens, requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +188,8 @@ class Memory:
     """Bytes of the fullest rank in each phase, and whether they fit its device."""
 
     device: int
-    learning: Learning
-    serving: Serving
+    learning: LearnerMemory
+    serving: EngineMemory
     learn: float
     """The learner works, the engine sleeps."""
     sync: float
@@ -216,21 +216,21 @@ class Memory:
         return found
 
 
-def memory(case: Case, engine: Serving) -> Memory:
+def memory(case: Case, engine: EngineMemory) -> Memory:
     """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
-    recipe, layout, cluster, guess = case.recipe, case.layout, case.cluster, case.guess
+    recipe, layout, cluster, assumptions = case.recipe, case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
-    stages = [learning(case, batch, stage) for stage in range(layout.pipeline)]
+    stages = [learner_memory(case, batch, stage) for stage in range(layout.pipeline)]
     fullest = max(stages, key=lambda one: one.total)
-    rests = guess.learner_rest + guess.engine_rest if cuda else 0.0
+    rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(recipe.engine.bucket_bytes, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
-    saved = max((b + 12) * held(case.architecture, layout, stage).total for stage in range(layout.pipeline))
-    learn = fullest.state.total + fullest.update * (1 + guess.fragmentation * cuda)
+    saved = max((b + 12) * rank_parameters(case.architecture, layout, stage).total for stage in range(layout.pipeline))
+    learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,
         learning=fullest,

@@ -11,7 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.plan.layout import Layout, parameters
-from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, memory, serving
+from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, engine_memory, memory
 from mugrpo_megatron.plan.models import Model, find_model
 from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
 from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases, schedules, sync_bytes
@@ -54,12 +54,12 @@ def make_plan(
 
     Raises UserError, naming the nearest layout that works, when the layout cannot run or a phase does not fit.
     """
-    cluster, guess = make_cluster(nodes, per_node, device), assume(assumptions)
+    cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     model = find_model(recipe, model_config)
     check_layout(recipe, model.config, cluster.world)
     engines = engines_of(recipe, cluster)
-    case = make_case(recipe, model.architecture, model.config, cluster, guess)
-    engine = serving(case)
+    case = make_case(recipe, model.architecture, model.config, cluster, assumed)
+    engine = engine_memory(case)
     need, layouts = memory(case, engine), compare(case, engine)
     if not need.fits:
         raise UserError(_refusal(case, need, layouts))
@@ -68,7 +68,7 @@ def make_plan(
         model=model,
         parameters=parameters(model.architecture),
         cluster=cluster,
-        assumptions=guess,
+        assumptions=assumed,
         layout=case.layout,
         batch=batch,
         memory=need,

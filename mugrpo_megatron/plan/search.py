@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.layout import Layout
-from mugrpo_megatron.plan.memory import RECOMPUTE, Serving, memory
+from mugrpo_megatron.plan.memory import RECOMPUTE, EngineMemory, memory
 from mugrpo_megatron.plan.training import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
@@ -32,7 +32,7 @@ class Candidate:
     """From the recipe's own layout."""
 
 
-def compare(case: Case, engine: Serving) -> list[Candidate]:
+def compare(case: Case, engine: EngineMemory) -> list[Candidate]:
     """Valid layouts, fastest first, then the refused ones, nearest to the recipe's first.
 
     Each layout has the fastest recompute choice that fits or, where none fits, the one that needs the least memory.
@@ -48,7 +48,7 @@ def _worth_trying(case: Case) -> Iterator[ParallelSection]:
             yield parallel
 
 
-def _best(case: Case, parallel: ParallelSection, engine: Serving) -> Candidate:
+def _best(case: Case, parallel: ParallelSection, engine: EngineMemory) -> Candidate:
     away = distance(parallel, case.recipe.parallel)
     trial = case.with_recipe(case.recipe.model_copy(update={"parallel": parallel}))
     world, per_node = case.cluster.world, case.cluster.per_node

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.generation import decoding_seconds, evaluation_seconds, evaluations, scoring_seconds
-from mugrpo_megatron.plan.layout import held, parameters
+from mugrpo_megatron.plan.layout import parameters, rank_parameters
 from mugrpo_megatron.plan.memory import Memory
 from mugrpo_megatron.plan.training import logprob_seconds, update_seconds
 
@@ -38,8 +38,8 @@ def phases(case: Case, need: Memory) -> Phases:
     schedule, state = case.recipe.schedule, need.learning.state
     responses = schedule.updates_per_stage * case.responses
     generate = decoding_seconds(responses, case, need.serving)
-    moved = 2 * (state.weights + state.optimizer) / case.guess.host_link + case.guess.wake
-    switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.guess.bridge
+    moved = 2 * (state.weights + state.optimizer) / case.assumptions.host_link + case.assumptions.wake
+    switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.assumptions.bridge
     before, woken = evaluations(case.recipe)
     evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
     found = Phases(
@@ -62,11 +62,11 @@ def saving_seconds(others: float, case: Case) -> float:
     """
     section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_per_stage
     saves = 1 + (updates - 1) // section.every_updates if section.every_updates else 1
-    written = saves * checkpoint_bytes(case) / case.guess.disk
+    written = saves * checkpoint_bytes(case) / case.assumptions.disk
     if not section.asynchronous:
         return written
-    mine = max(held(case.architecture, case.layout, stage).total for stage in range(case.layout.pipeline))
-    copied = saves * mine * (case.itemsize + 12.0) / case.guess.host_link if case.cuda else 0.0
+    mine = max(rank_parameters(case.architecture, case.layout, stage).total for stage in range(case.layout.pipeline))
+    copied = saves * mine * (case.itemsize + 12.0) / case.assumptions.host_link if case.cuda else 0.0
     return copied + max(0.0, written - others - copied)
 
 

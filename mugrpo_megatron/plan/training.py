@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.plan.case import Case
-from mugrpo_megatron.plan.layout import Layout, held
+from mugrpo_megatron.plan.layout import Layout, rank_parameters
 from mugrpo_megatron.plan.memory import batch_of
 from mugrpo_megatron.weights.architecture import Architecture
 
@@ -39,7 +39,7 @@ def work_of(architecture: Architecture, sequence: float) -> Work:
 
 def flops_of(case: Case) -> float:
     """FLOP/s that one device is assumed to reach on this model."""
-    share = case.guess.mfu_experts if case.architecture.experts else case.guess.mfu
+    share = case.assumptions.mfu_experts if case.architecture.experts else case.assumptions.mfu
     return case.cluster.device.flops * share
 
 
@@ -59,7 +59,7 @@ def update_seconds(case: Case) -> float:
     flops = _sequence_flops(case, passes, head)
     if objective.needs_statistics:
         flops += _sequence_flops(case, passes=1.0, head=1)
-    computed = case.responses * flops / case.guess.packing / (case.cluster.world * flops_of(case))
+    computed = case.responses * flops / case.assumptions.packing / (case.cluster.world * flops_of(case))
     idle = bubble(layout, batch_of(case).micro_batches)
     return (computed + communication_seconds(case)) / (1 - idle) + step_seconds(case)
 
@@ -74,13 +74,13 @@ def communication_seconds(case: Case) -> float:
     """Seconds of tensor, context and expert parallel communication in one update, over a rank's layers."""
     architecture, layout, b = case.architecture, case.layout, case.itemsize
     size = architecture.letters
-    tokens = case.responses * case.mean_sequence / case.guess.packing / layout.shards
+    tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.shards
     # Each layer communicates two tensors of each kind in every forward pass and in the backward pass.
     times = 2 * (3 if layout.recompute == "full" else 2)
     # An all-reduce, or a reduce-scatter and an all-gather, moves a rank's share of the tensor twice.
     reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
     gathered = times * _others(layout.context) * tokens * layout.context * size["K"] / layout.tensor * b
-    seconds = reduced / case.guess.inside + gathered / _link(layout.tensor * layout.context, case)
+    seconds = reduced / case.assumptions.inside + gathered / _link(layout.tensor * layout.context, case)
     if architecture.experts:
         chosen = architecture.transformer["moe_router_topk"]
         sent = times * _others(layout.expert) * tokens / layout.tensor * chosen * size["H"] * b
@@ -91,7 +91,7 @@ def communication_seconds(case: Case) -> float:
 def step_seconds(case: Case) -> float:
     """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
-    stages = [held(case.architecture, layout, stage) for stage in range(layout.pipeline)]
+    stages = [rank_parameters(case.architecture, layout, stage) for stage in range(layout.pipeline)]
     mine = max(stages, key=lambda one: one.total)
     sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
     passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))
@@ -112,4 +112,4 @@ def _others(ranks: int) -> float:
 
 def _link(ranks: int, case: Case) -> float:
     """Bytes/s in a process group that spans `ranks` neighbouring ranks."""
-    return case.guess.inside if ranks <= case.cluster.per_node else case.guess.between
+    return case.assumptions.inside if ranks <= case.cluster.per_node else case.assumptions.between

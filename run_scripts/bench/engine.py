@@ -1,10 +1,10 @@
-"""Responses per second through the project's engine process, against a bare `sglang.Engine.generate` of one batch.
+"""Compares responses per second of the project's engine process with `sglang.Engine.generate` on one batch.
 
     python run_scripts/bench/engine.py [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7]
 
-Both engines get the same arguments and take turns, so that a busy machine hits both; CPU time is hit least. The bare
-engine is given all prompts, repeated n times, in a single call, and its output is left as Python objects; ours streams
-groups of n back as arrays, and the client's share is counted. Without --model a random 115k-parameter Qwen2 is used.
+Both engines have the same arguments and take turns, so that a busy machine slows both; CPU time is affected least. The
+bare engine gets all prompts, repeated n times, in one call and returns Python objects. Ours streams groups of n back as
+arrays, and the client's time counts. Without --model the model is a random Qwen2 of 115k parameters.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
         )
         cuda = runs_on_cuda(recipe)
         os.environ.update(engine_environment(recipe, model, cuda))
-        import sglang  # after the environment that it reads on import
+        import sglang  # reads the environment at import
 
         bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
         bare.freeze_gc()

@@ -1,15 +1,15 @@
-"""Everything that docs/performance.md wants to know of one GPU, as JSON: run_scripts/bench/gpu.sh runs it.
+"""Measures one GPU for docs/performance.md and writes JSON; run_scripts/bench/gpu.sh runs it.
 
     python -m run_scripts.bench.gpu --out gpu.json [--parts ceilings loss ...] [--small]
 
-Each part runs in a process of its own, beside nothing else, and fails alone: its entry then says why. What would not be
-done within `--seconds` is left out and said so. `--small` runs the same code on tiny shapes, on a CPU as well.
+Each part runs alone, in its own process. If it fails, its entry says why and the others still run. Parts that would not
+end within `--seconds` are skipped, and their entry says so. `--small` runs the same code on tiny shapes, also on a CPU.
 
     ceilings   device copy and large bfloat16 matrix product, which the other parts are measured against
     loss       the loss path against its GEMMs, Liger and TRL (run_scripts/bench/loss_path.py)
     learner    tokens/s, share of the matrix product's FLOP/s and memory against the plan, Qwen2.5 0.5B and 1.5B shapes
     engine_bare, engine_ours   tokens/s of SGLang alone and of the project's engine on the same prompts
-    switch     the device handed from learner to engine and back, and the bridge's GB/s
+    switch     the switch from learner to engine and back, and the bridge's GB/s
     whole      a whole small run of mu-GRPO against µ = 4: seconds per phase, ratio, accuracies
 """
 
@@ -44,28 +44,28 @@ PARTS: dict[str, tuple[Callable[[bool], Result], int]] = {
     "switch": (gpu_parts.switch, 100),
     "whole": (whole, 200),
 }
-"""Part -> what it runs, most seconds it may take."""
+"""Part -> its function and its time limit in seconds."""
 SMALL_PATIENCE = 4
-"""A small run is there to end, also on cores that others use: it may take this many times as long."""
+"""Factor of the time limits with --small, for cores that other programs use."""
 PACKAGES = ("torch", "triton", "megatron-core", "sglang", "transformers", "transformer-engine", "liger-kernel", "trl")
 
 
 def alone(part: str, small: bool, limit_s: float) -> Result:
-    """A part in a process of its own, ended with all it started; `failed` says what it complained of last."""
+    """Run a part in its own process, and end all that it started; `failed` is the last line of its errors."""
     command = [sys.executable, "-m", "run_scripts.bench.gpu", "--one", json.dumps([part, small])]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        printed, complained = process.communicate(timeout=limit_s)
+        printed, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit_s:.0f} s"}
-    finally:  # also when somebody has had enough of it
+    finally:  # also after Ctrl-C
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode:
-        lines = complained.strip().splitlines()
+        lines = errors.strip().splitlines()
         return {"failed": lines[-1] if lines else f"ended with code {process.returncode}"}
     return json.loads(printed.strip().splitlines()[-1])
 

@@ -1,6 +1,6 @@
-"""The parts of run_scripts/bench/gpu.py that measure one thing each, in a process of their own.
+"""Parts of run_scripts/bench/gpu.py: each measures one thing, in its own process.
 
-Every part takes `small` (tiny shapes, for a first try and for a CPU) and returns figures that JSON can hold.
+Every part takes `small` (tiny shapes, for a first try or a CPU) and returns figures as JSON values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SHAPES = {
 }
 """Name -> hidden, feed-forward, layers, heads, key/value heads, vocabulary; embeddings tied."""
 RESPONSES = 8
-"""To each prompt of the engines' parts."""
+"""Responses to each prompt in the engines' parts."""
 Result = dict[str, Any]
 
 
@@ -39,7 +39,7 @@ def wait() -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int = 10) -> float:
-    """Median of `repeats` runs after one that is not counted."""
+    """Median seconds of `repeats` runs after a warm-up run."""
     found = []
     for _ in range(repeats + 1):
         wait()
@@ -63,7 +63,7 @@ def ceilings(small: bool) -> Result:
 
 
 def loss(small: bool) -> Result:
-    """Seconds and peak MiB of every way to the loss that is installed, at Qwen2.5-7B's output layer."""
+    """Seconds and peak MiB of every installed implementation of the loss, at Qwen2.5-7B's output layer."""
     from run_scripts.bench import loss_path
 
     shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 2048)
@@ -143,7 +143,7 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
 
 
 def learner(small: bool) -> Result:
-    """One update of 16,384 packed tokens at a time; with Transformer Engine's layers too, where it is installed."""
+    """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed."""
     peak_flops = ceilings(small)["matmul_flops"]
     names = ["small"] if small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
@@ -164,7 +164,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
     from mugrpo_megatron.learner.update import update
     from mugrpo_megatron.plan.case import make_case
     from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-    from mugrpo_megatron.plan.memory import Batch, learning
+    from mugrpo_megatron.plan.memory import Batch, learner_memory
     from mugrpo_megatron.plan.training import work_of
 
     cuda = device().type == "cuda"
@@ -187,7 +187,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
         "tokens_per_s": tokens / taken,
         "mfu": flops / taken / peak_flops,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learning(case, Batch(tokens, 1), stage=0).total,
+        "planned_bytes": learner_memory(case, Batch(tokens, 1), stage=0).total,
     }
 
 
@@ -200,7 +200,7 @@ def engine_bare(small: bool) -> Result:
         recipe = recipe_of(model, small)
         cuda = runs_on_cuda(recipe)
         os.environ.update(engine_environment(recipe, model, cuda))
-        import sglang  # after the environment that it reads on import
+        import sglang  # reads the environment at import
 
         bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
         limit = recipe.rollout.max_response_tokens
@@ -214,7 +214,7 @@ def engine_bare(small: bool) -> Result:
 
 
 def engine_ours(small: bool) -> Result:
-    """Tokens/s of the project's engine process on the same prompts, which the part above has to be compared with."""
+    """Tokens/s of the project's engine process on the same prompts."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
@@ -237,7 +237,7 @@ def prompt_ids(small: bool) -> list[list[int]]:
 
 
 def switch(small: bool) -> Result:
-    """Learner to engine and back, as phases/generate.py does it between stages."""
+    """Seconds of the switch from learner to engine and back, as in phases/generate.py."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.model import policy

@@ -1,8 +1,8 @@
-"""A whole small run of mu-GRPO against the same run with µ = 4: the last part of run_scripts/bench/gpu.py.
+"""Compares a whole small run of mu-GRPO with the same run at µ = 4: the last part of run_scripts/bench/gpu.py.
 
-Both start from one warm start of the bundled task and take the same updates on the same problems, with as many
-responses; they differ in `schedule.stages` and `schedule.updates_per_stage` alone, so what differs in time is what
-stages cost: a sync, a switch of the device and a save each, and generation in many small batches.
+Both start from the same warm start of the bundled task and take the same number of updates on the same problems and as
+many responses. Only `schedule.stages` and `schedule.updates_per_stage` differ, so the difference in time is the cost of
+stages: a sync, a switch and a save in each, and generation in smaller batches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SMALL_SCHEDULES = {"mu_grpo": (1, 8), "mu_4": (2, 4)}
 
 
 def whole(small: bool) -> Result:
-    """Seconds per phase and accuracies of both runs; how many times longer the second takes.
+    """Seconds per phase and accuracies of both runs, and the ratio of their times.
 
-    `wall_clock_ratio` compares the runs' whole time, `ratio_after_start` leaves out bringing learner and engine up.
-    Raises RuntimeError with what a command complained of.
+    `wall_clock_ratio` compares total times; `ratio_after_start` is without the start of learner and engine.
+    Raises RuntimeError with the last line of a command's errors.
     """
     schedules = SMALL_SCHEDULES if small else SCHEDULES
     with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +43,7 @@ def whole(small: bool) -> Result:
 
 
 def recipe_text(folder: Path, small: bool) -> str:
-    """The quickstart's task as TOML, all but the schedule; in bfloat16 where CUDA's attention asks for it."""
+    """The quickstart's task as TOML without the schedule; in bfloat16 on CUDA, whose attention needs it."""
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
     warm_start = {"layers": 2, "hidden": 64, "ffn": 128, "max_updates": 25, "batch": 16} if small else {}
@@ -69,7 +69,7 @@ def recipe_text(folder: Path, small: bool) -> str:
 
 
 def one_run(recipe: Path, directory: Path, stages: int, updates_per_stage: int) -> Result:
-    """`mugrpo train` with this schedule: what its summary.json says."""
+    """Run `mugrpo train` with this schedule; returns figures of its summary.json."""
     schedule = {"stages": stages, "updates_per_stage": updates_per_stage}
     mugrpo("train", recipe, f"run.dir={directory}", *(f"schedule.{key}={value}" for key, value in schedule.items()))
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
@@ -78,13 +78,13 @@ def one_run(recipe: Path, directory: Path, stages: int, updates_per_stage: int) 
 
 
 def mugrpo(command: str, recipe: Path, *overrides: str) -> None:
-    """Run one `mugrpo` command to its end."""
+    """Run one `mugrpo` command."""
     settings = [word for override in overrides for word in ("--set", override)]
     call = [sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *settings]
     done = subprocess.run(call, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-        raise RuntimeError(f"mugrpo {command} ended with code {done.returncode}: {said[-1] if said else 'no word'}")
+        raise RuntimeError(f"mugrpo {command} ended with code {done.returncode}: {said[-1] if said else 'no output'}")
 
 
 def _after_start(seconds: dict[str, float]) -> float:

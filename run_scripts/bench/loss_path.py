@@ -1,12 +1,12 @@
-"""Time and peak memory of the loss path against other ways to the same loss and gradients, side by side.
+"""Compares time and peak memory of the loss path with other implementations of the same loss and gradients.
 
     python -m run_scripts.bench.loss_path                      # CPU: 8,192 x 512 x 32,000 float32
     python -m run_scripts.bench.loss_path --device cuda        # CUDA: 16,384 x 3,584 x 152,064 bfloat16
     python -m run_scripts.bench.loss_path --sweep              # CPU: peak memory over tokens and vocabulary
 
-Each way runs in a process of its own: hidden states and output weight in, loss, d hidden and d weight out. Memory is
-the peak beyond what the process held with inputs and weights ready: resident set on CPU, allocator on CUDA. `floor` is
-the three GEMMs alone at the same shapes. Liger and TRL take part where they are installed.
+Each implementation runs in its own process, from hidden states and output weight to loss, d hidden and d weight. Memory
+is the peak minus that with inputs and weights ready: resident set on CPU, allocator on CUDA. `floor` is only the three
+GEMMs of the same shapes. Liger and TRL are compared if they are installed.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.recipe import ObjectiveSection
 
 MU_GRPO = ObjectiveSection(trigger_ratio=0.5)
-"""A threshold at which the veto acts on inputs whose log-ratios spread by half a nat."""
+"""A threshold at which the veto acts on log-ratios with a standard deviation of half a nat."""
 PLAIN = ObjectiveSection(veto="none")
-"""What Liger and TRL can do as well: the clip [0, 5], token mean, no veto."""
+"""An objective that Liger and TRL have too: the clip [0, 5], token mean, no veto."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Inputs:
 
 
 def make_inputs(shape: Shape) -> Inputs:
-    """Responses of one length, so that padded layouts waste nothing; log-ratios with a spread of half a nat."""
+    """Responses of one length, so that there is no padding; log-ratios with a standard deviation of half a nat."""
     torch.manual_seed(0)
     device, dtype = torch.device(shape.device), getattr(torch, shape.dtype)
     hidden = torch.randn(shape.tokens, shape.hidden, device=device, dtype=dtype).requires_grad_()
@@ -108,26 +108,26 @@ def fused_two_passes(inputs: Inputs) -> Tensor:
 
 
 def recomputed(inputs: Inputs) -> Tensor:
-    """Chunked log-probabilities under autograd, for any loss: logits are made twice."""
+    """Chunked log-probabilities under autograd, for any loss: logits are computed twice."""
     logprobs, _ = token_logprobs(inputs.hidden, inputs.weight, inputs.targets, inputs.layout)
     return _loss(inputs, logprobs, MU_GRPO)
 
 
 def materialised(inputs: Inputs) -> Tensor:
-    """All logits at once, in float32 as the fused path's are."""
+    """All logits at once, in float32 like the fused path's."""
     logits = (inputs.hidden @ inputs.weight.T).float()
     logprobs = logits.log_softmax(1).gather(1, inputs.targets[:, None])[:, 0]
     return _loss(inputs, logprobs, MU_GRPO)
 
 
 def logprobs_only(inputs: Inputs) -> Tensor:
-    """No gradients: what behaviour log-probabilities cost."""
+    """Log-probabilities without gradients: the cost of behaviour log-probabilities."""
     with torch.no_grad():
         return token_logprobs(inputs.hidden, inputs.weight, inputs.targets, inputs.layout)[0].sum()
 
 
 def floor(inputs: Inputs) -> Tensor:
-    """The three GEMMs of forward and backward in chunks, weight gradient added up as the inputs' type allows."""
+    """The three GEMMs of forward and backward in chunks; the weight gradient is summed in the inputs' type."""
     with torch.no_grad():
         d_weight = torch.zeros_like(inputs.weight)
         for start in range(0, inputs.shape.tokens, inputs.shape.chunk):
@@ -205,13 +205,13 @@ class Result:
     way: str
     seconds: list[float]
     cpu_seconds: list[float]
-    """Processor time of the process, over its threads: what a busy machine does not stretch."""
+    """CPU time of the process over its threads: a busy machine hardly changes it."""
     peak_mib: float
     loss: float
 
 
 def measure(way: str, shape: Shape, repeats: int) -> Result:
-    """One untimed run, which meets imports and compilers, then `repeats` timed ones."""
+    """One warm-up run, which imports and compiles, then `repeats` timed runs."""
     inputs = make_inputs(shape)
     loss = _step(WAYS[way], inputs)
     seconds, cpu_seconds, peaks = [], [], []
@@ -236,11 +236,11 @@ def _step(way: Callable[[Inputs], Tensor], inputs: Inputs) -> float:
 
 
 def _reset_peak(device: str) -> int:
-    """Start counting the peak; bytes held now."""
+    """Reset the peak; returns the bytes held now."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # what earlier runs freed and malloc kept is not held
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # so that freed memory that malloc keeps does not count
     Path("/proc/self/clear_refs").write_text("5")
     return _peak(device)
 
@@ -253,7 +253,7 @@ def _peak(device: str) -> int:
 
 
 def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | str:
-    """`measure` in a fresh process; the last line of its errors where it fails."""
+    """`measure` in a new process; the last line of its errors if it fails."""
     command = [
         sys.executable,
         "-m",
@@ -268,7 +268,7 @@ def run_alone(way: str, shape: Shape, repeats: int, threads: int) -> Result | st
 
 
 def compare(ways: list[str], shape: Shape, repeats: int, threads: int) -> None:
-    """One table: wall-clock and processor seconds (medians), each over the first way's, and peak memory."""
+    """Print a table: median wall-clock and CPU seconds, each relative to the first row, and peak memory."""
     print(f"{'way':20} {'seconds':>9} {'x first':>8} {'cpu s':>9} {'x first':>8} {'peak MiB':>9} {'loss':>11}")
     first: Result | None = None
     for way in ways:
@@ -298,7 +298,7 @@ def sweep(shape: Shape, threads: int) -> None:
 
 
 def describe(shape: Shape, threads: int) -> None:
-    """Machine, versions and sizes, so that a printed table stands alone."""
+    """Print machine, versions and sizes."""
     packages = {"torch", "triton", *(NEEDS[way].replace("_", "-") for way in NEEDS if find_spec(NEEDS[way]))}
     if shape.device == "cuda":
         machine = torch.cuda.get_device_name()

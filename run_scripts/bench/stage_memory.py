@@ -1,9 +1,9 @@
-"""Peak memory of the whole learner process at growing stages: what `mugrpo optimize` takes must not follow the stage.
+"""Peak memory of the learner process for growing stages: it should not grow with the stage.
 
     python run_scripts/bench/stage_memory.py [--responses 1000 10000 100000] [--tokens 20]
 
-For each size a sealed stage of synthetic responses is laid into a run directory and all of its updates of 256 responses
-are taken, by one `mugrpo optimize` in a process of its own, on a Qwen2 of 100k random parameters.
+For each size it writes a sealed stage of synthetic responses into a run directory. `mugrpo optimize` then takes all of
+its updates of 256 responses in one process, on a random Qwen2 of 100k parameters.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Peak memory and time of the stage store at growing stages of synthetic responses.
+"""Peak memory and time of the stage store for growing stages of synthetic responses.
 
     python run_scripts/bench/store.py [--responses 1000 10000 100000] [--tokens 200] [--directory DIR]
 
-Every size runs in a process of its own: groups are appended out of order, the stage is sealed, every update is read
-back. Memory is the process's peak resident set after each of the three, less what it held before the first append.
+Each size runs in its own process: it appends groups out of order, seals the stage and reads every update back. Memory
+is the process's peak resident set after each of the three, minus that before the first append.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""GRPO and mu-GRPO of this project beside TRL's GRPOTrainer: same checkpoint, problems, rewards, number of updates.
+"""Compares our GRPO and mu-GRPO with TRL's GRPOTrainer: same checkpoint, problems, rewards, number of updates.
 
     pip install --target DIR --no-deps trl accelerate datasets pandas multiprocess xxhash dill
     PYTHONPATH=DIR python -m run_scripts.bench.trl --model runs/study/warm-start/hf --updates 128 --rates 2e-4 8e-4
 
 TRL generates every µ updates (`steps_per_generation`) with `transformers`, takes the token-mean loss with clip
 [0.8, 1.2], no KL term, AdamW with the same betas and the same linear decay; ours runs run_scripts/study/base.toml.
-Both train on the same problems in the same order, in the same precision, and are scored by the same verifier. Accuracy
-is greedy, on the same held-out problems; start-up and evaluations do not count as training time. Each side is a process
-of its own, on all cores that it likes to use.
+Both train on the same problems in the same order, in the same precision, with the same verifier. Accuracy is greedy, on
+the same held-out problems. Start-up and evaluations do not count as training time. Each side runs in its own process,
+on all cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Result:
     rate: float
     points: list[list[float]]
     parts: dict[str, float]
-    """Wall-clock by what it was spent on, seconds."""
+    """Part -> wall-clock seconds."""
 
 
 def main() -> None:
@@ -65,14 +65,14 @@ def main() -> None:
     results = []
     for rate in options.rates:
         for side in options.sides:
-            results.append(_trl_apart(options, rate) if side == "trl" else _run_ours(options, side, rate))
+            results.append(_trl_process(options, rate) if side == "trl" else _run_ours(options, side, rate))
             _print(results, options)
             if options.out:
                 options.out.write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n", encoding="utf-8")
 
 
 def _run_ours(options: argparse.Namespace, side: str, rate: float) -> Result:
-    """`mugrpo train` as a user runs it."""
+    """Run `mugrpo train` as a user would."""
     mu = options.mu if side == "grpo" else options.updates // 4
     stages = options.updates // mu
     with TemporaryDirectory() as folder:
@@ -100,8 +100,8 @@ def _run_ours(options: argparse.Namespace, side: str, rate: float) -> Result:
         return Result(f"ours, {side}, µ={mu}", rate, points, seconds_by_phase(run.phases))
 
 
-def _trl_apart(options: argparse.Namespace, rate: float) -> Result:
-    """The TRL side in a fresh process: its threads and patches are its own."""
+def _trl_process(options: argparse.Namespace, rate: float) -> Result:
+    """Run the TRL side in a new process, with its own threads and patches."""
     command = [
         sys.executable,
         "-m",
@@ -170,7 +170,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
                     self._take(state.global_step)
 
             def _take(self, update: int) -> None:
-                with clock.apart():
+                with clock.paused():
                     points.append([update, round(clock.wall(), 2), round(clock.cpu(), 2), accuracy()])
 
         trainer = GRPOTrainer(
@@ -210,7 +210,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
             ),
         )
         parts: dict[str, float] = {}
-        trainer._generate_and_score_completions = _timed(  # its only seam between generating and optimizing
+        trainer._generate_and_score_completions = _timed(  # the only call between generating and optimizing
             trainer._generate_and_score_completions, "generate and score", parts
         )
         with _stdout_to_stderr():
@@ -220,7 +220,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
 
 
 class _Stopwatch:
-    """Wall and processor time of this process since `start`, without the stretches that are taken apart."""
+    """Wall and CPU time of this process since `start`, without the intervals in `paused`."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -235,7 +235,7 @@ class _Stopwatch:
         return time.process_time() - self._cpu
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         wall, cpu = time.perf_counter(), time.process_time()
         yield
         self._wall += time.perf_counter() - wall
@@ -255,7 +255,7 @@ def _timed(function: Callable[..., Any], name: str, parts: dict[str, float]) -> 
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """What a trainer prints must not stand where the result is read."""
+    """Redirect what the trainer prints: stdout is for the result."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:

@@ -1,9 +1,9 @@
-"""Measure the verifier: responses a second, and what answers that were made to break it cost.
+"""Measures the verifier: responses per second, and the cost of answers that are made to break it.
 
     PYTHONPATH=. python run_scripts/bench/verifier.py --problems math500.jsonl gsm8k_test.jsonl [--cases labelled.jsonl]
 
-Problems are rows with `answer`; eight responses are made for each: golds as they stand, golds spelled differently,
-golds of other problems. Labelled cases are rows {"pred", "gold", "equal"}.
+Problems are rows with `answer`. Each has eight responses: its gold, the gold spelled differently, and golds of other
+problems. Labelled cases are rows {"pred", "gold", "equal"}.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     if options.cases:
         _label(section, options.cases)
     alone = _measure("normal answers", section, normal)
-    together = _measure("the same with hostile ones among them", section, mixed)
+    together = _measure("the same, mixed with hostile answers", section, mixed)
     print(f"hostile answers cost {together - alone:.2f} s; twice the normal time is {2 * alone:.2f} s")
 
 
@@ -74,7 +74,7 @@ def _label(section: RewardSection, path: Path) -> None:
 def _measure(name: str, section: RewardSection, pairs: list[tuple[str, str]]) -> float:
     responses, golds = [response for response, _ in pairs], [gold for _, gold in pairs]
     with Verifier(section) as verifier:
-        verifier.score([f"\\boxed{{{i}x+1}}" for i in range(64)], ["x+1"] * 64)  # the workers are up and have imported
+        verifier.score([f"\\boxed{{{i}x+1}}" for i in range(64)], ["x+1"] * 64)  # workers have started and imported
         idle = sum(child.cpu_times().user + child.cpu_times().system for child in psutil.Process().children())
         start = time.perf_counter()
         pending = verifier.submit(responses, golds)
@@ -98,7 +98,7 @@ def _measure(name: str, section: RewardSection, pairs: list[tuple[str, str]]) ->
     print(
         f"{name}: {len(pairs)} responses in {seconds:.2f} s = {len(pairs) / seconds:.0f}/s, {section.workers} workers "
         f"({processor:.2f} s of processor time in living workers, {submitted:.2f} s in submit)\n"
-        f"  {correct:.0f} right; {len(graded)} scores from workers; {killed} killed, {late} gave up, {died} deaths; "
+        f"  {correct:.0f} right; {len(graded)} scores from workers; {killed} killed, {late} timed out, {died} died; "
         f"largest worker {peak / 2**20:.0f} MiB, parent {memory:.0f} MiB"
     )
     return seconds

@@ -1,12 +1,12 @@
-"""Weight sync and conversion against a plain memory copy of the same bytes, in the same run.
+"""Compares weight sync and conversion with a plain memory copy of the same bytes.
 
     python run_scripts/bench/weight_sync.py [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
-    python run_scripts/bench/weight_sync.py --convert --megabytes 1000      # conversion both ways instead, with memory
+    python run_scripts/bench/weight_sync.py --convert --megabytes 1000      # both conversions instead, with memory
 
-`check` is what `engine.check_weights` asks for: sums of every tensor on both sides.
+`check` is what `engine.check_weights` does: it compares checksums of every tensor.
 
-A random Qwen2 of about the asked size; learner and engine on CUDA where there is a device, else on CPU. The copy is
-`Tensor.copy_` between two buffers of the device that exist already, on as many threads as the learner uses.
+The model is a random Qwen2 of about the given size; learner and engine run on CUDA if there is a device, else on CPU.
+The copy is `Tensor.copy_` between two existing buffers of the device, with as many threads as the learner uses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ITEM = {"float32": 4, "bfloat16": 2}
 
 
 def make_model(directory: Path, megabytes: int, dtype: str) -> int:
-    """Write a random checkpoint of about that size; returns its exact bytes."""
+    """Write a random checkpoint of about that size; returns its size in bytes."""
     head_dim = HIDDEN // HEADS
     embedding = VOCAB * HIDDEN
     layer = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * head_dim + 3 * FFN)
@@ -59,7 +59,7 @@ def make_model(directory: Path, megabytes: int, dtype: str) -> int:
 
 
 def timed(actions: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
-    """Seconds of each action, taken in turn so that all meet the same machine; the first round is not counted."""
+    """Seconds of each action; the actions take turns, and the first round does not count."""
     found: list[list[float]] = [[] for _ in actions]
     for round_ in range(repeats + 1):
         for seconds, action in zip(found, actions, strict=True):
@@ -71,7 +71,7 @@ def timed(actions: Sequence[Callable[[], object]], repeats: int) -> list[list[fl
 
 
 def plain_copy(size: int) -> Callable[[], object]:
-    """Copies that many bytes from one buffer to another on the device."""
+    """A function that copies `size` bytes from one buffer to another on the device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
 
@@ -129,7 +129,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
 
 
 def file_copy(directory: Path) -> list[float]:
-    """Seconds to copy the checkpoint's files and bring them to the disk, which every conversion does as well."""
+    """Seconds to copy the checkpoint's files and fsync them, as every conversion does."""
     start = time.perf_counter()
     shutil.copytree(directory / "hf", directory / "copy")
     for path in (directory / "copy").iterdir():
@@ -141,7 +141,7 @@ def file_copy(directory: Path) -> list[float]:
 
 
 def bench_conversion(options: argparse.Namespace, directory: Path) -> None:
-    """Each conversion in a process of its own, so that its peak memory is its own."""
+    """Measure each conversion in its own process, for its own peak memory."""
     size = make_model(directory / "hf", options.megabytes, options.dtype)
     (copied,) = timed([plain_copy(size)], options.repeats)
     rows = [("plain copy", copied), ("file copy", file_copy(directory))]
@@ -169,7 +169,7 @@ def bench_conversion(options: argparse.Namespace, directory: Path) -> None:
 def report(
     title: str, size: int, rows: Iterable[tuple[str, list[float]]], memory: dict[str, int] | None = None
 ) -> None:
-    """A table: median and best seconds, rate, and how many plain copies that is."""
+    """Print a table: median and best seconds, rate, and time in plain copies."""
     table = Table(title=title, title_justify="left")
     for column in ("", "median s", "best s", "GB/s", "copies", *(["peak MB"] if memory else [])):
         table.add_column(column, justify="right" if column else "left")

@@ -38,7 +38,7 @@ def test_the_reference_is_refreshed_before_every_update_unless_asked_otherwise()
     ("override", "words"),
     [
         ("clip_centre=current", 'objective.clip_centre` = .*called "reference" now'),
-        ("reference_every=4", "objective.reference_every` = 4: .*no reference policy"),
+        ("reference_every=4", "objective.reference_every` = 4: .*without a reference policy"),
         ("reference_every=0", "objective.reference_every` = 0"),
     ],
 )

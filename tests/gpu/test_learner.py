@@ -18,7 +18,7 @@ from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-from mugrpo_megatron.plan.memory import Batch, learning
+from mugrpo_megatron.plan.memory import Batch, learner_memory
 from mugrpo_megatron.samples import Sample
 from tests import models
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
@@ -115,7 +115,7 @@ def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
     update(learner, data, advantages(len(data)))
     peak = torch.cuda.max_memory_allocated() - before - state
     case = make_case(chosen, learner.architecture, {}, make_cluster(1, 1, "h200"), Assumptions())
-    planned = learning(case, Batch(16384, 1), stage=0)
+    planned = learner_memory(case, Batch(16384, 1), stage=0)
     shutdown()
     assert planned.state.total == pytest.approx(state, rel=0.02)
     assert planned.update == pytest.approx(peak, rel=0.1)

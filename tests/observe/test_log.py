@@ -84,7 +84,7 @@ def test_undefined_names_are_errors_on_every_rank(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_of_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_tensorboard_of_a_resumed_run_continues_from_its_checkpoint(tmp_path: Path) -> None:
     section = TrackSection()
     with open_log(tmp_path, section) as log:
         for update in range(5):
@@ -99,7 +99,7 @@ def test_tensorboard_of_a_resumed_run_goes_on_from_its_checkpoint(tmp_path: Path
 
 
 def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_path: Path) -> None:
-    """It goes on from an older checkpoint than its last evaluations have; they are neither taken again nor lost."""
+    """It resumes from a checkpoint before its last evaluations, which are neither repeated nor lost."""
     section = TrackSection()
     with open_log(tmp_path, section) as log:
         for update in (0, 3, 4):
@@ -115,13 +115,13 @@ def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_
     assert [row["update"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "eval"] == [0, 3, 4, 6]
 
 
-def test_wandb_that_is_not_installed_is_named_with_the_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wandb_is_an_error_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install"), open_log(tmp_path, TrackSection(wandb_project="p")):
         pass
 
 
-def test_missing_and_broken_files_are_the_users_to_mend(tmp_path: Path) -> None:
+def test_missing_and_broken_files_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run directory"):
         read_rows(tmp_path / FILE_NAME)
     (tmp_path / FILE_NAME).write_text('{"kind": "event"}\n{"kind":\n{}\n')
@@ -129,7 +129,7 @@ def test_missing_and_broken_files_are_the_users_to_mend(tmp_path: Path) -> None:
         read_rows(tmp_path / FILE_NAME)
 
 
-def test_a_clock_that_goes_back_does_not_bend_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_goes_back_gives_no_negative_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An hour lost between two rows, another between a stop and its resume: no phase takes negative time."""
     now = time.time()
     for lost in (0, 3600, 7200):

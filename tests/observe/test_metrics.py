@@ -16,7 +16,7 @@ def test_page_is_generated_from_the_table() -> None:
     assert PAGE.read_text(encoding="utf-8") == markdown()
 
 
-def test_a_name_is_defined_once_for_a_kind_and_is_no_place_key() -> None:
+def test_a_name_is_defined_once_for_a_kind_and_is_not_a_place_key() -> None:
     assert max(Counter((metric.kind, metric.name) for metric in METRICS).values()) == 1
     for kind in KINDS:
         assert NAMES[kind].isdisjoint({"kind", "not_finite", *PLACE[kind]})

@@ -1,4 +1,4 @@
-"""What a learner really allocates: each allocation and release of torch's CPU allocator, as the profiler records it."""
+"""Measures a learner's memory: every allocation of torch's CPU allocator, as the profiler records it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED = 3
 
 
 def allocations(work: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What `work` returns, the bytes that it left allocated, and the most that it had allocated at once."""
+    """What `work` returns, the bytes that it left allocated, and its peak."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = work()
     events = recorded.profiler.kineto_results.events()
@@ -29,10 +29,10 @@ def allocations(work: Callable[[], Any]) -> tuple[Any, int, int]:
 
 
 def learner_bytes(sections: dict[str, Any], responses: int, prompt: int, response: int, vocab: int) -> tuple[int, int]:
-    """(state, peak of an update beside it) of this rank, on `responses` equally long responses.
+    """(state, peak of an update besides the state) of this rank, on `responses` equally long responses.
 
-    The first update is not measured, so that nothing is counted that is made once. Of the others the least peak counts:
-    a collective's buffers go when gloo's own thread lets go of them, now and then while the next are there already.
+    The first update is not measured: it also allocates what is allocated once. Of the others the smallest peak counts:
+    gloo's own thread frees a collective's buffers, sometimes after the next ones are allocated.
     """
     learner, state, _ = allocations(lambda: build_learner(Recipe.model_validate(sections)))
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The paper's hours (Table 1 of arXiv 2605.17570, on its project page) and the plan's of the same runs."""
+"""The paper's hours (Table 1 of arXiv 2605.17570, on its project page) and the plan's for the same runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import mean
 
 from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.hardware import GIB, Assumptions, make_cluster
-from mugrpo_megatron.plan.memory import memory, serving
+from mugrpo_megatron.plan.memory import engine_memory, memory
 from mugrpo_megatron.plan.models import find_model
 from mugrpo_megatron.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
@@ -26,14 +26,14 @@ class Hours:
     """T_total."""
 
     def over(self, other: Hours) -> Hours:
-        """Figure by figure."""
+        """Ratio of each figure."""
         return Hours(self.rollout / other.rollout, self.total / other.total)
 
 
 ROLLOUT = ("switch", "sync", "generate", "score")
 """The plan's phases in T_rollout, as summary.json counts a run's."""
 TRAINING = ("logprobs", "optimize")
-"""What T_total has besides; evaluations and saves are in neither. The page does not say what its hours hold."""
+"""Further phases in T_total; evaluations and saves are in neither. The page does not say what its hours include."""
 METHODS = {"grpo": "GRPO, µ=4", "grpo_mu1024": "GRPO, µ=1024", "m2po": "M2PO", "mu_grpo": "mu-GRPO"}
 PUBLISHED = {
     "llama-3.2-3b-instruct": ((15.1, 22.7), (13.2, 19.3), (15.3, 21.3), (12.7, 18.6)),
@@ -57,24 +57,24 @@ def published(model: str, method: str) -> Hours:
     return Hours(*PUBLISHED[model][list(METHODS).index(method)])
 
 
-def bundled_case(model: str, method: str, guess: Assumptions | None = None) -> Case:
+def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> Case:
     """The bundled recipe on 1 x 4 H200."""
     recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
     found = find_model(recipe)
-    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), guess or Assumptions())
+    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), assumptions or Assumptions())
 
 
-def planned(model: str, method: str, guess: Assumptions | None = None) -> Hours:
+def planned(model: str, method: str, assumptions: Assumptions | None = None) -> Hours:
     """The plan's."""
-    case = bundled_case(model, method, guess)
-    seconds = asdict(phases(case, memory(case, serving(case))))
+    case = bundled_case(model, method, assumptions)
+    seconds = asdict(phases(case, memory(case, engine_memory(case))))
     hours = case.recipe.schedule.stages / 3600
     rollout, training = (hours * sum(seconds[name] for name in names) for names in (ROLLOUT, TRAINING))
     return Hours(rollout, rollout + training)
 
 
 def fitted(model: str, method: str) -> Hours:
-    """The plan's, with the model's one fitted length."""
+    """The plan's, with the model's fitted length."""
     return planned(model, method, Assumptions(mean_response=FITTED[model]))
 
 
@@ -89,7 +89,7 @@ def hours_row(model: str, method: str) -> str:
 
 
 def speedup_row(model: str) -> str:
-    """docs/plan.md's row of how many times GRPO's hours are mu-GRPO's, on the page and planned."""
+    """docs/plan.md's row of GRPO's hours over mu-GRPO's, on the page and planned."""
     paper = published(model, "grpo").over(published(model, "mu_grpo"))
     plan = planned(model, "grpo").over(planned(model, "mu_grpo"))
     return f"| {model} | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
@@ -114,7 +114,7 @@ def fitted_row(model: str) -> str:
 def memory_row(model: str) -> str:
     """docs/plan.md's row of what a model needs."""
     case = bundled_case(model, "mu_grpo")
-    need, saved = memory(case, serving(case)), checkpoint_bytes(case)
+    need, saved = memory(case, engine_memory(case)), checkpoint_bytes(case)
     kept = case.recipe.checkpoint.keep * saved / 1e12
     return (
         f"| {model} | {case.layout} | {need.learn / GIB:.0f} | {need.generate / GIB:.0f} | {need.host / GIB:.0f} "

@@ -1,4 +1,4 @@
-"""Parameters of a rank: all ranks together hold the model, and nothing twice that should be once."""
+"""Parameters of a rank: all ranks together hold the model, each parameter as often as it should be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-from mugrpo_megatron.plan.layout import Layout, held, layout_of, parameters
-from mugrpo_megatron.plan.memory import learner_state, serving
+from mugrpo_megatron.plan.layout import Layout, layout_of, parameters, rank_parameters
+from mugrpo_megatron.plan.memory import engine_memory, learner_state
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.plan.search import compare, recipe_keys
 from mugrpo_megatron.recipe import Recipe, load_recipe
@@ -31,39 +31,39 @@ def replicated(model: Architecture, layers: int) -> int:
 @pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-8B", "Llama-3.1-8B-Instruct"])
 def test_ranks_together_hold_the_model(name: str, tensor: int, pipeline: int) -> None:
     model, layout = shape(name), Layout(tensor=tensor, pipeline=pipeline)
-    together = sum(tensor * held(model, layout, stage).total for stage in range(pipeline))
+    together = sum(tensor * rank_parameters(model, layout, stage).total for stage in range(pipeline))
     assert together == parameters(model) + (tensor - 1) * replicated(model, model.layers)
 
 
 def test_a_tied_output_layer_is_a_copy_only_on_another_stage() -> None:
     model = shape("Qwen2.5-Math-1.5B")
     embedding = model.vocab_size * model.letters["H"]
-    assert held(model, Layout(), 0).vocabulary == embedding
-    stages = [held(model, Layout(pipeline=4), stage) for stage in range(4)]
+    assert rank_parameters(model, Layout(), 0).vocabulary == embedding
+    stages = [rank_parameters(model, Layout(pipeline=4), stage) for stage in range(4)]
     assert [stage.vocabulary for stage in stages] == [embedding, 0, 0, embedding]
     assert sum(stage.total for stage in stages) == parameters(model) + embedding
 
 
 def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
     config = bundled()["Qwen2.5-0.5B"] | {"vocab_size": 1001}
-    assert held(architecture(config), Layout(tensor=2), 0).vocabulary == 501 * 896
+    assert rank_parameters(architecture(config), Layout(tensor=2), 0).vocabulary == 501 * 896
 
 
 def test_experts_are_spread_over_expert_parallel_ranks() -> None:
     model = shape("Qwen3-30B-A3B")
-    alone, spread = held(model, Layout(), 0), held(model, Layout(data=8, expert=8), 0)
+    alone, spread = rank_parameters(model, Layout(), 0), rank_parameters(model, Layout(data=8, expert=8), 0)
     assert alone.experts == 8 * spread.experts == 48 * 128 * 3 * 768 * 2048
     assert alone.dense == spread.dense
 
 
 @pytest.mark.parametrize(("itemsize", "bytes_each"), [(2, 2 + 4 + 4 + 8), (4, 4 + 4 + 8)])
 def test_state_of_one_rank_is_so_many_bytes_a_parameter(itemsize: int, bytes_each: int) -> None:
-    mine = held(shape("Qwen2.5-Math-7B"), Layout(), 0)
+    mine = rank_parameters(shape("Qwen2.5-Math-7B"), Layout(), 0)
     assert learner_state(mine, Layout(), itemsize).total == bytes_each * mine.total
 
 
 def test_only_optimizer_states_are_sharded_over_data_and_context_parallel_ranks() -> None:
-    mine = held(shape("Qwen2.5-Math-7B"), Layout(), 0)
+    mine = rank_parameters(shape("Qwen2.5-Math-7B"), Layout(), 0)
     alone, shared = learner_state(mine, Layout(), 2), learner_state(mine, Layout(data=2, context=2), 2)
     assert (alone.weights, alone.gradients) == (shared.weights, shared.gradients)
     assert alone.optimizer == 4 * shared.optimizer
@@ -82,7 +82,7 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
     cluster = make_cluster(1, 4, "h200")
     case = make_case(recipe, shape(name), bundled()[name], cluster, Assumptions())
-    found = compare(case, serving(case))
+    found = compare(case, engine_memory(case))
     assert len(found) > 10
     for one in found:
         options = recipe_keys(recipe, one).replace("--set ", "").split()

@@ -1,4 +1,4 @@
-"""Planned memory against what the learner really allocates, and the phases against their own arithmetic."""
+"""Planned memory against measured allocations of the learner, and the phases against their arithmetic."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.hardware import GIB, Assumptions, Cluster, make_cluster
-from mugrpo_megatron.plan.memory import Batch, Memory, learning, memory, serving
+from mugrpo_megatron.plan.memory import Batch, Memory, engine_memory, learner_memory, memory
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 10,
     },
 }
-GUESS = Assumptions()
+ASSUMPTIONS = Assumptions()
 RESPONSES, PROMPT, RESPONSE, ROW = 16, 32, 96, 1024
 
 
@@ -62,14 +62,14 @@ def check(name: str, directory: Path, world: int, changes: dict[str, dict[str, A
     for section, values in changes.items():
         table[section] = {**table.get(section, {}), **values}
     recipe, cluster = Recipe.model_validate(table), make_cluster(1, world, "cpu")
-    case = make_case(recipe, architecture(MODELS[name]), MODELS[name], cluster, GUESS)
+    case = make_case(recipe, architecture(MODELS[name]), MODELS[name], cluster, ASSUMPTIONS)
     measured = run_ranks(
         world, learner_bytes, table, RESPONSES, PROMPT, RESPONSE, MODELS[name]["vocab_size"], timeout_s=300
     )
     layout = case.layout
     tokens = RESPONSES * (PROMPT + RESPONSE) // layout.data
     for stage in range(layout.pipeline):
-        planned = learning(case, Batch(min(ROW, tokens), -(-tokens // ROW)), stage)
+        planned = learner_memory(case, Batch(min(ROW, tokens), -(-tokens // ROW)), stage)
         state, peak = measured[stage * world // layout.pipeline]
         print(
             f"| {name} | {layout}, stage {stage} | {recipe.model.dtype} "
@@ -125,8 +125,8 @@ def large(**sections: dict[str, Any]) -> Recipe:
 
 
 def needed(recipe: Recipe, cluster: Cluster) -> Memory:
-    case = make_case(recipe, MODEL, CONFIG, cluster, GUESS)
-    return memory(case, serving(case))
+    case = make_case(recipe, MODEL, CONFIG, cluster, ASSUMPTIONS)
+    return memory(case, engine_memory(case))
 
 
 def test_adam_of_a_7b_model_is_91_gigabytes() -> None:
@@ -140,13 +140,13 @@ def test_adam_of_a_7b_model_is_91_gigabytes() -> None:
 
 def test_the_cache_is_what_the_fraction_leaves() -> None:
     cluster = make_cluster(1, 4, "h200")
-    found = serving(make_case(large(), MODEL, CONFIG, cluster, GUESS))
-    free = cluster.device.memory - GUESS.learner_rest - GUESS.engine_rest
+    found = engine_memory(make_case(large(), MODEL, CONFIG, cluster, ASSUMPTIONS))
+    free = cluster.device.memory - ASSUMPTIONS.learner_rest - ASSUMPTIONS.engine_rest
     assert found.weights + found.cache == pytest.approx(0.8 * free)
     assert found.tokens == int(found.cache / 57_344)
     assert found.requests == 1024
     small = large(engine={"max_total_tokens": 10_000})
-    limited = serving(make_case(small, MODEL, CONFIG, cluster, GUESS))
+    limited = engine_memory(make_case(small, MODEL, CONFIG, cluster, ASSUMPTIONS))
     assert limited.tokens == 10_000
     assert 1 <= limited.requests < 10
 

@@ -48,7 +48,7 @@ def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> Non
 
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not one of the bundled shapes .*Qwen3-8B.*--model-config"):
-        find_model(named("nobody-1B"))
+        find_model(named("unknown-1B"))
     with pytest.raises(UserError, match=r"no such file"):
         find_model(named("Qwen3-8B"), tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")

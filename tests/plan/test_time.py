@@ -1,4 +1,4 @@
-"""Time: against figures worked out by other means, and the properties that a cost model must have."""
+"""Time: against independently computed figures, and the properties of a cost model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.generation import evaluation_seconds, evaluations
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.plan.layout import Layout
-from mugrpo_megatron.plan.memory import memory, serving
+from mugrpo_megatron.plan.memory import engine_memory, memory
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.plan.time import Schedule, schedules, stage_bytes
 from mugrpo_megatron.plan.training import bubble, logprob_seconds, update_seconds, work_of
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 
-GUESS = Assumptions()
+ASSUMPTIONS = Assumptions()
 CONFIG = bundled()["Qwen2.5-Math-7B"]
 MODEL = architecture(CONFIG)
 
@@ -35,7 +35,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 
 
 def test_forward_and_backward_of_a_7b_token_are_42_gflop() -> None:
-    """6 x (parameters - embedding), the usual count; attention apart."""
+    """6 x (parameters - embedding), the usual count, without attention."""
     work = work_of(MODEL, 1000)
     assert 3 * (work.layers + work.head) == pytest.approx(42.4e9, rel=0.005)
     assert 3 * work.attention == pytest.approx(6 * 28 * 3584 * 1000)
@@ -73,13 +73,13 @@ def test_micro_batches_in_flight(layout: Layout, micro_batches: int, in_flight: 
     assert [micro_batches_in_flight(layout, stage, micro_batches) for stage in stages] == in_flight
 
 
-def on_four_h200(chosen: Recipe, guess: Assumptions = GUESS) -> Case:
-    return make_case(chosen, MODEL, CONFIG, make_cluster(1, 4, "h200"), guess)
+def on_four_h200(chosen: Recipe, assumptions: Assumptions = ASSUMPTIONS) -> Case:
+    return make_case(chosen, MODEL, CONFIG, make_cluster(1, 4, "h200"), assumptions)
 
 
 def costs(**sections: dict[str, Any]) -> list[Schedule]:
     case = on_four_h200(recipe(**sections))
-    return schedules(case, memory(case, serving(case)))
+    return schedules(case, memory(case, engine_memory(case)))
 
 
 def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stages() -> None:
@@ -126,7 +126,7 @@ def test_evaluations_are_those_that_training_makes(
 def test_each_held_out_set_costs_what_its_own_samples_do() -> None:
     def seconds(sources: str, **section: Any) -> float:
         case = on_four_h200(recipe(data={"eval": sources}, eval=section))
-        return evaluation_seconds(case, serving(case))
+        return evaluation_seconds(case, engine_memory(case))
 
     once = seconds("math500")
     assert seconds("math500", sets={"math500": {"samples": 32}}) > 5 * once
@@ -156,5 +156,5 @@ def test_a_stage_is_as_large_as_its_columns() -> None:
     small = recipe(
         schedule={"stages": 1, "updates_per_stage": 2}, rollout={"prompts_per_update": 2, "max_response_tokens": 100}
     )
-    guess = Assumptions(mean_prompt=0.1, mean_response=0.5)
-    assert stage_bytes(on_four_h200(small, guess)) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))
+    assumptions = Assumptions(mean_prompt=0.1, mean_response=0.5)
+    assert stage_bytes(on_four_h200(small, assumptions)) == pytest.approx(32 * (50 * 8 + 51.2 * 4 + 40))

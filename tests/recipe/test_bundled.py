@@ -198,7 +198,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         ("paper/qwen2.5-math-7b.grpo.toml", ["--nodes", "0"], "both are at least 1"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfoo=1"], "names are"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=high"], "'high' is not a number"),
-        ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=0"], "has to be above 0"),
+        ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfu=0"], "must be above 0"),
     ],
 )
 def test_an_impossible_plan_is_refused_with_the_way_out(

@@ -1,4 +1,4 @@
-"""Run directories with made-up but plausible rows, of any number of stages and updates."""
+"""Run directories with synthetic rows, for any number of stages and updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 
 Row = dict[str, Any]
 
-
 THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6")
 
 
@@ -32,7 +31,7 @@ def rows_of(
 ) -> list[Row]:
     """What a run of `stages` x `updates` would log, an evaluation before every stage and one after the last.
 
-    `eval_every` updates inside a stage lie between its further evaluations.
+    With `eval_every`, also after every so many updates inside a stage.
     """
     draw = random.Random(seed)
     now = begin

@@ -1,4 +1,4 @@
-"""The report's script in a real browser, where there is one."""
+"""The report's script in a real browser, if chromium is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: every state of a run gives a page, and the page stands alone."""
+"""The report: every state of a run gives a page, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drawn(html: str) -> dict[str, object]:
 
 @given(cut=st.integers(min_value=1, max_value=10_000))
 @settings(max_examples=25, deadline=None)
-def test_a_run_broken_off_anywhere_gives_a_page(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_run_interrupted_anywhere_gives_a_page(cut: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     rows = rows_of(3, 5)
     directory = write_run(tmp_path_factory.mktemp("run"), rows[: 1 + cut % len(rows)], recipe_of(3, 5))
     html = write_report(directory).read_text()
@@ -51,7 +51,7 @@ def test_a_run_broken_off_anywhere_gives_a_page(cut: int, tmp_path_factory: pyte
             assert len(series["y"]) == len(axes[series["axis"]]["u"])
 
 
-def test_page_stands_alone_and_names_the_run(tmp_path: Path) -> None:
+def test_page_is_self_contained_and_names_the_run(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "my & run", rows_of(2, 4), recipe_of(2, 4), summary={})
     html = write_report(directory).read_text()
     assert "my &amp; run" in html
@@ -164,7 +164,7 @@ def test_the_only_set_stands_for_itself(tmp_path: Path) -> None:
     assert table["head"][-1] == "arithmetic, after"
 
 
-def test_mean_rewards_are_called_so_and_are_no_percentages(tmp_path: Path) -> None:
+def test_mean_rewards_are_called_so_and_are_not_percentages(tmp_path: Path) -> None:
     rows = rows_of(2, 8)
     renamed = [
         {
@@ -204,7 +204,7 @@ def test_a_set_of_one_problem_has_no_interval_to_draw(tmp_path: Path) -> None:
 def test_resumed_run_counts_every_update_once_and_no_idle_time(
     killed_at: int, pause: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The first process dies after row `killed_at`; the second goes on from the start of stage 1."""
+    """The first process dies after row `killed_at`; the second continues from the start of stage 1."""
     rows = rows_of(3, 10)
     again = next(i for i, row in enumerate(rows) if row.get("stage") == 1)
     killed_at = max(killed_at, again)
@@ -260,7 +260,7 @@ def test_phases_cover_the_time_line(tmp_path: Path) -> None:
     assert all(0 <= start <= end for _, _, start, end in spans)
 
 
-def test_what_is_missing_or_damaged_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recipe\.toml: no such file"):
         write_report(tmp_path)
     (tmp_path / "recipe.toml").write_text("[run]\n")

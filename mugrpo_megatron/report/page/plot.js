@@ -85,7 +85,7 @@ function verticalScale(chart, top, bottom) {
     if (high / low < 4) { low /= 2; high *= 2; }
     const a = Math.log(low * 0.9), b = Math.log(high * 1.1);
     const least = Math.exp(a), foot = chart.zero && all.some((values) => values.includes(0)) ? 24 : 0;
-    const to = (v) => { // where there is a foot, it leads linearly from the smallest value to 0
+    const to = (v) => { // with a foot, the axis is linear from the smallest value to 0
       if (v >= least) return bottom - foot - ((Math.log(v) - a) / (b - a)) * (bottom - foot - top);
       return foot ? bottom - (Math.max(v, 0) / least) * foot : v > 0 ? bottom : null;
     };
