@@ -82,12 +82,12 @@ def _feed_forward(
     return kept, b * chosen * 3 * (size["H"] + width)
 
 
-def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations pipeline stage `stage` keeps at its peak, in units of all its layers.
+def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations pipeline stage `pp_stage` keeps at its peak, in units of all its layers.
 
     1F1B: one more than its warm-up. Interleaved: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
     """
-    after = layout.pipeline - stage - 1
+    after = layout.pipeline - pp_stage - 1
     if layout.virtual == 1:
         return min(after + 1, micro_batches)
     chunks = min(2 * after + (layout.virtual - 1) * layout.pipeline + 1, micro_batches * layout.virtual)

@@ -74,13 +74,13 @@ class RankParameters:
         return self.dense + self.experts
 
 
-def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> RankParameters:
-    """Parameters of a rank of pipeline stage `stage`, vocabulary padding included, from the table that loads weights.
+def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -> RankParameters:
+    """Parameters of a rank of `pp_stage`, vocabulary padding included, from the table that loads weights.
 
     A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
     """
     layers = architecture.layers // layout.pipeline
-    last = stage == layout.pipeline - 1
+    last = pp_stage == layout.pipeline - 1
     dense = experts = vocabulary = 0
     for row in architecture.table:
         size = _numel(row, architecture, layout.tensor)
@@ -89,7 +89,7 @@ def rank_parameters(architecture: Architecture, layout: Layout, stage: int) -> R
         elif "{layer}" in row.megatron:
             dense += layers * size
         elif row.megatron.startswith("embedding"):
-            vocabulary += size if stage == 0 else 0
+            vocabulary += size if pp_stage == 0 else 0
         elif row.megatron.startswith("output_layer"):
             shared = architecture.tied and layout.pipeline == 1
             vocabulary += size if last and not shared else 0

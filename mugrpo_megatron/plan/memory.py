@@ -79,7 +79,7 @@ RECOMPUTE = ("none", "selective", "full")
 class LearnerMemory:
     """Bytes of a learner rank of one pipeline stage in an update."""
 
-    stage: int
+    pp_stage: int
     state: State
     recompute: str
     kept: Mapping[str, float]
@@ -117,26 +117,26 @@ class LearnerMemory:
         return self.state.total + self.update
 
 
-def learner_memory(case: Case, batch: Batch, stage: int) -> LearnerMemory:
-    """Bytes of a rank of pipeline stage `stage` in an update of `batch`."""
+def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
+    """Bytes of a rank of `pp_stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
-    mine = rank_parameters(architecture, layout, stage)
+    mine = rank_parameters(architecture, layout, pp_stage)
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
-    in_flight = micro_batches_in_flight(layout, stage, batch.micro_batches)
+    in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
     layers = architecture.layers // layout.pipeline
     loss = 0.0
-    if stage == layout.pipeline - 1:
+    if pp_stage == layout.pipeline - 1:
         loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, case.cuda)
     return LearnerMemory(
-        stage=stage,
+        pp_stage=pp_stage,
         state=learner_state(mine, layout, b),
         recompute=recipe.learner.recompute,
         kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
         remade={choice: layer.recomputed(choice) for choice in RECOMPUTE},
         loss=loss,
         working=layer.working,
-        embedding=float(b * mine.vocabulary if stage == 0 else 0),
+        embedding=float(b * mine.vocabulary if pp_stage == 0 else 0),
         reduced=0.0 if case.cuda else 4.0 * max(mine.dense, mine.experts),
         in_flight=in_flight,
     )
@@ -221,7 +221,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     recipe, layout, cluster, assumptions = case.recipe, case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
-    stages = [learner_memory(case, batch, stage) for stage in range(layout.pipeline)]
+    stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
     fullest = max(stages, key=lambda one: one.total)
     rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
@@ -229,7 +229,9 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     bucket = max(recipe.engine.bucket_bytes, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
-    saved = max((b + 12) * rank_parameters(case.architecture, layout, stage).total for stage in range(layout.pipeline))
+    saved = max(
+        (b + 12) * rank_parameters(case.architecture, layout, pp_stage).total for pp_stage in range(layout.pipeline)
+    )
     learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)
     return Memory(
         device=cluster.device.memory,

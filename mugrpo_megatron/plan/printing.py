@@ -54,7 +54,7 @@ def _head(plan: Plan) -> Iterable[str]:
 def _memory(plan: Plan) -> Table:
     need, state = plan.memory, plan.memory.learning.state
     learn, serve = need.learning, need.serving
-    table = _table(f"Memory of the fullest rank (pipeline stage {learn.stage})", "Part", ">GiB", "Note")
+    table = _table(f"Memory of the fullest rank (pipeline stage {learn.pp_stage})", "Part", ">GiB", "Note")
     rows = [
         ("learner: weights", state.weights, ""),
         ("learner: gradients", state.gradients, "float32, not sharded"),

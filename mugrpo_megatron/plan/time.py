@@ -65,7 +65,9 @@ def saving_seconds(others: float, case: Case) -> float:
     written = saves * checkpoint_bytes(case) / case.assumptions.disk
     if not section.asynchronous:
         return written
-    mine = max(rank_parameters(case.architecture, case.layout, stage).total for stage in range(case.layout.pipeline))
+    mine = max(
+        rank_parameters(case.architecture, case.layout, pp_stage).total for pp_stage in range(case.layout.pipeline)
+    )
     copied = saves * mine * (case.itemsize + 12.0) / case.assumptions.host_link if case.cuda else 0.0
     return copied + max(0.0, written - others - copied)
 

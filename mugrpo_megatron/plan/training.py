@@ -91,7 +91,7 @@ def communication_seconds(case: Case) -> float:
 def step_seconds(case: Case) -> float:
     """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
     layout, b = case.layout, case.itemsize
-    stages = [rank_parameters(case.architecture, layout, stage) for stage in range(layout.pipeline)]
+    stages = [rank_parameters(case.architecture, layout, pp_stage) for pp_stage in range(layout.pipeline)]
     mine = max(stages, key=lambda one: one.total)
     sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
     passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))

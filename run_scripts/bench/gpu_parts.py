@@ -187,7 +187,7 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
         "tokens_per_s": tokens / taken,
         "mfu": flops / taken / peak_flops,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        "planned_bytes": learner_memory(case, Batch(tokens, 1), stage=0).total,
+        "planned_bytes": learner_memory(case, Batch(tokens, 1), pp_stage=0).total,
     }
 
 

@@ -115,7 +115,7 @@ def test_planned_memory_is_what_the_device_holds(tmp_path: Path) -> None:
     update(learner, data, advantages(len(data)))
     peak = torch.cuda.max_memory_allocated() - before - state
     case = make_case(chosen, learner.architecture, {}, make_cluster(1, 1, "h200"), Assumptions())
-    planned = learner_memory(case, Batch(16384, 1), stage=0)
+    planned = learner_memory(case, Batch(16384, 1), pp_stage=0)
     shutdown()
     assert planned.state.total == pytest.approx(state, rel=0.02)
     assert planned.update == pytest.approx(peak, rel=0.1)

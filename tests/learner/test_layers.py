@@ -116,9 +116,9 @@ def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.process
-def test_either_kind_of_layers_saves_under_the_keys_and_shapes_of_the_other(models: Path) -> None:
+def test_either_kind_of_layers_saves_under_the_keys_and_shapes_of_the_other(checkpoints: Path) -> None:
     """Those of the table, which `tests/weights/test_table.py` finds in Megatron's own layers."""
-    [found] = run_ranks(1, fused, stored_shapes, [models / family for family in FAMILIES])
+    [found] = run_ranks(1, fused, stored_shapes, [checkpoints / family for family in FAMILIES])
     for family, (table, megatrons) in zip(FAMILIES, found, strict=True):
         assert table == megatrons, family
 
