@@ -116,7 +116,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
     mistakes = {
         "schedule.stagez=3": "not a recipe key",
         "model.path=/nowhere": "no config.json there",
-        f"model.path={strange}": "nothing here knows the field 'attention_sinks'",
+        f"model.path={strange}": "unknown field 'attention_sinks'",
         "parallel.tensor=3": "needs a multiple of 3 ranks",
         "engine.per_node=2": "engine.per_node = 2 engines",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
@@ -164,8 +164,8 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
 def test_every_phase_is_checked_first(
     command: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("mugrpo_megatron.apart", "mugrpo_megatron.sft"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # whoever imports from it fails
+    for name in ("mugrpo_megatron.commands.separate", "mugrpo_megatron.commands.sft"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
     assert main([command, str(recipe), "--set", wrong]) == 2

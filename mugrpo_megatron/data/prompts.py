@@ -43,7 +43,7 @@ class FittingPrompts:
 def check_style(style: str) -> None:
     """UserError for a style that `render` does not know."""
     if style != "chat" and style not in STYLES:
-        raise UserError(f"data.prompt_style {style!r} is unknown: take one of chat, {', '.join(STYLES)}")
+        raise UserError(f"data.prompt_style {style!r} is unknown: choose one of chat, {', '.join(STYLES)}")
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> list[int]:

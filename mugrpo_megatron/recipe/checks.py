@@ -166,6 +166,8 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
 
 def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Dimensions of the model that tensor cores cannot multiply in fp8."""
+    if recipe.learner.fp8 == "none":
+        return
     multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
     for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
         if model.get(key) and model[key] % (multiple * tp):

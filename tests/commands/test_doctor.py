@@ -73,6 +73,7 @@ def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: st
             assert told.count(character) >= text.count(character)
 
 
+@pytest.mark.process
 def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first package waits for ever; what is known before it is there all the same."""
     (site / "waiting.py").write_text("import signal; signal.pause()")
