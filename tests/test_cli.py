@@ -120,7 +120,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         "parallel.tensor=3": "needs a multiple of 3 ranks",
         "engine.per_node=2": "engine.per_node = 2 engines",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
-        "data.train=gsm8kk": "'gsm8kk' is no file, no hub name",
+        "data.train=gsm8kk": "'gsm8kk' is not a file, a hub name",
         f"data.train={rows}": "rows.jsonl:2: field 'answer' is missing",
         f"data.eval={golds}": "does not verify against itself",
     }
