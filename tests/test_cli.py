@@ -102,6 +102,7 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
 HEAVY = ("torch", "transformers", "megatron", "sglang", "sympy", "math_verify", "huggingface_hub")
 
 
+@pytest.mark.process
 def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_path: Path) -> None:
     """One process meets one mistake after another; what it has imported by then is all that they cost."""
     good = write_recipe(tmp_path / "good.toml", model, tmp_path / "run")
