@@ -20,6 +20,8 @@ from mugrpo_megatron.run.checkpoints import complete
 from tests.scaling.nodes import TORCHRUN
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
 UPDATES, EVERY = 9, 2
 INSIDE = [2, 4, 6, 8]
 EVERYTHING = [0, *INSIDE, UPDATES]
@@ -106,15 +108,13 @@ def inside(run_dir: Path, times: int) -> Callable[[], bool]:
     return lambda: sum(row["phase"] == "sync" for row in rows(run_dir, "phase")) >= times
 
 
-@pytest.mark.slow
 def test_the_plain_run_learns_and_is_evaluated_at_its_ends(plain: Path, model: Path) -> None:
     assert evaluated(plain) == [0, UPDATES]
     assert (plain / "hf" / "model.safetensors").read_bytes() != (model / "model.safetensors").read_bytes()
     assert len(learned(plain)) == UPDATES
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("between_stages", ["sleep", "restart"])
+@pytest.mark.parametrize("between_stages", ["sleep", pytest.param("restart", marks=pytest.mark.night)])
 def test_training_does_not_notice(between_stages: str, plain: Path, model: Path, tmp_path: Path) -> None:
     engine = {"between_stages": between_stages}
     path, run_dir = on_the_same_responses(tmp_path, model, plain, eval=SAMPLED, engine=engine)
@@ -129,8 +129,7 @@ def test_training_does_not_notice(between_stages: str, plain: Path, model: Path,
     assert write_report(run_dir).stat().st_size > 10_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.night)])
 def test_a_run_killed_while_it_is_evaluated(times: int, plain: Path, model: Path, tmp_path: Path) -> None:
     """It evaluates on resuming, where the checkpoint is older than the evaluation too, and nothing twice."""
     sections: dict[str, dict[str, Any]] = {"eval": SAMPLED, "checkpoint": {"every_updates": 3}}
@@ -147,7 +146,6 @@ def test_a_run_killed_while_it_is_evaluated(times: int, plain: Path, model: Path
     assert_ends_like(run_dir, plain)
 
 
-@pytest.mark.slow
 def test_a_run_asked_to_stop_while_it_is_evaluated(plain: Path, model: Path, tmp_path: Path) -> None:
     many = {**SAMPLED, "samples": 64, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, model, plain, eval=many)
@@ -164,7 +162,6 @@ def test_a_run_asked_to_stop_while_it_is_evaluated(plain: Path, model: Path, tmp
     assert_ends_like(run_dir, plain)
 
 
-@pytest.mark.slow
 def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_path: Path) -> None:
     many = {**SAMPLED, "samples": 64, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, model, plain, eval=many)
@@ -184,7 +181,6 @@ def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_pa
     assert_ends_like(run_dir, plain)
 
 
-@pytest.mark.slow
 def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     """The first process evaluates at every other update, the second finds its stages and is not evaluated inside."""
     ends: list[Path] = []
@@ -199,7 +195,6 @@ def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     assert_ends_like(ends[0], ends[1])
 
 
-@pytest.mark.slow
 def test_without_an_engine_nothing_is_evaluated_and_the_command_says_so(
     plain: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -33,9 +33,9 @@ def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_everything_that_it_promises(finished_run: Path) -> None:
-    assert "accuracy after" in (finished_run.parent / "output").read_text()
+    assert "reward after" in (finished_run.parent / "output").read_text()
     summary = json.loads((finished_run / "summary.json").read_text())
-    assert {"accuracy_before", "accuracy_after", "accuracy_interval", "seconds", "tokens"} <= summary.keys()
+    assert {"reward_before", "reward_after", "reward_interval", "seconds", "tokens"} <= summary.keys()
     assert {"sync", "generate", "score", "optimize", "total"} <= summary["seconds"].keys()
     assert summary["tokens"]["generated"] == summary["tokens"]["trained"] > 0
     assert (summary["stages"], summary["updates"], summary["seed"]) == (2, 40, 0)
@@ -71,7 +71,7 @@ def test_the_first_sync_alone_compares_the_engine_s_weights_with_the_learner_s(f
 
 def test_a_finished_run_is_shown_again_not_trained_again(finished_run: Path) -> None:
     before = len(rows(finished_run, "update"))
-    assert "accuracy after" in mugrpo("train", finished_run / "recipe.toml").stdout
+    assert "reward after" in mugrpo("train", finished_run / "recipe.toml").stdout
     assert len(rows(finished_run, "update")) == before
 
 

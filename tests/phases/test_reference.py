@@ -12,7 +12,7 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import complete
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.process, pytest.mark.slow]
 UPDATES, EVERY = 8, 4
 
 
@@ -72,7 +72,7 @@ def test_informative_groups_alone_are_lined_up_with_their_reference(generated: P
     assert max(found) > 0
 
 
-@pytest.mark.parametrize("age", [3, 6])
+@pytest.mark.parametrize("age", [3, pytest.param(6, marks=pytest.mark.night)])
 def test_a_run_that_resumes_between_refreshes_ends_bitwise_like_the_unbroken_one(
     age: int, generated: Path, clipped: Path, tmp_path: Path
 ) -> None:
