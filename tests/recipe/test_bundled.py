@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,10 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.toml")), ids=str)
 def test_every_recipe_resolves(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, printed, _ = run(["train", str(path), "--dry-run"], capsys)
+    # A part of a recipe names no model: its default, the warm start, is here or not, and is too small for most of them.
+    part = "path" not in tomllib.loads(path.read_text(encoding="utf-8")).get("model", {})
+    absent = ["--set", "model.path=models/absent"] if part else []
+    code, printed, _ = run(["train", str(path), "--dry-run", *absent], capsys)
     assert code == 0
     assert "[schedule]" in printed
 
