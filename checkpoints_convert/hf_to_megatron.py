@@ -25,7 +25,7 @@ from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.recipe.checks import split_problems
-from mugrpo_megatron.recipe.sections import ParallelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import carry_files, check_tokenizer

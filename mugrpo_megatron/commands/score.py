@@ -14,7 +14,7 @@ from typing import Any
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
 

@@ -12,7 +12,8 @@ from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each
 from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import DataSection, RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.gold_check import unusable_golds
 from mugrpo_megatron.samples import Problem
 

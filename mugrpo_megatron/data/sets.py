@@ -11,7 +11,7 @@ from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.files import SUFFIXES
 from mugrpo_megatron.data.presets import PRESETS
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import EvalSection
+from mugrpo_megatron.recipe.scoring import EvalSection
 
 MEAN = "mean"
 """The name of all sets together in a metric; no set gets it."""

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import EngineSection
+from mugrpo_megatron.recipe.systems import EngineSection
 
 
 @dataclass(frozen=True, slots=True)

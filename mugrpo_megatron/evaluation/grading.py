@@ -17,7 +17,7 @@ from mugrpo_megatron.evaluation.estimators import (
     pass_at_k,
 )
 from mugrpo_megatron.evaluation.scoring import ScoredGroup
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.samples import Problem, Prompt
 
 

@@ -13,7 +13,7 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
 from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
-from mugrpo_megatron.recipe.sections import EvalSection
+from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator

@@ -12,7 +12,7 @@ from mugrpo_megatron.plan.training import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
 from mugrpo_megatron.recipe.layouts import candidates, distance
-from mugrpo_megatron.recipe.sections import ParallelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 
 
 @dataclass(frozen=True, slots=True)

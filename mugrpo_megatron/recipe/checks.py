@@ -10,7 +10,8 @@ from typing import Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import ModelConfig, check_weights, read_config
 from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, nearest
-from mugrpo_megatron.recipe.sections import ParallelSection, Recipe
+from mugrpo_megatron.recipe.sections import Recipe
+from mugrpo_megatron.recipe.systems import ParallelSection
 
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """All dimensions of an fp8 product are multiples of this: 16 for the tensor cores, 128 for a block with one scale."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from mugrpo_megatron.recipe.sections import ParallelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 
 VIRTUAL = (1, 2, 4)
 """Chunks per pipeline rank to try."""

@@ -1,4 +1,4 @@
-"""The recipe's sections except `[objective]`; each field's docstring is its entry in docs/recipe.md."""
+"""The whole recipe, and its sections of what is trained; each field's docstring is its entry in docs/recipe.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
+from mugrpo_megatron.recipe.scoring import EvalSection, RewardSection
+from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
 
 class RunSection(Section):
@@ -117,134 +119,6 @@ class OptimizerSection(Section):
     """Global gradient norm that an update is clipped to."""
     max_skipped: PositiveInt = 10
     """End the run, with state and last batch saved, after this many skipped updates (non-finite gradient) in a row."""
-
-
-class ParallelSection(Section):
-    """How the learner is laid out over ranks; the ranks that the other sizes leave are data parallel."""
-
-    tensor: PositiveInt = 1
-    """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
-    pipeline: PositiveInt = 1
-    """Pipeline parallel size: layers are split over this many ranks."""
-    virtual_pipeline: PositiveInt = 1
-    """Model chunks per pipeline rank (interleaved schedule); 1 is plain 1F1B."""
-    context: PositiveInt = 1
-    """Context parallel size: each packed row is split over this many ranks, for sequences that one rank cannot hold."""
-    expert: PositiveInt = 1
-    """Expert parallel size of mixture-of-experts models."""
-    sequence: bool = False
-    """Sequence parallelism: norms and residual stream are split over the tensor parallel ranks."""
-
-
-class LearnerSection(Section):
-    """How an update is split into micro-batches, and what it keeps in memory."""
-
-    micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone."""
-    loss_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in memory at once."""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass."""
-    layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed."""
-    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
-    """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
-    threads: NonNegativeInt = 0
-    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
-
-
-class EngineSection(Section):
-    """The SGLang engine that shares the learner's devices."""
-
-    tensor: PositiveInt = 1
-    """Tensor parallel size of each engine; it must divide the ranks of a node."""
-    per_node: NonNegativeInt = 0
-    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
-    between_stages: Literal["restart", "sleep"] = "sleep"
-    """While the learner works: `sleep` keeps the process and releases its memory, `restart` ends it."""
-    memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
-    """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
-    max_running_requests: PositiveInt = 1024
-    """Most responses decoded together; short responses gain from many."""
-    max_total_tokens: NonNegativeInt = 0
-    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
-    attention_backend: str = "auto"
-    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA."""
-    threads: PositiveInt = 1
-    """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
-    slow each other down."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Seconds until an engine that has not started counts as failed."""
-    request_timeout_s: PositiveFloat = 600.0
-    """Seconds without any finished response until a generating engine counts as hung."""
-    max_failures: PositiveInt = 3
-    """End the run after this many engine failures in a row without a finished response between them."""
-    bucket_bytes: PositiveInt = 512 * 1024 * 1024
-    """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
-    check_weights: Literal["first", "every", "never"] = "first"
-    """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
-
-
-class RewardSection(Section):
-    """How a response becomes a number."""
-
-    function: str = "math"
-    """`math` (math-verify) or a user's `module:function`."""
-    workers: NonNegativeInt = 0
-    """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
-    policy: Literal["strict", "lenient"] = "strict"
-    """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
-    timeout_s: PositiveFloat = 8.0
-    """Wall-clock seconds after which a worker is killed; it gives up by itself after 1/8 of that in processor time."""
-    max_answer_chars: PositiveInt = 2000
-    """A longer extracted answer scores 0 without being parsed."""
-    worker_memory_mb: PositiveInt = 1024
-    """Address-space limit of a verifier process."""
-    format_pattern: str = r"\\boxed\{"
-    """Regular expression that a well-formed response matches exactly once."""
-    format_weight: float = Field(0.0, ge=0.0, le=1.0)
-    """Added to the reward of a well-formed response; 0 leaves the format free."""
-    overlong_buffer_tokens: NonNegativeInt = 0
-    """This many tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
-
-
-class SetSection(Section):
-    """How one held-out set is sampled; unset keys take the values of `[eval]`."""
-
-    samples: PositiveInt | None = None
-    """Responses per problem (mean@k)."""
-    temperature: NonNegativeFloat | None = None
-    """0 is greedy."""
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    """Nucleus sampling."""
-    max_tokens: PositiveInt | None = None
-    """A longer response is cut."""
-
-
-class EvalSection(Section):
-    """Held-out accuracy before, during and after training, set by set."""
-
-    every_stages: NonNegativeInt = 1
-    """Evaluate after every n-th stage; 0 evaluates only before the first stage and after the last."""
-    every_updates: NonNegativeInt = 0
-    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates only at the ends of stages."""
-    samples: PositiveInt = 1
-    """Responses per problem (mean@k)."""
-    temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling."""
-    max_tokens: PositiveInt | None = None
-    """A longer response is cut; unset takes `rollout.max_response_tokens`."""
-    sets: dict[str, SetSection] = Field(default_factory=dict)
-    """Held-out sets with other settings, by name: `[eval.sets.aime24]`, with any of the four keys above."""
-
-    def of(self, name: str) -> EvalSection:
-        """The settings of the held-out set `name`: its own, else the general ones."""
-        own = self.sets.get(name, SetSection())
-        return self.model_copy(update={**own.model_dump(exclude_none=True), "sets": {}})
 
 
 class CheckpointSection(Section):

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from types import TracebackType
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.extract import answer_of
 from mugrpo_megatron.rewards.literal import literal_verdict
 from mugrpo_megatron.rewards.process import WorkerProcess, start_worker

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 
 ALARM_SHARE = 0.125
 """Processor time, as a share of the wall-clock limit, after which a worker gives up the comparison and goes on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 
 
 def shaped(reward: float, response: str, tokens: int, max_tokens: int, section: RewardSection) -> float:

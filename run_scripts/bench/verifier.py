@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from tests.rewards.hostile import hostile_answers
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints_convert import hf_to_megatron, megatron_to_hf
-from mugrpo_megatron.recipe.sections import ParallelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights.ranks_work import Layout, reload_megatron, save_training_checkpoint

@@ -7,7 +7,7 @@ import pytest
 
 from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, run
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 
 REWARD = RewardSection(workers=1)
 

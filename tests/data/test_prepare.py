@@ -8,7 +8,8 @@ import pytest
 from mugrpo_megatron.data.prepare import prepare, read_problems
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import DataSection, RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.sections import DataSection
 
 TOKENIZER = build_arithmetic_tokenizer()
 REWARD = RewardSection(workers=1)

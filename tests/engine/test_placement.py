@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import EngineSection
+from mugrpo_megatron.recipe.systems import EngineSection
 
 
 def slots(engine: EngineSection, nodes: int, local_world: int, cores: int | None = None) -> list[EngineSlot]:

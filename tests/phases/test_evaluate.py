@@ -22,7 +22,8 @@ from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
 from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.sections import EvalSection, TrackSection
+from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor

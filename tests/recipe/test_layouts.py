@@ -10,7 +10,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout, layout_problems, nearest_layout
 from mugrpo_megatron.recipe.layouts import candidates, describe, distance
-from mugrpo_megatron.recipe.sections import ParallelSection
+from mugrpo_megatron.recipe.systems import ParallelSection
 
 DENSE = {
     "model_type": "qwen2",

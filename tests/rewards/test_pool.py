@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import BATCH, Verifier
 from tests.rewards.hostile import KINDS, hostile_answers
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.recipe.sections import RewardSection
+from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.shaping import is_well_formed, overlong, shaped
 
 

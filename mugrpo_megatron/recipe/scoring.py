@@ -1,0 +1,71 @@
+"""The recipe's sections about scores: rewards and evaluation; each docstring is an entry of docs/recipe.md."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mugrpo_megatron.recipe.objective import Section
+
+
+class RewardSection(Section):
+    """How a response becomes a number."""
+
+    function: str = "math"
+    """`math` (math-verify) or a user's `module:function`."""
+    workers: NonNegativeInt = 0
+    """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
+    policy: Literal["strict", "lenient"] = "strict"
+    """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
+    timeout_s: PositiveFloat = 8.0
+    """Wall-clock seconds after which a worker is killed; it gives up by itself after 1/8 of that in processor time."""
+    max_answer_chars: PositiveInt = 2000
+    """A longer extracted answer scores 0 without being parsed."""
+    worker_memory_mb: PositiveInt = 1024
+    """Address-space limit of a verifier process."""
+    format_pattern: str = r"\\boxed\{"
+    """Regular expression that a well-formed response matches exactly once."""
+    format_weight: float = Field(0.0, ge=0.0, le=1.0)
+    """Added to the reward of a well-formed response; 0 leaves the format free."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """This many tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: off."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
+
+
+class SetSection(Section):
+    """How one held-out set is sampled; unset keys take the values of `[eval]`."""
+
+    samples: PositiveInt | None = None
+    """Responses per problem (mean@k)."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy."""
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    max_tokens: PositiveInt | None = None
+    """A longer response is cut."""
+
+
+class EvalSection(Section):
+    """Held-out accuracy before, during and after training, set by set."""
+
+    every_stages: NonNegativeInt = 1
+    """Evaluate after every n-th stage; 0 evaluates only before the first stage and after the last."""
+    every_updates: NonNegativeInt = 0
+    """Also evaluate inside a stage, after every n-th of its updates; 0 evaluates only at the ends of stages."""
+    samples: PositiveInt = 1
+    """Responses per problem (mean@k)."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling."""
+    max_tokens: PositiveInt | None = None
+    """A longer response is cut; unset takes `rollout.max_response_tokens`."""
+    sets: dict[str, SetSection] = Field(default_factory=dict)
+    """Held-out sets with other settings, by name: `[eval.sets.aime24]`, with any of the four keys above."""
+
+    def of(self, name: str) -> EvalSection:
+        """The settings of the held-out set `name`: its own, else the general ones."""
+        own = self.sets.get(name, SetSection())
+        return self.model_copy(update={**own.model_dump(exclude_none=True), "sets": {}})

@@ -1,0 +1,75 @@
+"""The recipe's sections about machines: layout, learner, engine; each docstring is an entry of docs/recipe.md."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from mugrpo_megatron.recipe.objective import Section
+
+
+class ParallelSection(Section):
+    """How the learner is laid out over ranks; the ranks that the other sizes leave are data parallel."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
+    pipeline: PositiveInt = 1
+    """Pipeline parallel size: layers are split over this many ranks."""
+    virtual_pipeline: PositiveInt = 1
+    """Model chunks per pipeline rank (interleaved schedule); 1 is plain 1F1B."""
+    context: PositiveInt = 1
+    """Context parallel size: each packed row is split over this many ranks, for sequences that one rank cannot hold."""
+    expert: PositiveInt = 1
+    """Expert parallel size of mixture-of-experts models."""
+    sequence: bool = False
+    """Sequence parallelism: norms and residual stream are split over the tensor parallel ranks."""
+
+
+class LearnerSection(Section):
+    """How an update is split into micro-batches, and what it keeps in memory."""
+
+    micro_batch_tokens: PositiveInt = 16384
+    """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone."""
+    loss_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits are in memory at once."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations recomputed in the backward pass."""
+    layers: Literal["local", "transformer_engine", "auto"] = "local"
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed."""
+    fp8: Literal["none", "tensorwise", "blockwise"] = "none"
+    """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    threads: NonNegativeInt = 0
+    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
+
+
+class EngineSection(Section):
+    """The SGLang engine that shares the learner's devices."""
+
+    tensor: PositiveInt = 1
+    """Tensor parallel size of each engine; it must divide the ranks of a node."""
+    per_node: NonNegativeInt = 0
+    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
+    between_stages: Literal["restart", "sleep"] = "sleep"
+    """While the learner works: `sleep` keeps the process and releases its memory, `restart` ends it."""
+    memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
+    """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
+    max_running_requests: PositiveInt = 1024
+    """Most responses decoded together; short responses gain from many."""
+    max_total_tokens: NonNegativeInt = 0
+    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
+    attention_backend: str = "auto"
+    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA."""
+    threads: PositiveInt = 1
+    """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
+    slow each other down."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds until an engine that has not started counts as failed."""
+    request_timeout_s: PositiveFloat = 600.0
+    """Seconds without any finished response until a generating engine counts as hung."""
+    max_failures: PositiveInt = 3
+    """End the run after this many engine failures in a row without a finished response between them."""
+    bucket_bytes: PositiveInt = 512 * 1024 * 1024
+    """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
+    check_weights: Literal["first", "every", "never"] = "first"
+    """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
