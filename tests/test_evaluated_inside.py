@@ -146,6 +146,7 @@ def test_a_run_killed_while_it_is_evaluated(times: int, plain: Path, model: Path
     assert_ends_like(run_dir, plain)
 
 
+@pytest.mark.night
 def test_a_run_asked_to_stop_while_it_is_evaluated(plain: Path, model: Path, tmp_path: Path) -> None:
     many = {**SAMPLED, "samples": 64, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, model, plain, eval=many)
@@ -162,6 +163,7 @@ def test_a_run_asked_to_stop_while_it_is_evaluated(plain: Path, model: Path, tmp
     assert_ends_like(run_dir, plain)
 
 
+@pytest.mark.night
 def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_path: Path) -> None:
     many = {**SAMPLED, "samples": 64, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, model, plain, eval=many)
@@ -181,6 +183,7 @@ def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_pa
     assert_ends_like(run_dir, plain)
 
 
+@pytest.mark.night
 def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     """The first process evaluates at every other update, the second finds its stages and is not evaluated inside."""
     ends: list[Path] = []
