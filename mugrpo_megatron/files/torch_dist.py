@@ -7,6 +7,7 @@ are never unpickled: Transformer Engine would run what they say, and with the sc
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, cast
@@ -95,7 +96,7 @@ class Reader:
     def _load(self, key: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
         path = self._directory / chunk.file
         try:
-            with path.open("rb") as stream:
+            with path.open("rb") as stream, warnings.catch_warnings(action="ignore"):  # torch's, about odd pickles
                 view = _create_file_view(stream, chunk.start, chunk.length)
                 data = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
         except OSError as error:
