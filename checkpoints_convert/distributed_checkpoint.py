@@ -1,4 +1,4 @@
-"""Write and read Megatron's `torch_dist` checkpoint format one tensor at a time.
+"""Write Megatron's `torch_dist` checkpoint format one tensor at a time; `files.torch_dist` reads it.
 
 The format is torch.distributed.checkpoint's (one pickled `.metadata`, data files with a `torch.save` for each chunk)
 plus Megatron's `metadata.json` and `common.pt`. The libraries' writers need the whole state at once; here memory holds
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,11 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
-from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import INDEX, read_index
 from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.torch_dist_index import INDEX
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 OBJECT = "object"
@@ -118,67 +116,3 @@ def from_journal(text: str) -> list[Item]:
 
 def _item(offsets: list[int], sizes: list[int], shape: list[int], **fields: Any) -> Item:
     return Item(offsets=tuple(offsets), sizes=tuple(sizes), shape=tuple(shape), **fields)
-
-
-class Reader:
-    """Reads regions of tensors from a checkpoint directory of any layout."""
-
-    def __init__(self, directory: Path) -> None:
-        """Raises UserError when the directory is not a complete checkpoint or a data file is missing or too short."""
-        self._directory = directory
-        metadata = read_index(directory)
-        self._tensors: dict[str, TensorStorageMetadata] = {
-            key: value
-            for key, value in metadata.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-        self._places: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
-        for info in self._places.values():
-            file = directory / info.relative_path
-            if not file.is_file():
-                raise UserError(f"{file} is missing, though {INDEX} names it")
-            if file.stat().st_size < info.offset + info.length:
-                raise UserError(f"{file} is truncated: {INDEX} expects at least {info.offset + info.length} bytes")
-
-    def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of a whole tensor, or None if the checkpoint does not have the key."""
-        return tuple(self._tensors[key].size) if key in self._tensors else None
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self._tensors[key].properties.dtype
-
-    def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """The region of `shape` at the origin of the stack's slice `index`, assembled from its chunks."""
-        region = torch.empty(shape, dtype=self.dtype(key))
-        filled = 0
-        for chunk in self._tensors[key].chunks:
-            overlap = list(_overlap(chunk, index, shape))
-            if all(length > 0 for _, _, length in overlap):
-                data = self._load(MetadataIndex(key, chunk.offsets))
-                data = data[tuple(at - start for at, start in zip(index, chunk.offsets, strict=False))]
-                target = region
-                for dimension, (source, start, length) in enumerate(overlap):
-                    data = data.narrow(dimension, source, length)
-                    target = target.narrow(dimension, start, length)
-                target.copy_(data)
-                filled += target.numel()
-        if filled != region.numel():
-            raise UserError(f"{self._directory}: {key} is incomplete: only {filled} of {region.numel()} values")
-        return region
-
-    def _load(self, index: MetadataIndex) -> torch.Tensor:
-        info = self._places[index]
-        with (self._directory / info.relative_path).open("rb") as stream:
-            view = _create_file_view(stream, info.offset, info.length)
-            return torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)
-
-
-def _overlap(
-    chunk: ChunkStorageMetadata, index: tuple[int, ...], shape: tuple[int, ...]
-) -> Iterator[tuple[int, int, int]]:
-    """(start in the chunk, start in the region, length) for each dimension of the region; length 0 if disjoint."""
-    depth = len(index)
-    inside = all(start <= at < start + size for at, start, size in zip(index, chunk.offsets, chunk.sizes, strict=False))
-    for start, size, extent in zip(chunk.offsets[depth:], chunk.sizes[depth:], shape, strict=True):
-        end = min(start + size, extent)
-        yield 0, start, end - start if inside else 0

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run
-from checkpoints_convert.distributed_checkpoint import Reader
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from checkpoints_convert.command import MEGABYTE, advance, run
-from checkpoints_convert.distributed_checkpoint import Reader
 from checkpoints_convert.megatron_to_hf import check_model, compare_configs
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.tensors import raw_bytes
+from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
@@ -94,7 +94,14 @@ def transformers_logprobs(hf: Path, prompts: list[list[int]]) -> torch.Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        hf,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        trust_remote_code=False,
+        use_safetensors=True,
+        local_files_only=True,
+    ).eval()
     return model(torch.tensor(prompts)).logits.log_softmax(-1)
 
 
@@ -105,13 +112,13 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     from mugrpo_megatron.learner.attention import make_packing
     from mugrpo_megatron.learner.groups import initialize, shutdown
     from mugrpo_megatron.learner.model import build_model, policy
+    from mugrpo_megatron.learner.sharded import load_model
     from mugrpo_megatron.recipe import Recipe
-    from mugrpo_megatron.weights.hf import load_megatron
 
     recipe = Recipe.model_validate({"model": {"path": hf, "dtype": "float32"}})
     ranks = initialize(recipe)
     (chunk,) = [policy(chunk) for chunk in build_model(recipe, architecture, ranks)]
-    load_megatron([chunk], megatron)
+    load_model([chunk], megatron)
     chunk.eval()
     ids = torch.tensor(prompts, device=ranks.device).view(1, -1)
     positions = torch.arange(TOKENS, device=ranks.device).repeat(len(prompts))[None]

@@ -29,11 +29,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.files.durable import resumable
+from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import set_steps, shards
 from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states
+from mugrpo_megatron.learner.sharded import fill, load_weights
 
 
 class WriteInProcess(AsyncSaveShardedStrategy):
@@ -130,9 +132,9 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
             f"{learner.recipe.model.path} describes {expected}; resume with the model the run was started from"
         )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
-        loaded = dist_checkpointing.load(_tensors(learner, loading=True), str(directory))
+        loaded = fill(_tensors(learner, loading=True), Reader(directory))
         for chunk, tensors in zip(learner.chunks, loaded["model"], strict=True):
-            policy(chunk).load_state_dict(tensors, strict=True)
+            load_weights(policy(chunk), tensors)
         for shard, states in zip(shards(learner.optimizer), loaded["optimizer"], strict=True):
             scatter_states(shard, states)
         set_steps(learner.optimizer, state["steps_done"])

@@ -5,14 +5,11 @@ below from here; ruff (TID251) and `tests/test_megatron_door.py` hold that.
 """
 
 import mugrpo_megatron.learner  # noqa: F401, I001  installs; so it comes first
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 __all__ = [
-    "MegatronModule",
-    "dist_checkpointing",
     "gather_from_tensor_model_parallel_region",
     "get_transformer_layer_offset",
     "parallel_state",

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from tokenizers import Tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
-from mugrpo_megatron.megatron import MegatronModule, dist_checkpointing
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group
@@ -71,17 +70,6 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
             f"{list(part.shape)}; the model was not built from this checkpoint's config.json"
         )
     return part
-
-
-def load_megatron(chunks: Sequence[torch.nn.Module], directory: Path) -> None:
-    """Fill this rank's parameters from a Megatron distributed checkpoint of any layout; collective."""
-    wanted: dict[str, Any] = {
-        str(number): cast(MegatronModule, chunk).sharded_state_dict() for number, chunk in enumerate(chunks)
-    }
-    with torch.no_grad():
-        loaded = dist_checkpointing.load(wanted, str(directory))
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[str(number)])
 
 
 def save_hf(

@@ -133,7 +133,9 @@ def _run_trl(options: argparse.Namespace) -> Result:
     rollout, rate = recipe.rollout, options.rates[0]
     tokenizer = load_tokenizer(options.model)
     tokenizer.padding_side = "left"
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=getattr(torch, options.dtype), trust_remote_code=False
+    )
     train, held_out = _problems(recipe, tokenizer, options.updates)
     assert tokenizer(train[0].question).input_ids == tokenizer.encode(train[0].question, add_special_tokens=False)
 

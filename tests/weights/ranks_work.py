@@ -20,10 +20,11 @@ from mugrpo_megatron.learner.attention import make_packing
 from mugrpo_megatron.learner.groups import Ranks, initialize
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import PolicyModel, build_model, policy
+from mugrpo_megatron.learner.sharded import load_model
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf import load_hf, load_megatron, save_hf
+from mugrpo_megatron.weights.hf import load_hf, save_hf
 from mugrpo_megatron.weights.table import entries, stored, whole_shape
 from tests.weights.tiny import recipe
 
@@ -104,7 +105,7 @@ def reload_megatron(cases: list[tuple[Path, Path, Path]], layout: Layout) -> Non
     for like, stored_in, target in cases:
         architecture = read_architecture(like)
         chunks = [policy(chunk) for chunk in build_model(recipe(like, **layout), architecture, ranks)]
-        load_megatron(chunks, stored_in)
+        load_model(chunks, stored_in)
         save_hf(chunks, architecture, like=like, out=target)
 
 
