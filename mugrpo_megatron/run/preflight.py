@@ -23,6 +23,7 @@ from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
 from mugrpo_megatron.recipe.layouts import describe
+from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
@@ -106,6 +107,7 @@ def _check_layers(recipe: Recipe) -> None:
 def _read(recipe: Recipe, say: Say) -> Problems:
     check_style(recipe.data.prompt_style)
     found = read_problems(recipe.data, recipe.reward)
+    check_data(recipe.run.dir, found)
     say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")
     return found
 

@@ -54,9 +54,9 @@ def read_record(run_dir: Path) -> Record | None:
         return None
     try:
         body = read_sealed(path, "run")
-    except (OSError, ValueError):
+        return Record(body["id"], Branch(**body["branch"]) if body["branch"] else None)
+    except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged, so which run this is is unknown; restore it from a copy") from None
-    return Record(body["id"], Branch(**body["branch"]) if body["branch"] else None)
 
 
 def write_record(run_dir: Path, record: Record) -> None:

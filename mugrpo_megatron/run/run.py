@@ -20,6 +20,7 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.preflight import check_run
@@ -98,7 +99,7 @@ def open_run(
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
-    found = found or check_run(recipe, generates=generates)
+    found = found or check_run(recipe, generates=generates)  # read on rank 0 of a run that generates
     cuda = runs_on_cuda(recipe)
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
@@ -107,6 +108,8 @@ def open_run(
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
         record = read_record(directory.path) if is_main else None
         standing = newest_cursor(directory.checkpoints)
+        if is_main and found:
+            record_data(directory.path, found)
         if record:
             check_stage(directory.stage(standing.stage), origin(record, standing))
         tracked = open_log(

@@ -12,6 +12,7 @@ import logging
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -97,12 +98,15 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
     if not path.exists():
         return Manifest([])
     try:
-        body = read_sealed(path, "stage", format=FORMAT)
-    except (OSError, ValueError):
+        return _manifest(read_sealed(path, "stage", format=FORMAT))
+    except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
             f"{path}: damaged or of another version, so the stage's contents are unknown; restore it from a copy, or "
             f"remove {directory} to generate the stage again"
         ) from None
+
+
+def _manifest(body: Any) -> Manifest:
     shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     if sealed is not None:
