@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mugrpo_megatron.errors import EngineFailure
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -41,6 +43,10 @@ class Response:
     weight_version: int
     """Optimizer updates behind the weights that sampled it."""
 
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.logprobs):
+            raise EngineFailure(f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} logprobs")
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -62,6 +68,11 @@ class Sample:
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
     reference_logprobs: np.ndarray | None = None
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
+
+    def __post_init__(self) -> None:
+        for logprobs in (self.behaviour_logprobs, self.engine_logprobs, self.reference_logprobs):
+            if logprobs is not None and len(logprobs) != len(self.response_ids):
+                raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {len(logprobs)} logprobs")
 
     @property
     def tokens(self) -> int:

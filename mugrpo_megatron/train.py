@@ -48,7 +48,7 @@ def train(recipe: Recipe, found: Problems | None = None) -> None:
 
 def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """The engines generate all responses of the next µ updates with the learner's current weights."""
-    stage = run.stage_store(cursor.stage, engines.writer)
+    stage = run.stage_store(cursor, engines.writer)
     while not stage.sealed:  # one pass, unless an engine fails and is restarted
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
         evaluate_before_stage(run, engines, cursor)
@@ -62,7 +62,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) 
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
     """
-    stage, cursor = run.stage_store(start.stage), start
+    stage, cursor = run.stage_store(start), start
     measure_mismatch(run, learner, stage, cursor)
     recompute_behaviour(run, learner, stage, cursor)
     while cursor.stage == start.stage:
@@ -83,7 +83,8 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
         advantages = group_advantages(rewards, groups, run.recipe.objective)
         metrics = update(learner, samples, advantages)
         record_update(run, learner, cursor, samples, metrics, bar)
-        cursor = cursor.advanced(schedule, ends_stage=stage_exhausted(metrics, schedule))
+        last = cursor.age + 1 == stage.updates or stage_exhausted(metrics, schedule)
+        cursor = cursor.advanced(schedule, ends_stage=last)
         save_if_due(run, cursor)
         if cursor.stage > start.stage or cursor.due(run.evaluates_every):
             return cursor

@@ -80,6 +80,9 @@ class Groups:
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int) -> Groups:
     """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`."""
     outputs = [output for _, group in groups for output in group]
+    for output in outputs:  # flat, one logprob less would shift those of all later responses
+        if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
+            raise ValueError("a response with another number of logprobs than of token ids")
     return Groups(
         keys=[key for key, _ in groups],
         sizes=[len(group) for _, group in groups],

@@ -53,7 +53,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = temporary.open("xb")
     except OSError as error:
-        raise _full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
     try:
         with file:
             if target.exists():
@@ -65,7 +65,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         fsync(target.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if full := _full_disk(error, path):
+        if full := full_disk(error, path):
             raise full from error
         raise
 
@@ -80,13 +80,13 @@ def durable_directory(path: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise _full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
+        raise full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
     try:
         yield partial
         publish(partial, path)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if full := _full_disk(error, path):
+        if full := full_disk(error, path):
             raise full from error
         raise
 
@@ -211,8 +211,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
 
 
-def _full_disk(error: BaseException, path: Path) -> UserError | None:
-    """UserError for a full disk, else None; libraries such as torch.save hide the cause in an error of their own."""
+def full_disk(error: BaseException, path: Path) -> UserError | None:
+    """A UserError when `error` comes from a full disk, else None; torch.save hides the cause in an error of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):

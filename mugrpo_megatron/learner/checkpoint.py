@@ -74,11 +74,11 @@ class WriteInProcess(AsyncSaveShardedStrategy):
 def begin_save(
     learner: Learner,
     directory: Path,
-    cursor: dict[str, Any],
+    place: dict[str, Any],
     group: dist.ProcessGroup | None = None,
     copy: bool = False,
 ) -> Callable[[], None]:
-    """Collect the learner's state, and return the function that writes it and `cursor` (JSON values) to `directory`.
+    """Collect the learner's state, and return the function that writes it and `place` (JSON values) to `directory`.
 
     Every rank calls that function once; the directory then appears complete or not at all. With `copy` training may
     continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo
@@ -95,7 +95,7 @@ def begin_save(
         request = dist_checkpointing.save(tensors, str(partial), WriteInProcess(group, copy), async_sharded_save=True)
         for finalize in request.finalize_fns:
             finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
-    state = _state(learner, cursor)
+    state = place | _state(learner)
 
     def write() -> None:
         with named_phase(ranks, f"saving {directory}"):
@@ -120,12 +120,12 @@ def find_damage(learner: Learner, directory: Path) -> str | None:
 
 
 def load(learner: Learner, directory: Path) -> dict[str, Any]:
-    """Load the state saved in `directory` in this learner's layout, and return its cursor.
+    """Load the state saved in `directory` in this learner's layout, and return it; it has the keys of `place`.
 
     Collective. Raises UserError when the directory is not a complete checkpoint or belongs to another model.
     """
     state = read_state(directory)
-    expected = _state(learner, {})["model"]
+    expected = _state(learner)["model"]
     if state["model"] != expected:
         raise UserError(
             f"{directory}: the checkpoint holds the model {state['model']}, but model.path = "
@@ -139,7 +139,7 @@ def load(learner: Learner, directory: Path) -> dict[str, Any]:
             scatter_states(shard, states)
         set_steps(learner.optimizer, state["steps_done"])
     learner.updates_done, learner.steps_done = state["updates_done"], state["steps_done"]
-    return state["cursor"]
+    return state
 
 
 def _tensors(learner: Learner, loading: bool) -> dict[str, Any]:
@@ -149,9 +149,8 @@ def _tensors(learner: Learner, loading: bool) -> dict[str, Any]:
     return {"model": model, "optimizer": [gather(shard, model) for shard in shards(learner.optimizer)]}
 
 
-def _state(learner: Learner, cursor: dict[str, Any]) -> dict[str, Any]:
+def _state(learner: Learner) -> dict[str, Any]:
     return {
-        "cursor": cursor,
         "updates_done": learner.updates_done,
         "steps_done": learner.steps_done,
         "model": {"family": learner.architecture.family, **learner.architecture.letters},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.observe.environment import environment
-from mugrpo_megatron.observe.metrics import PHASES, Kind, check, defined
+from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
 Row = dict[str, Any]
@@ -71,11 +71,14 @@ class MetricLog:
 
 
 @contextmanager
-def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, write: bool = True) -> Iterator[MetricLog]:
+def open_log(
+    run_dir: Path, section: TrackSection, *, updates_done: int = 0, run_id: str = "", write: bool = True
+) -> Iterator[MetricLog]:
     """Open the run's log to append to it; `write` is true only on the main rank.
 
-    `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there.
-    Raises UserError when the recipe asks for Weights & Biases and it is not installed.
+    `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there. `run_id` is the id
+    of its Weights & Biases curves, which a resumed run continues; without it they are new ones.
+    Raises UserError when the log is damaged or the recipe asks for Weights & Biases and it is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]
@@ -88,7 +91,7 @@ def open_log(run_dir: Path, section: TrackSection, *, updates_done: int = 0, wri
             later = [row for row in evaluations if row["update"] >= updates_done]
             sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
-            sinks.append(stack.enter_context(_wandb(run_dir, section.wandb_project)))
+            sinks.append(stack.enter_context(_wandb(run_dir, section.wandb_project, run_id)))
         clock = steady_clock(rows)
         for sink in sinks:
             sink({"kind": "process", "time": clock(), "environment": environment()})
@@ -106,20 +109,25 @@ def steady_clock(rows: Sequence[Row]) -> Callable[[], float]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, without a last line that a crash left incomplete.
+    """The rows of a metrics.jsonl, without a last line that a crash left incomplete; the only reader of this file.
 
-    Raises UserError when the file is missing or another line is not JSON.
+    Every row is an object with the keys of its kind (`metrics.PLACE`), in their types. Raises UserError when the file
+    is missing or unreadable, or a line is anything else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
+        lines = path.read_bytes().split(b"\n")
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path}: no such file; is {path.parent} a run directory?") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     rows = []
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or incomplete
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not a JSON object ({error}); delete the line to continue") from None
+            row = parse_json(line)
+            check_row(row)
+        except ValueError as error:  # of another encoding, too
+            raise UserError(f"{path}:{number}: not a row ({error}); delete the line to continue") from None
+        rows.append(row)
     return rows
 
 
@@ -127,11 +135,18 @@ def read_rows(path: Path) -> list[Row]:
 def _json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(path)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab", buffering=0) as file:  # a full disk is told at its row, not again when the file is closed
 
         def sink(row: Row) -> None:
-            file.write(json.dumps(_finite(row)) + "\n")
-            file.flush()
+            left = memoryview((json.dumps(_finite(row)) + "\n").encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError as error:
+                raise UserError(
+                    f"{path} cannot be written ({error.strerror}); all complete files are kept; free some space and "
+                    "run the same command again"
+                ) from error
 
         yield sink
 
@@ -153,7 +168,7 @@ def _tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Ite
 
 
 @contextmanager
-def _wandb(run_dir: Path, project: str) -> Iterator[Sink]:
+def _wandb(run_dir: Path, project: str, run_id: str) -> Iterator[Sink]:
     try:
         import wandb
     except ModuleNotFoundError:
@@ -161,7 +176,8 @@ def _wandb(run_dir: Path, project: str) -> Iterator[Sink]:
             f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", '
             "or remove the key"
         ) from None
-    with wandb.init(project=project, name=run_dir.name, dir=str(run_dir), id=_wandb_id(run_dir), resume="allow") as run:
+    curves = {"id": run_id, "resume": "allow"} if run_id else {}
+    with wandb.init(project=project, name=run_dir.name, dir=str(run_dir), **curves) as run:
         for kind, axis in (("update", "update"), ("eval", "update"), ("stage", "stage"), ("phase", "stage")):
             run.define_metric(f"{kind}/*", step_metric=axis)
 
@@ -170,11 +186,6 @@ def _wandb(run_dir: Path, project: str) -> Iterator[Sink]:
             run.log(axes | {name: value for name, value, _ in _scalars(row)})
 
         yield sink
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """The id of a run directory, so that a resumed run continues its curves."""
-    return hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:

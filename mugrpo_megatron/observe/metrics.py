@@ -7,9 +7,10 @@ that is not in it cannot be logged.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.data.sets import MEAN
@@ -69,6 +70,11 @@ class Metric:
 
 MISMATCH_RESPONSES = 64
 """Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
+
+LARGEST_TIME = 1e11
+"""Unix seconds; what is beyond is damage."""
+LARGEST_COUNT = 10**7
+"""Updates and stages; what is beyond is damage."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Short name of a held-out set (data/sets.py)."""
@@ -137,6 +143,42 @@ def check(kind: Kind, given: Iterable[str]) -> None:
     """Raise ValueError for a metric that is not defined for rows of `kind`."""
     if unknown := sorted(name for name in given if not defined(kind, name)):
         raise ValueError(f"{kind} row with undefined metrics {', '.join(unknown)}; define them in observe/metrics.py")
+
+
+def check_row(row: Any) -> None:
+    """Raise ValueError unless a value read from metrics.jsonl is a row: an object with its kind's keys, typed.
+
+    Metrics of other names pass, since versions differ in them; their values are finite numbers or null.
+    """
+    if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in PLACE:
+        raise ValueError("no object of a known kind")
+    kind: Kind = row["kind"]
+    wrong = [key for key in PLACE[kind] if key not in row or not _placed(key, row[key])]
+    counts = [key for key in row if key.startswith(("problems/", "samples/"))]
+    wrong += [key for key in counts if not _number(row[key])]
+    metrics = row.keys() - {"kind", "not_finite", *PLACE[kind], *counts}
+    wrong += [key for key in sorted(metrics) if not (row[key] is None or _number(row[key]))]
+    if not isinstance(row.get("not_finite", {}), dict):
+        wrong.append("not_finite")
+    if wrong:
+        raise ValueError(f"kind {kind}: {', '.join(wrong)} missing or of another type")
+    if kind == "phase" and row["end"] < row["start"]:
+        raise ValueError("a phase that ends before it starts")
+
+
+def _placed(key: str, value: Any) -> bool:
+    """Whether the value of a key of `PLACE` is of its type."""
+    if key in ("time", "start", "end"):
+        return _number(value) and 0 <= value < LARGEST_TIME
+    if key in ("stage", "update", "age"):
+        return type(value) is int and 0 <= value < LARGEST_COUNT
+    if key == "environment":
+        return isinstance(value, dict)
+    return isinstance(value, str) and (key != "phase" or value in PHASES)
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max  # false for NaN, too
 
 
 def markdown() -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from mugrpo_megatron.engine.placement import rank_of_environment
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
@@ -15,6 +14,7 @@ from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, is_finished
+from mugrpo_megatron.run.record import MARK, check_hf, mark
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -30,16 +30,34 @@ def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None
 
 
 def export(run: Run, learner: Learner, cursor: Cursor) -> None:
-    """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's. Collective."""
+    """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's. Collective.
+
+    Raises UserError, with the run's checkpoints kept, when something else has come to lie there.
+    """
+    refusal = ""
+    if run.is_main:
+        try:
+            check_hf(run.directory.path, run.recipe.model.path)
+        except UserError as error:
+            refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
+    if refusal := run.world.broadcast(refusal):
+        raise UserError(refusal)
     with run.log.phase("save", cursor.stage):
         chunks = [policy(chunk) for chunk in learner.chunks]
-        save_hf(chunks, learner.architecture, like=run.recipe.model.path, out=run.directory.hf, replace=True)
+        save_hf(
+            chunks,
+            learner.architecture,
+            like=run.recipe.model.path,
+            out=run.directory.hf,
+            replace=True,
+            notes={MARK: mark(run.record)},
+        )
     run.world.barrier()
 
 
 def show(directory: RunDirectory, display: Display) -> None:
     """Print a finished run's table and the paths of its results."""
-    display.table(summary_table(json.loads(directory.summary.read_text(encoding="utf-8"))))
+    display.table(summary_table(summarize(directory.path)))
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
 from mugrpo_megatron.errors import TrainingFailure, UserError
-from mugrpo_megatron.files.durable import durable_file, fsync, remove_leftovers
+from mugrpo_megatron.files.durable import durable_file, fsync
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
@@ -24,6 +22,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, write_logprobs
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
 
@@ -51,15 +50,16 @@ def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Curs
 def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """With `rollout.behaviour = "learner"`, compute the behaviour logprobs with the learner before its first update."""
     path = run.directory.behaviour(cursor.stage)
-    if run.recipe.rollout.behaviour == "engine" or path.exists():
+    if run.recipe.rollout.behaviour == "engine" or has_logprobs(path):
         return
-    updates = cursor.stage_updates(run.recipe.schedule)
+    if cursor.age > 0:  # the weights that they are of have changed
+        raise UserError(f"{path} or {sums(path).name} is missing; {_behaviour_remedy(run, cursor.stage)}")
     with (
         run.log.phase("logprobs", cursor.stage),
-        run.display.bar(f"{run.title(cursor)}: learner logprobs", updates, "updates") as bar,
-        write_logprobs(path, write=run.is_main) as append,
+        run.display.bar(f"{run.title(cursor)}: learner logprobs", stage.updates, "updates") as bar,
+        write_logprobs(path, _of_behaviour(stage), write=run.is_main) as append,
     ):
-        for age in range(updates):
+        for age in range(stage.updates):
             append(token_logprobs(learner, stage.read_update(age)))
             bar.advance()
     run.world.barrier()
@@ -75,14 +75,14 @@ def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cur
     if every == 1 or cursor.age % every:
         return
     path = run.directory.reference(cursor.stage, cursor.age)
-    ages = range(cursor.stage_updates(run.recipe.schedule))[cursor.age : cursor.age + every]
+    ages = range(stage.updates)[cursor.age : cursor.age + every]
     if run.is_main:
         path.parent.mkdir(exist_ok=True)
         fsync(run.directory.path)
     with (
         run.log.phase("logprobs", cursor.stage),
         run.display.bar(f"{run.title(cursor)}: reference logprobs", len(ages), "updates") as bar,
-        write_logprobs(path, write=run.is_main) as append,
+        write_logprobs(path, _of_reference(run, stage, cursor.age), write=run.is_main) as append,
     ):
         for age in ages:
             append(token_logprobs(learner, _formed_update(run, stage, cursor.stage, age)))
@@ -100,6 +100,7 @@ def _remove_passed_references(run: Run) -> None:
     for checkpoint in complete(run.directory.checkpoints)[:1]:
         begun = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
         for path in begun[:-1]:
+            sums(path).unlink(missing_ok=True)
             path.unlink()
 
 
@@ -116,16 +117,32 @@ def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
     place = cursor.age % every
     begun = Cursor(cursor.stage, cursor.age - place)
     path = run.directory.reference(begun.stage, begun.age)
-    if not path.exists():
-        raise UserError(
-            f"{path} is gone, and update {cursor.age} of stage {cursor.stage} (both from 0) clips around what it held; "
-            f"restore it from a copy, or remove the checkpoints after {checkpoint_name(begun)} from "
-            f"{run.directory.checkpoints}, so that the run resumes from an earlier one"
-        )
-    return [
-        replace(sample, reference_logprobs=logprobs)
-        for sample, logprobs in zip(samples, read_logprobs(path, place), strict=True)
-    ]
+    remedy = (
+        f"update {cursor.age} of stage {cursor.stage} (both from 0) clips around what it held; restore it from a copy, "
+        f"or remove the checkpoints after {checkpoint_name(begun)} from {run.directory.checkpoints}, so that the run "
+        "resumes from an earlier one"
+    )
+    if not has_logprobs(path):
+        raise UserError(f"{path} is gone, and {remedy}")
+    reference = read_logprobs(path, _of_reference(run, stage, begun.age), place, remedy)
+    return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(samples, reference, strict=True)]
+
+
+def _of_behaviour(stage: StageStore) -> dict[str, Any]:
+    """What behaviour logprobs belong to: the stage, which the weights at its start have sampled."""
+    return {"stage": stage.content}
+
+
+def _of_reference(run: Run, stage: StageStore, age: int) -> dict[str, Any]:
+    """What reference logprobs belong to: the stage, and the run's weights before the update `age`."""
+    return {"stage": stage.content, "run": run.record.id, "age": age}
+
+
+def _behaviour_remedy(run: Run, stage: int) -> str:
+    return (
+        f"restore both from a copy, or remove them and the checkpoints after {checkpoint_name(Cursor(stage))} from "
+        f"{run.directory.checkpoints}: the run then resumes at the stage's start and computes them again"
+    )
 
 
 def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
@@ -150,7 +167,8 @@ def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
     samples = stage.read_update(age)
     if run.recipe.rollout.behaviour == "engine":
         return samples
-    behaviour = read_logprobs(run.directory.behaviour(number), age)
+    path = run.directory.behaviour(number)
+    behaviour = read_logprobs(path, _of_behaviour(stage), age, _behaviour_remedy(run, number))
     return [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)
@@ -182,7 +200,8 @@ def record_update(
 
 
 def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
-    run.saver.save(cursor.advanced(run.recipe.schedule))
+    last = cursor.age + 1 == run.stage_store(cursor).updates
+    run.saver.save(cursor.advanced(run.recipe.schedule, ends_stage=last))
     run.saver.wait()
     path = run.directory.poisoned(cursor.stage, cursor.age)
     if run.is_main:
@@ -220,31 +239,3 @@ def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
             run.saver.save(cursor)
         run.saver.wait()
     raise Stopped
-
-
-SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
-"""One row per response, in the order of its update's samples."""
-
-Append = Callable[[list[np.ndarray]], None]
-
-
-@contextmanager
-def write_logprobs(path: Path, write: bool) -> Iterator[Append]:
-    """Yield a function that appends one update's logprobs (float32 [R] per response); the file is atomic.
-
-    `write` is true on one rank; on the others the function does nothing.
-    """
-    if not write:
-        yield lambda logprobs: None
-        return
-    remove_leftovers(path.parent, path.name)
-    with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
-        yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
-
-
-def read_logprobs(path: Path, update: int) -> list[np.ndarray]:
-    """Logprobs of the responses of the file's `update`-th update, float32 [R] each."""
-    with pq.ParquetFile(path) as file:
-        column: Any = file.read_row_group(update).column(0).combine_chunks()
-    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-    return np.split(flat, offsets[1:-1])

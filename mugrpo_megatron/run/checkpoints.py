@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE, read_state
-from mugrpo_megatron.files.durable import remove_leftovers, resumable
+from mugrpo_megatron.files.durable import full_disk, remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import Record
 
 NAME = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 GRACE_S = 10.0
@@ -28,8 +31,9 @@ GRACE_S = 10.0
 class Saver:
     """Saves the learner, one save at a time, in a thread with `checkpoint.asynchronous`. Every rank has one."""
 
-    def __init__(self, learner: Learner, directory: Path, section: CheckpointSection) -> None:
-        self._learner, self._directory, self._section = learner, directory, section
+    def __init__(self, learner: Learner, directory: Path, section: CheckpointSection, run: str) -> None:
+        """`run` is the id that the checkpoints carry."""
+        self._learner, self._directory, self._section, self._run = learner, directory, section, run
         self._group = dist.new_group(backend="gloo") if section.asynchronous else None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -49,19 +53,16 @@ class Saver:
         """
         self.wait()
         self._began = time.monotonic()
-        write = checkpoint.begin_save(
-            self._learner,
-            self._directory / checkpoint_name(cursor),
-            asdict(cursor),
-            self._group,
-            copy=self._section.asynchronous,
-        )
+        path = self._directory / checkpoint_name(cursor)
+        place = {"run": self._run, "cursor": asdict(cursor)}
+        with _telling_full_disks(path):
+            write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(write, path), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            write()
-            self._remove_old()
+            self._write(write, path)
+            self.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the last save is durable; raises what it raised."""
@@ -72,23 +73,37 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], None], path: Path) -> None:
         try:
-            write()
-            self._remove_old()
+            with _telling_full_disks(path):
+                write()
+                self._remove_old()
         except BaseException as error:
             self._failure = error
 
     def _remove_old(self) -> None:
         if self._learner.ranks.rank == 0:
             for old in complete(self._directory)[: -self._section.keep]:
-                shutil.rmtree(old)
+                leftover = resumable(old)  # a kill must not leave half of it under its name
+                old.rename(leftover)
+                shutil.rmtree(leftover)
 
 
 @contextmanager
-def open_saver(learner: Learner, directory: Path, section: CheckpointSection) -> Iterator[Saver]:
+def _telling_full_disks(path: Path) -> Iterator[None]:
+    """Raise UserError for a full disk, however torch has wrapped it."""
+    try:
+        yield
+    except Exception as error:
+        if full := full_disk(error, path):
+            raise full from error
+        raise
+
+
+@contextmanager
+def open_saver(learner: Learner, directory: Path, section: CheckpointSection, run: str) -> Iterator[Saver]:
     """A saver whose last save is durable when the block ends; a block that raises waits `GRACE_S` for it."""
-    saver = Saver(learner, directory, section)
+    saver = Saver(learner, directory, section, run)
     try:
         yield saver
     except BaseException:
@@ -98,17 +113,19 @@ def open_saver(learner: Learner, directory: Path, section: CheckpointSection) ->
     saver.wait()
 
 
-def restore_newest(learner: Learner, directory: Path, say: Callable[[str], None]) -> Cursor:
+def restore_newest(learner: Learner, directory: Path, record: Record, say: Callable[[str], None]) -> Cursor:
     """Load the newest intact checkpoint, if there is one, and return its cursor. Collective.
 
-    Damaged ones are reported through `say` and renamed. Raises UserError when all checkpoints are damaged, since the
-    run would silently start over.
+    Damaged ones are reported through `say` on rank 0 and renamed; a directory of a checkpoint's name without its state
+    is damaged too. Raises UserError when all checkpoints are damaged, since the run would silently start over, and when
+    one belongs to another run or another place of this one.
     """
-    if learner.ranks.rank == 0:
-        for leftover in directory.glob(resumable(Path(NAME)).name):  # of a save that was killed
+    is_main = learner.ranks.rank == 0
+    if is_main:
+        for leftover in directory.glob(resumable(Path(NAME)).name):  # of a save or a removal that was killed
             shutil.rmtree(leftover)
         remove_leftovers(directory, NAME)
-    found = [complete(directory) if learner.ranks.rank == 0 else []]
+    found = [named(directory) if is_main else []]
     dist.broadcast_object_list(found)
     damaged: list[tuple[Path, str]] = []
     for candidate in reversed(found[0]):
@@ -118,25 +135,30 @@ def restore_newest(learner: Learner, directory: Path, say: Callable[[str], None]
         damaged.append((candidate, damage))
     else:
         if damaged:
-            raise UserError(
-                f"every checkpoint in {directory} is damaged ({damaged[0][1]}); restore one from a copy, or remove "
-                "them all to restart training at the run's first stage, whose responses are kept"
-            )
+            raise _all_damaged(directory, damaged[0][1])
         return Cursor()
-    if learner.ranks.rank == 0:
+    _check_place(candidate, record)
+    if is_main:
         for path, damage in damaged:
-            path.rename(path.with_name(f"{path.name}.damaged"))
-            say(f"{damage}; the run resumes from {candidate.name}")
-    return Cursor(**checkpoint.load(learner, candidate))
+            aside = _free_name(path)
+            path.rename(aside)
+            say(f"{damage}; it is kept as {aside.name}, and the run resumes from {candidate.name}")
+    return Cursor(**checkpoint.load(learner, candidate)["cursor"])
 
 
 def newest_cursor(directory: Path) -> Cursor:
-    """The newest complete checkpoint's cursor; the run's start without one."""
-    for candidate in reversed(complete(directory)):
+    """The cursor of the newest checkpoint whose state is intact; the run's start without any checkpoint.
+
+    Raises UserError when there are checkpoints and all their states are missing or damaged.
+    """
+    problem = ""
+    for candidate in reversed(named(directory)):
         try:
             return Cursor(**read_state(candidate)["cursor"])
-        except UserError:
-            continue  # `restore_newest` reports it
+        except UserError as error:
+            problem = problem or str(error)  # `restore_newest` reports it if an older one is intact
+    if problem:
+        raise _all_damaged(directory, problem)
     return Cursor()
 
 
@@ -145,6 +167,35 @@ def checkpoint_name(cursor: Cursor) -> str:
     return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
 
 
+def named(directory: Path) -> list[Path]:
+    """Directories of checkpoints, complete or damaged, oldest first; names sort as cursors do."""
+    return sorted(path for path in directory.glob(NAME) if path.is_dir())
+
+
 def complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; names sort as cursors do."""
-    return sorted(path.parent for path in directory.glob(f"{NAME}/{STATE}"))
+    """Checkpoints that have their state, oldest first."""
+    return [path for path in named(directory) if (path / STATE).exists()]
+
+
+def _check_place(path: Path, record: Record) -> None:
+    """UserError when an intact checkpoint is of another run, or of another cursor than its name says."""
+    state = read_state(path)
+    cursor = Cursor(**state["cursor"])
+    if path.name != checkpoint_name(cursor):
+        raise UserError(f"{path} holds the checkpoint {checkpoint_name(cursor)}; give both their right names")
+    run = record.of_stage(cursor.stage) if cursor.age == 0 else record.id
+    if state.get("run") != run:
+        raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")
+
+
+def _free_name(path: Path) -> Path:
+    """A name for a damaged checkpoint that nothing has yet."""
+    names = (path.with_name(f"{path.name}.damaged{f'-{n}' if n > 1 else ''}") for n in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _all_damaged(directory: Path, damage: str) -> UserError:
+    return UserError(
+        f"every checkpoint in {directory} is damaged ({damage}); restore one from a copy, or remove them all to "
+        "restart training at the run's first stage, whose responses are kept"
+    )

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
+from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.run.record import check_hf, check_own, claim
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
-WRITTEN = ("recipe.toml", "branch.json", "summary.json", "hf")
+WRITTEN = ("run.json", "data.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 
 
@@ -49,6 +51,11 @@ class RunDirectory:
     def stage(self, stage: int) -> Path:
         return self.path / "stages" / f"{stage:05d}"
 
+    def stages(self) -> dict[int, Path]:
+        """The directories of stages, by number; others next to them, such as a backup, are left out."""
+        found = sorted((self.path / "stages").glob("[0-9]" * 5))
+        return {int(path.name): path for path in found if path.is_dir()}
+
     def poisoned(self, stage: int, age: int) -> Path:
         """The batch of the update that ended the run, the last of too many skipped ones."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
@@ -68,49 +75,84 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or open `run.dir`, hold its lock while the block runs, and write the resolved recipe.
+    """Create or open `run.dir`, hold its lock while the block runs, and write the run's record and resolved recipe.
 
-    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe computes
-    something else.
+    Raises UserError when another process holds the lock, when the directory belongs to a run whose recipe computes
+    something else, or holds files that no run has written, or cannot be written.
     """
     directory = RunDirectory(recipe.run.dir)
+    check_directory(recipe)  # before a folder is made where none belongs
     try:
         for folder in (directory.path / "stages", directory.checkpoints, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
-    with _locked(directory.path / ".lock"):
-        check_same_run(directory, recipe)
+    with locked(directory.path / ".lock"):
         for name in WRITTEN:
             remove_leftovers(directory.path, name)
+        claim(directory.path)
+        check_directory(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory
 
 
+def check_directory(recipe: Recipe) -> None:
+    """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
+    check_own(recipe.run.dir)
+    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    check_hf(recipe.run.dir, recipe.model.path)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a+") as file:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs; it names the holder, and a holder that dies releases it.
+
+    Raises UserError when another process holds it, or the file system has no locks or cannot be written.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another run.dir") from None
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
+            holder = os.read(descriptor, 256).decode(errors="replace").strip()
             raise UserError(
-                f"{path.parent} is in use by process {file.read().strip() or 'unknown'}; "
-                "wait for it, or choose another run.dir"
+                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another run.dir"
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        except OSError as error:
+            raise UserError(
+                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out of "
+                "a run; mount it with them (Lustre: -o flock), or choose another run.dir"
+            ) from None
+        with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}".encode(), 0)
         yield
+    finally:
+        os.close(descriptor)
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this very run with all its updates taken; UserError when it belongs to another run."""
+    """Whether `run.dir` holds this very run with all its updates taken.
+
+    Raises UserError when the directory belongs to another run, or its summary is damaged.
+    """
     directory = RunDirectory(recipe.run.dir)
     if not directory.summary.exists():
         return False
+    check_own(recipe.run.dir)
     check_same_run(directory, recipe)
-    return bool(json.loads(directory.summary.read_text(encoding="utf-8"))["updates"] >= recipe.schedule.total_updates)
+    try:
+        updates = read_json(directory.summary).get("updates")
+    except UserError as error:
+        raise UserError(f"{error}; remove it, and the same command writes it again") from None
+    if not isinstance(updates, int):
+        raise UserError(
+            f"{directory.summary} has no number of updates; remove it, and the same command writes it again"
+        )
+    return updates >= recipe.schedule.total_updates
 
 
 def differing(old: Recipe, new: Recipe) -> list[str]:

@@ -23,7 +23,8 @@ from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
 from mugrpo_megatron.recipe.layouts import describe
-from mugrpo_megatron.run.directory import RunDirectory, check_same_run
+from mugrpo_megatron.run.data import check_data
+from mugrpo_megatron.run.directory import check_directory
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 
@@ -35,7 +36,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
 
     Returns the problems, which are read once, on rank 0 of a run that generates.
     """
-    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    if rank_of_environment() == 0:  # the others would see what rank 0 is writing
+        check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     config = read_model_config(recipe.model.path)
     say(_model(architecture(config, str(recipe.model.path / CONFIG)), str(recipe.model.path)))
@@ -53,7 +55,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
     """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
-    check_same_run(RunDirectory(recipe.run.dir), recipe)
+    check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     config, source = _config(recipe)
     if config is None:
@@ -105,6 +107,7 @@ def _check_layers(recipe: Recipe) -> None:
 def _read(recipe: Recipe, say: Say) -> Problems:
     check_style(recipe.data.prompt_style)
     found = read_problems(recipe.data, recipe.reward)
+    check_data(recipe.run.dir, found)
     say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")
     return found
 

@@ -20,11 +20,14 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.preflight import check_run
+from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening_for_sigterm
 from mugrpo_megatron.run.world import World, open_world
+from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
 
@@ -40,6 +43,7 @@ class Run:
     display: Display
     saver: Saver
     stop: StopRequest
+    record: Record
 
     @property
     def is_main(self) -> bool:
@@ -51,9 +55,9 @@ class Run:
         """Updates between two evaluations inside a stage; 0 for none, as in a run without engines."""
         return self.recipe.eval.every_updates if self.world.engines else 0
 
-    def stage_store(self, stage: int, writer: int = 0) -> StageStore:
-        """The stage on disk; each rank that generates into it is a `writer` of its own."""
-        return StageStore(self.directory.stage(stage), writer)
+    def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
+        """The cursor's stage on disk; each rank that generates into it is a `writer` of its own."""
+        return StageStore(self.directory.stage(cursor.stage), writer, origin(self.record, cursor))
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
@@ -95,15 +99,27 @@ def open_run(
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
-    found = found or check_run(recipe, generates=generates)
+    found = found or check_run(recipe, generates=generates)  # read on rank 0 of a run that generates
     cuda = runs_on_cuda(recipe)
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
     problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
-        done = newest_cursor(directory.checkpoints).updates
-        log = stack.enter_context(open_log(directory.path, recipe.track, updates_done=done, write=is_main))
+        record = read_record(directory.path) if is_main else None
+        standing = newest_cursor(directory.checkpoints)
+        if is_main and found:
+            record_data(directory.path, found)
+        if record:
+            check_stage(directory.stage(standing.stage), origin(record, standing))
+        tracked = open_log(
+            directory.path,
+            recipe.track,
+            updates_done=standing.updates,
+            run_id=record.id if record else "",
+            write=is_main,
+        )
+        log = stack.enter_context(tracked)
         display = stack.enter_context(open_display(show=is_main))
         stop = stack.enter_context(listening_for_sigterm())
         with log.phase("start", 0):
@@ -113,8 +129,15 @@ def open_run(
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0)
-            cursor = restore_newest(learner, directory.checkpoints, display.say if is_main else lambda damage: None)
-            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint))
+            record = world.broadcast(record)
+            assert record is not None
+
+            def tell(damage: str) -> None:
+                display.say(damage)
+                log.event("damaged_checkpoint", damage)
+
+            cursor = restore_newest(learner, directory.checkpoints, record, tell)
+            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id))
             chunks = [policy(chunk) for chunk in learner.chunks]
             bridge = build_bridge(chunks, learner.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
             read = world.broadcast(problems)
@@ -132,8 +155,13 @@ def open_run(
             reload(learner)
         for note in problems.notes if problems else ():
             display.say(note)
-        run = Run(recipe, directory, world, log, display, saver, stop)
+        run = Run(recipe, directory, world, log, display, saver, stop, record)
         yield run, learner, Engines(bridge, generator), cursor
+
+
+def origin(record: Record, cursor: Cursor) -> Origin:
+    """Where the stage at which the cursor stands has to come from."""
+    return Origin(record.of_stage(cursor.stage), cursor.stage, cursor.updates - cursor.age)
 
 
 def _wait_for_first_start(generator: Generator | None, world: World) -> None:

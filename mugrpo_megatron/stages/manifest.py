@@ -1,4 +1,4 @@
-"""The manifest of a stage: which files are complete, with their checksums.
+"""The manifest of a stage: where the stage belongs, and which files are complete, with their checksums.
 
 A file counts once a manifest lists it. Replacing the manifest is the last step of every change, so a crash at any point
 leaves the state before or after the change; files that no manifest lists are leftovers. Every writer has its own
@@ -7,18 +7,27 @@ manifest and its own shards. Writer 0's manifest also says that the stage is sea
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
 
-FORMAT = 1
+FORMAT = 2
+SEALED_NAME = "stage.parquet"
+DIGITS = "[0-9]" * 5
+"""Any number of a shard."""
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +55,21 @@ class Sealed:
     """Everything after the last row group; footer and row groups cover every byte after the magic bytes."""
     statistics: dict[str, float]
 
+    @property
+    def content(self) -> str:
+        return hashlib.sha256("".join(span.sha256 for span in self.row_groups).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a stage belongs: its responses train these weights of this run and no others."""
+
+    run: str
+    """Id of the run that generated it."""
+    stage: int
+    updates: int
+    """Optimizer updates before the stage: the version of the weights that sampled its responses."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
@@ -53,6 +77,8 @@ class Manifest:
 
     shards: list[Shard]
     sealed: Sealed | None = None
+    origin: Origin | None = None
+    """None for a stage that no run generated."""
 
 
 def manifest_name(writer: int) -> str:
@@ -72,17 +98,56 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
     if not path.exists():
         return Manifest([])
     try:
-        body = read_sealed(path, "stage", format=FORMAT)
-    except ValueError:
+        return _manifest(read_sealed(path, "stage", format=FORMAT))
+    except (OSError, ValueError, TypeError, KeyError):
         raise UserError(
-            f"{path}: damaged, so the stage's contents are unknown; remove {directory} to generate the stage again"
+            f"{path}: damaged or of another version, so the stage's contents are unknown; restore it from a copy, or "
+            f"remove {directory} to generate the stage again"
         ) from None
+
+
+def _manifest(body: Any) -> Manifest:
     shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     if sealed is not None:
         row_groups = [Span(**span) for span in sealed["row_groups"]]
         sealed = Sealed(**{**sealed, "row_groups": row_groups, "footer": Span(**sealed["footer"])})
-    return Manifest(shards, sealed)
+    return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
+
+
+def check_stage(directory: Path, origin: Origin | None = None) -> None:
+    """Raise UserError when the stage in `directory` is from elsewhere than `origin`, or has files without a manifest.
+
+    Call it only while no other process seals the stage.
+    """
+    manifests = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
+    if not (directory / manifests[0]).exists():
+        for path in sorted([*directory.glob(shard_name(0, DIGITS)), *directory.glob(SEALED_NAME)]):
+            raise UserError(
+                f"{directory / manifests[0]} is missing, and with it what is known of {path.name}; restore it from a "
+                f"copy, or remove {directory} to generate the stage again"
+            )
+    for name in manifests:
+        manifest = read_manifest(directory, name)
+        check_origin(directory, manifest, origin)
+        if manifest.origin and directory.name != f"{manifest.origin.stage:05d}":
+            raise UserError(f"{directory} holds {_described(manifest.origin)}; give it its right name")
+
+
+def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:
+    """Raise UserError when the manifest in `directory` names another origin; any will do for None."""
+    if origin is None or manifest.origin == origin or not (manifest.origin or manifest.shards or manifest.sealed):
+        return
+    raise UserError(
+        f"{directory} holds {_described(manifest.origin)}, not {_described(origin)}; put the right stage there, or "
+        f"remove {directory} to generate it again"
+    )
+
+
+def _described(origin: Origin | None) -> str:
+    if origin is None:
+        return "a stage that no run generated"
+    return f"stage {origin.stage} of run {origin.run}, sampled after {origin.updates} updates"
 
 
 def other_shards(directory: Path, writer: int) -> list[Shard]:
@@ -104,6 +169,19 @@ def verify(path: Path, span: Span, remedy: str) -> None:
         raise UserError(
             f"{path}: damaged, bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
         )
+
+
+def intact(directory: Path, shards: list[Shard]) -> list[Shard]:
+    """The shards whose bytes match the manifest; the others are logged."""
+    intact = []
+    for shard in shards:
+        try:
+            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated again")
+        except UserError as damage:
+            log.warning("%s", damage)
+        else:
+            intact.append(shard)
+    return intact
 
 
 def parquet_spans(path: Path) -> tuple[list[Span], Span]:

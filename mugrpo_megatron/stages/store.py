@@ -10,7 +10,6 @@ Each file has one writer; any number of processes may read. The schema is in `sc
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from functools import lru_cache
@@ -22,14 +21,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, remove_leftovers
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
+    DIGITS,
     OTHER_MANIFESTS,
+    SEALED_NAME,
     Manifest,
+    Origin,
     Sealed,
     Shard,
+    check_origin,
+    check_stage,
+    intact,
     manifest_name,
     other_shards,
     parquet_spans,
@@ -50,10 +54,7 @@ VISIBLE_SECONDS = 20.0
 SHARDS_IN_MEMORY = 4
 """Decoded shards that sealing keeps: an update's groups finish at different times, so several shards hold them."""
 COMPRESSION: Final = "zstd"
-SEALED_NAME = "stage.parquet"
 REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
-
-log = logging.getLogger(__name__)
 
 
 class StageStore:
@@ -63,9 +64,10 @@ class StageStore:
     to one engine only. Writer 0 seals what all of them wrote, once all have finished writing.
     """
 
-    def __init__(self, directory: Path, writer: int = 0) -> None:
+    def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None) -> None:
+        """`origin` is what is written into the manifest, and what a stage has to say that is here already."""
         self.directory = directory
-        self._writer = writer
+        self._writer, self._origin = writer, origin
         self._buffer: list[list[Sample]] = []
         self._buffered_tokens = 0
         self._buffered_since = 0.0
@@ -76,18 +78,26 @@ class StageStore:
         self._final: Sealed | None = None
         """Set once the stage was found sealed: it does not change any more."""
         self._layout: pq.FileMetaData | None = None
+        self._rewards: tuple[np.ndarray, np.ndarray] | None = None
 
     @property
     def sealed(self) -> bool:
         """Whether every group is on disk in its final place."""
         if self._final is None and (self._own is None or self._writer):
-            self._final = read_manifest(self.directory).sealed
+            manifest = read_manifest(self.directory)
+            check_origin(self.directory, manifest, self._origin)
+            self._final = manifest.sealed
         return self._final is not None
 
     @property
     def updates(self) -> int:
         """Updates that the sealed stage holds the responses of."""
         return self._sealed().updates
+
+    @property
+    def content(self) -> str:
+        """A digest of the sealed stage's responses: the same for the same bytes, wherever they lie."""
+        return self._sealed().content
 
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `summary.StageStatistics` defines them."""
@@ -102,7 +112,7 @@ class StageStore:
             return set(range(self._sealed().updates * self._sealed().prompts_per_update))
         own = self._own or read_manifest(self.directory, manifest_name(self._writer))
         shards = [*own.shards, *other_shards(self.directory, self._writer)]
-        return {group for shard in _intact(self.directory, shards) for group in shard.groups}
+        return {group for shard in intact(self.directory, shards) for group in shard.groups}
 
     def named(self) -> set[int]:
         """Indices of the groups that the manifests list: `present` without reading the shards."""
@@ -137,6 +147,8 @@ class StageStore:
             raise ValueError(f"group {index} is in {self.directory} already")
         if not self._buffer:
             self._buffered_since = time.monotonic()
+        if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
+            raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
         self._groups.add(index)
         self._buffer.append(group)
         self._buffered_tokens += sum(sample.tokens for sample in group)
@@ -156,7 +168,7 @@ class StageStore:
             pq.write_table(to_table(samples), file, compression=COMPRESSION)
         groups = [group[0].group for group in self._buffer]
         shard = Shard(path.name, number, groups, [len(group) for group in self._buffer], digest(path))
-        self._replace(Manifest([*manifest.shards, shard]))
+        self._replace([*manifest.shards, shard])
         self._buffer, self._buffered_tokens = [], 0
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
@@ -178,8 +190,9 @@ class StageStore:
                 writer.write_table(table, row_group_size=len(table))
                 statistics.add(table)
         row_groups, footer = parquet_spans(path)
-        self._final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
-        self._replace(Manifest([], self._final))
+        final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
+        self._replace([], final)
+        self._final = final
         for pattern in ("shard-*.parquet", OTHER_MANIFESTS):
             for merged in self.directory.glob(pattern):
                 merged.unlink()
@@ -200,10 +213,19 @@ class StageStore:
             return to_samples(file.read_row_group(update, use_threads=False))
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples; reads only these two columns."""
-        with pq.ParquetFile(self.directory / self._sealed().file) as file:
-            table = file.read(columns=["reward", "group"])
-        return table["reward"].to_numpy().astype(np.float64), table["group"].to_numpy().astype(np.int64)
+        """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.
+
+        Keeps only these two columns in memory. The first call verifies the whole file; UserError when it is damaged.
+        """
+        if self._rewards is None:
+            sealed = self._sealed()
+            for span in (sealed.footer, *sealed.row_groups):
+                verify(self.directory / sealed.file, span, REMEDY)
+            with pq.ParquetFile(self.directory / sealed.file) as file:
+                table = file.read(columns=["reward", "group"])
+            columns = table["reward"].to_numpy(), table["group"].to_numpy()
+            self._rewards = columns[0].astype(np.float64), columns[1].astype(np.int64)
+        return self._rewards
 
     def _sealed(self) -> Sealed:
         if not self.sealed:
@@ -216,50 +238,39 @@ class StageStore:
         if self._own is None and not self.sealed:
             self.directory.mkdir(parents=True, exist_ok=True)
             fsync(self.directory.parent)
-            manifest = read_manifest(self.directory, manifest_name(self._writer))
-            own = Manifest(_intact(self.directory, manifest.shards))
-            self._replace(own)
-            self._remove_leftovers({shard.file for shard in own.shards})
-            self._groups = {group for shard in own.shards for group in shard.groups}
+            if not self._writer:
+                check_stage(self.directory, self._origin)
+            shards = intact(self.directory, read_manifest(self.directory, manifest_name(self._writer)).shards)
+            self._replace(shards)
+            self._remove_leftovers({shard.file for shard in shards})
+            self._groups = {group for shard in shards for group in shard.groups}
         if self._final is not None or self._own is None:
             raise ValueError(f"{self.directory} is sealed: nothing can be added")
         return self._own
 
     def _remove_leftovers(self, named: set[str]) -> None:
         """Remove this writer's shards that its manifest does not list, and its temporaries."""
-        shards = shard_name(self._writer, "[0-9]" * 5)
+        shards = shard_name(self._writer, DIGITS)
         for path in self.directory.glob(shards):
             if path.name not in named:
                 path.unlink()
         for name in (shards, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):
             remove_leftovers(self.directory, name)
 
-    def _replace(self, manifest: Manifest) -> None:
-        write_manifest(self.directory, manifest, manifest_name(self._writer))
-        self._own = manifest
-
-
-def _intact(directory: Path, shards: list[Shard]) -> list[Shard]:
-    """The shards whose bytes match the manifest; the others are logged."""
-    intact = []
-    for shard in shards:
-        try:
-            verify(directory / shard.file, shard.whole, f"its {len(shard.groups)} groups are generated again")
-        except UserError as damage:
-            log.warning("%s", damage)
-        else:
-            intact.append(shard)
-    return intact
+    def _replace(self, shards: list[Shard], sealed: Sealed | None = None) -> None:
+        own = Manifest(shards, sealed, self._origin)
+        write_manifest(self.directory, own, manifest_name(self._writer))
+        self._own = own
 
 
 def _covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
     """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
-    intact = _intact(directory, shards)
-    lost = wanted.difference(*(shard.groups for shard in intact))
+    whole = intact(directory, shards)
+    lost = wanted.difference(*(shard.groups for shard in whole))
     for shard in shards:
         if lost.intersection(shard.groups):
             verify(directory / shard.file, shard.whole, "run the same command again to generate its groups again")
-    return intact
+    return whole
 
 
 def _in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory
+from mugrpo_megatron.files.durable import durable_directory, write_json
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
@@ -79,11 +79,13 @@ def save_hf(
     out: Path,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
+    notes: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
 
-    The directory appears complete or not at all; with `replace` an earlier one stays until then. Memory beyond the
-    model is one bucket. Raises UserError on every rank when `out` exists and `replace` is false.
+    `notes` are JSON objects to write with them, by file name. The directory appears complete or not at all; with
+    `replace` an earlier one stays until then. Memory beyond the model is one bucket. Raises UserError on every rank
+    when `out` exists and `replace` is false.
     """
     if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
@@ -97,6 +99,8 @@ def save_hf(
                 write_shard(partial, shard, islice(tensors, len(shard.specs)))
             write_index(partial, shards)
             carry_files(like, partial, specs[0].dtype)
+            for name, note in (notes or {}).items():
+                write_json(partial / name, note)
     for _ in tensors:
         pass  # the other ranks take part in every gather
     dist.barrier()

@@ -25,6 +25,8 @@ from transformers import Qwen2ForCausalLM
 from mugrpo_megatron.commands.sft import model_config
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.record import claim
+from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +58,8 @@ def make_model(directory: Path) -> int:
 def measure(folder: Path, updates: int, tokens: int, vocabulary: int) -> None:
     """Take every update of one synthetic stage, and print a line."""
     run_dir = folder / f"updates-{updates}"
-    store = StageStore(run_dir / "stages" / "00000")
+    run_dir.mkdir()
+    store = StageStore(run_dir / "stages" / "00000", origin=Origin(claim(run_dir).id, 0, 0))
     generator = np.random.default_rng(0)
     for index in range(updates * PROMPTS_PER_UPDATE):
         store.append(synthetic_group(index, tokens, generator, vocabulary))

@@ -27,13 +27,13 @@ def train_and_save(model: str, directory: str, sections: Sections) -> list[dict[
     learner = build_learner(recipe(Path(model), **sections))
     for seed in range(2):
         update(learner, samples(seed=seed), advantages(24, seed))
-    checkpoint.begin_save(learner, Path(directory), CURSOR)()
+    checkpoint.begin_save(learner, Path(directory), {"cursor": CURSOR})()
     return [update(learner, samples(seed=seed), advantages(24, seed)) for seed in (2, 3)]
 
 
 def resume(model: str, directory: str, sections: Sections) -> tuple[Any, int, list[dict[str, float]]]:
     learner = build_learner(recipe(Path(model), **sections))
-    cursor = checkpoint.load(learner, Path(directory))
+    cursor = checkpoint.load(learner, Path(directory))["cursor"]
     return cursor, learner.updates_done, [update(learner, samples(seed=s), advantages(24, s)) for s in (2, 3)]
 
 

@@ -124,7 +124,7 @@ def test_a_missing_wandb_is_an_error_with_the_install_command(tmp_path: Path, mo
 def test_missing_and_broken_files_are_user_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="run directory"):
         read_rows(tmp_path / FILE_NAME)
-    (tmp_path / FILE_NAME).write_text('{"kind": "event"}\n{"kind":\n{}\n')
+    (tmp_path / FILE_NAME).write_text('{"kind": "event", "time": 1, "event": "e", "text": ""}\n{"kind":\n{}\n')
     with pytest.raises(UserError, match=f"{FILE_NAME}:2"):
         read_rows(tmp_path / FILE_NAME)
 

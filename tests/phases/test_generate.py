@@ -26,6 +26,7 @@ from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.stopping import Stopped, StopRequest
 from mugrpo_megatron.run.world import World
@@ -78,11 +79,11 @@ class Stand:
     engine: Oracle
 
     def generate(self) -> None:
-        generate(self.run, self.engines, self.run.stage_store(CURSOR.stage), CURSOR)
+        generate(self.run, self.engines, self.run.stage_store(CURSOR), CURSOR)
 
     @property
     def on_disk(self) -> set[int]:
-        return self.run.stage_store(CURSOR.stage).present()
+        return self.run.stage_store(CURSOR).present()
 
     @property
     def failures(self) -> int:
@@ -110,13 +111,13 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
     ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
     saver = cast(Saver, None)
     world = World(ranks, None, engines=1)
-    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, StopRequest())
+    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, StopRequest(), Record("r"))
     return Stand(run, Engines(cast(Bridge, None), generator), engine)
 
 
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
     stand.generate()
-    stage = stand.run.stage_store(CURSOR.stage)
+    stage = stand.run.stage_store(CURSOR)
     samples = [sample for update in range(stage.updates) for sample in stage.read_update(update)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
     generator = stand.engines.generator
@@ -133,14 +134,14 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
 def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(stand: Stand, finished: int) -> None:
     stand.engine.dies_after = finished
     stand.generate()
-    assert not stand.run.stage_store(CURSOR.stage).sealed
+    assert not stand.run.stage_store(CURSOR).sealed
     assert len(stand.on_disk) == finished
     assert stand.failures == 1
     stand.generate()  # it does not run, so nothing is added
     assert len(stand.on_disk) == finished
     stand.engine.running = True
     stand.generate()
-    assert stand.run.stage_store(CURSOR.stage).sealed
+    assert stand.run.stage_store(CURSOR).sealed
     assert stand.engine.finished == GROUPS
 
 
@@ -165,7 +166,7 @@ def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_ope
     assert stand.engine.finished == len(stand.on_disk) == 5
     stand.run.stop.asked, stand.engine.answering = False, lambda: None
     stand.generate()
-    assert stand.run.stage_store(CURSOR.stage).sealed
+    assert stand.run.stage_store(CURSOR).sealed
     assert stand.engine.finished == GROUPS
 
 
@@ -174,8 +175,8 @@ def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stan
     stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped):
         stand.generate()
-    assert not stand.run.stage_store(CURSOR.stage).sealed
+    assert not stand.run.stage_store(CURSOR).sealed
     assert len(stand.on_disk) == GROUPS
     stand.run.stop.asked = False
     stand.generate()
-    assert stand.run.stage_store(CURSOR.stage).sealed
+    assert stand.run.stage_store(CURSOR).sealed

@@ -19,6 +19,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 
@@ -81,6 +82,7 @@ class Refreshed:
         self.run: Any = SimpleNamespace(
             recipe=recipe,
             directory=self.directory,
+            record=Record("r"),
             is_main=True,
             log=SimpleNamespace(phase=lambda *_: nullcontext()),
             display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
@@ -106,7 +108,10 @@ class Refreshed:
 
     @property
     def files(self) -> list[str]:
-        return sorted(path.name for path in self.directory.references.iterdir())
+        found = sorted(path.name for path in self.directory.references.iterdir())
+        parquet = [name for name in found if name.endswith(".parquet")]
+        assert found == sorted([*parquet, *(name.replace(".parquet", ".json") for name in parquet)])
+        return parquet
 
 
 @pytest.mark.parametrize("zero_variance", ["mask", "leave_out"])

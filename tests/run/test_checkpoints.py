@@ -20,12 +20,14 @@ from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import Record
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
 SECTION = CheckpointSection(keep=2)
+RUN = Record("0123456789abcdef")
 CURSORS = [Cursor(0, 1), Cursor(0, 2), Cursor(1, 0)]
 
 
@@ -38,7 +40,7 @@ def take_updates_and_save(model: Path, directory: Path, parallel: dict[str, int]
     """A save after each of three updates, none waited for; the loss of the two updates after the second one."""
     learner = build_learner(recipe(model, parallel=parallel))
     losses = []
-    with open_saver(learner, directory, CheckpointSection(keep=2, asynchronous=asynchronous)) as saver:
+    with open_saver(learner, directory, CheckpointSection(keep=2, asynchronous=asynchronous), RUN.id) as saver:
         for seed, cursor in enumerate(CURSORS):
             losses.append(update(learner, samples(seed=seed), advantages(24, seed))["loss"])
             saver.save(cursor)
@@ -49,7 +51,7 @@ def take_updates_and_save(model: Path, directory: Path, parallel: dict[str, int]
 def resume(model: Path, directory: Path) -> tuple[Cursor, list[str], list[float]]:
     said: list[str] = []
     learner = build_learner(recipe(model))
-    cursor = restore_newest(learner, directory, said.append)
+    cursor = restore_newest(learner, directory, RUN, said.append)
     left = [update(learner, samples(seed=s), advantages(24, s))["loss"] for s in range(learner.updates_done, 4)]
     return cursor, said, left
 
@@ -57,7 +59,7 @@ def resume(model: Path, directory: Path) -> tuple[Cursor, list[str], list[float]
 def refused(model: Path, directory: Path) -> str:
     learner = build_learner(recipe(model))
     with pytest.raises(UserError) as error:
-        restore_newest(learner, directory, print)
+        restore_newest(learner, directory, RUN, print)
     return str(error.value)
 
 
@@ -170,7 +172,7 @@ def fill_the_disk(model: Path, directory: Path) -> str:
 
 
 def save_fifty_times(learner: Learner, directory: Path) -> None:
-    with open_saver(learner, directory, CheckpointSection(keep=50)) as saver:
+    with open_saver(learner, directory, CheckpointSection(keep=50), RUN.id) as saver:
         for age in range(1, 51):
             saver.save(Cursor(0, age))
 

@@ -1,0 +1,118 @@
+"""Branches: a run directory that begins at the start of another run's stage, with that stage's responses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import STATE, read_state
+from mugrpo_megatron.files.durable import digest, durable_directory
+from mugrpo_megatron.observe.log import FILE_NAME
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.run.checkpoints import checkpoint_name
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
+from mugrpo_megatron.run.record import Branch, Record, claim, write_record
+from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
+from mugrpo_megatron.stages.store import StageStore
+
+FREE_TO_BRANCH = (
+    "objective.",
+    "optimizer.",
+    "rollout.behaviour",
+    "schedule.stages",
+    "schedule.min_ess",
+    "schedule.max_vetoed",
+    "run.dir",
+    "run.device",
+    "run.collective_timeout_s",
+    "data.eval",
+    "sft.",
+)
+"""Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights."""
+
+
+def branch(recipe: Recipe, source: Path, stage: int) -> None:
+    """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
+
+    Files are hard links where both lie on one file system, else copies; neither run changes a file in place, and
+    nothing that lies in `run.dir` already is removed. Does nothing when `run.dir` is that branch already. Raises
+    UserError when the source lacks the stage or the checkpoint at its start, when the recipe changes what the
+    responses were made with, or when `run.dir` holds another run.
+    """
+    of = RunDirectory(source)
+    origin = _check(recipe, of, stage)
+    begun = Branch(str(source.resolve()), stage, origin.run)
+    with open_directory(recipe) as directory:
+        record = claim(directory.path)
+        if record.branch == begun:
+            return
+        if record.branch:
+            raise UserError(
+                f"{directory.path} is a branch of {record.branch.run} at stage {record.branch.stage}; choose another "
+                "run.dir"
+            )
+        if (directory.path / FILE_NAME).exists():
+            raise UserError(f"{directory.path} already holds a run; choose another run.dir for the branch")
+        _link(of.stage(stage), directory.stage(stage), manifest_name(0))
+        if stage > 0:
+            start = checkpoint_name(Cursor(stage))
+            _link(of.checkpoints / start, directory.checkpoints / start, STATE)
+        write_record(directory.path, Record(record.id, begun))
+
+
+def _check(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
+    """Where the stage to branch at is from."""
+    if not source.recipe.exists():
+        raise UserError(f"--from {source.path}: not a run directory (it has no {source.recipe.name})")
+    if recipe.run.dir.resolve() == source.path.resolve():
+        raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
+    check_stage(source.stage(stage))
+    if not StageStore(source.stage(stage)).sealed:
+        sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
+        raise UserError(f"{source.path} has no sealed stage {stage} (stages count from 0); it has {sealed}")
+    start = source.checkpoints / checkpoint_name(Cursor(stage))
+    if stage > 0 and not start.exists():
+        raise UserError(
+            f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
+            "`checkpoint.keep` checkpoints, and stage 0 needs none"
+        )
+    origin = read_manifest(source.stage(stage)).origin
+    if origin is None or origin.stage != stage:
+        raise UserError(f"{source.stage(stage)} holds a stage of another place; put the right one there")
+    if stage > 0 and read_state(start).get("run") != origin.run:
+        raise UserError(f"{start} and {source.stage(stage)} are of different runs; put the right ones there")
+    changed = [key for key in differing(load_recipe(source.recipe), recipe) if not key.startswith(FREE_TO_BRANCH)]
+    if changed:
+        raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
+    return origin
+
+
+def _link(source: Path, target: Path, key: str) -> None:
+    """Make `target` a directory of the same files, whole or not at all; one with the same `key` file is kept as it is.
+
+    Raises UserError when something else lies there, and when the source changes meanwhile.
+    """
+    if os.path.lexists(target):
+        if (target / key).is_file() and digest(target / key) == digest(source / key):
+            return  # of a branch that was killed
+        raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
+    ignored = shutil.ignore_patterns("*.partial")  # of a writer that works, or was killed
+    with durable_directory(target) as partial:
+        try:
+            shutil.copytree(source, partial, copy_function=os.link, ignore=ignored, dirs_exist_ok=True)
+        except (OSError, shutil.Error):  # another file system
+            _empty(partial)
+            try:
+                shutil.copytree(source, partial, ignore=ignored, dirs_exist_ok=True)
+            except shutil.Error as error:
+                raise UserError(
+                    f"{source} cannot be copied ({error.args[0][0][2]}); does its run still go on?"
+                ) from None
+
+
+def _empty(directory: Path) -> None:
+    for path in directory.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

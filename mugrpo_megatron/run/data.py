@@ -1,0 +1,64 @@
+"""The fingerprint of a run's problems: a data set that changes between a kill and a resume is told.
+
+    data.json     for training and held-out sets: name -> SHA-256 of its problems, with a checksum
+
+The problems are fingerprinted and not the files, so a file may move, and a data set of the hub counts too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from mugrpo_megatron.data.prepare import Problems
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.samples import Problem
+
+FILE_NAME = "data.json"
+Fingerprint = dict[str, dict[str, str]]
+
+
+def fingerprint(problems: Problems) -> Fingerprint:
+    """{"train", "held-out"} -> a set's name -> SHA-256 of its problems' ids, questions and answers, in order."""
+    return {"train": _by_set(problems.train), "held-out": _by_set(problems.held_out)}
+
+
+def check_data(run_dir: Path, problems: Problems) -> None:
+    """Raise UserError when the run in `run_dir`, if there is one, began with other problems."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return
+    accept = f"remove {path} to continue with the problems as they are now"
+    try:
+        before: Fingerprint = read_sealed(path, "data")
+    except (OSError, ValueError):
+        raise UserError(f"{path}: damaged, so whether the data are the run's is unknown; {accept}") from None
+    now = fingerprint(problems)
+    changed = [
+        f"{name} ({part})"
+        for part in now
+        for name in sorted(now[part].keys() | before[part].keys())
+        if now[part].get(name) != before[part].get(name)
+    ]
+    if changed:
+        raise UserError(
+            f"{run_dir} began with other problems of {', '.join(changed)}: put the file as it was back, or {accept}"
+        )
+
+
+def record_data(run_dir: Path, problems: Problems) -> None:
+    """`check_data`, and write the fingerprint of a run that has none; call it with the directory's lock."""
+    check_data(run_dir, problems)
+    if not (run_dir / FILE_NAME).exists():
+        write_sealed(run_dir / FILE_NAME, "data", fingerprint(problems))
+
+
+def _by_set(problems: Sequence[Problem]) -> dict[str, str]:
+    sums: dict[str, hashlib._Hash] = {}
+    for problem in problems:
+        line = json.dumps([problem.id, problem.question, problem.answer])
+        sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
+    return {name: whole.hexdigest() for name, whole in sums.items()}

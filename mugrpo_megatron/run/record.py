@@ -1,0 +1,124 @@
+"""The run's record: its id, which its stages, checkpoints and hf/ carry, and what a run directory must not hold.
+
+    run.json     {"id": ..., "branch": null}, with a checksum; written once, before anything else of the run
+
+Only these rules decide what a run may replace. Neither torch nor Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.files.json_text import read_json
+
+FILE_NAME = "run.json"
+MARK = "mugrpo.json"
+"""The file in hf/ that names the run that wrote it."""
+OF_A_RUN = ("recipe.toml", "branch.json", "metrics.jsonl", "summary.json", "hf", "stages", "checkpoints", "reference")
+"""What a directory without a record must not hold: a run would replace it or continue it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Where a run began, if it is a branch: at the start of a stage of another run."""
+
+    run: str
+    """The other run's directory, for people to read."""
+    stage: int
+    id: str
+    """The run that generated the stage's responses and saved the weights at its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Which run a run directory holds."""
+
+    id: str
+    """Random, 16 hexadecimal digits."""
+    branch: Branch | None = None
+
+    def of_stage(self, stage: int) -> str:
+        """The id of the run that generated the stage: this one, but for the stage at which a branch began."""
+        return self.branch.id if self.branch and self.branch.stage == stage else self.id
+
+
+def read_record(run_dir: Path) -> Record | None:
+    """The record of a run directory, None without one; UserError when it is damaged."""
+    path = run_dir / FILE_NAME
+    if not path.exists():
+        return None
+    try:
+        body = read_sealed(path, "run")
+        return Record(body["id"], Branch(**body["branch"]) if body["branch"] else None)
+    except (OSError, ValueError, TypeError, KeyError):
+        raise UserError(f"{path}: damaged, so which run this is is unknown; restore it from a copy") from None
+
+
+def write_record(run_dir: Path, record: Record) -> None:
+    """Write the record of a run directory, atomically."""
+    write_sealed(run_dir / FILE_NAME, "run", asdict(record))
+
+
+def claim(run_dir: Path) -> Record:
+    """The directory's record, written now for a new run; call it with the directory's lock. Errors of `check_own`."""
+    check_own(run_dir)
+    record = read_record(run_dir)
+    if record is None:
+        record = Record(secrets.token_hex(8))
+        write_record(run_dir, record)
+    return record
+
+
+def check_own(run_dir: Path) -> None:
+    """Raise UserError when `run_dir` cannot be a run's: no directory of its own, or one with another's files."""
+    whole = run_dir.resolve()
+    if os.path.lexists(run_dir) and not run_dir.is_dir():
+        raise UserError(f"run.dir = {run_dir} is not a directory; choose another")
+    if read_record(run_dir) is not None:
+        return
+    if whole.parent == whole or whole in (Path.cwd(), Path.home()):
+        raise UserError(f"run.dir = {run_dir} is {whole}; name a directory that only this run uses, as runs/first")
+    for path in (run_dir / name for name in OF_A_RUN):
+        if path.is_symlink() or path.is_file() or (path.is_dir() and any(path.iterdir())):
+            raise UserError(
+                f"{path} exists, but {run_dir} has no {FILE_NAME}, so this run did not write it; choose another "
+                f"run.dir, or restore {FILE_NAME} from a copy"
+            )
+
+
+def check_hf(run_dir: Path, model: Path) -> None:
+    """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark.
+
+    `model` is the checkpoint that the run starts from; it is never replaced.
+    """
+    hf = run_dir / "hf"
+    if model.resolve().is_relative_to(hf.resolve()):
+        raise UserError(
+            f"model.path = {model} is where this run would write its own checkpoint ({hf}); choose another run.dir"
+        )
+    if not os.path.lexists(hf):
+        return
+    if hf.is_symlink() or not hf.is_dir():
+        kind = "a symbolic link" if hf.is_symlink() else "not a directory"
+        raise UserError(f"{hf} is {kind}, and the run writes a directory there; move it away")
+    record = read_record(run_dir)
+    if record is None or _marked(hf) != record.id:
+        raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
+
+
+def mark(record: Record) -> dict[str, str]:
+    """The content of `MARK`."""
+    return {"run": record.id}
+
+
+def _marked(hf: Path) -> object:
+    """The id of the run that wrote an `hf`; None where none is named."""
+    try:
+        return read_json(hf / MARK).get("run")
+    except UserError:
+        return None

@@ -1,0 +1,146 @@
+"""A whole run directory made in this process, and everything that a resumed run reads of it."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mugrpo_megatron.data.prepare import Problems
+from mugrpo_megatron.files import checkpoint
+from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.observe.log import open_log
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe.sections import TrackSection
+from mugrpo_megatron.run.checkpoints import checkpoint_name, named, newest_cursor
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.data import record_data
+from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
+from mugrpo_megatron.run.record import MARK, mark, read_record
+from mugrpo_megatron.run.run import origin
+from mugrpo_megatron.samples import Problem, Sample
+from mugrpo_megatron.stages.logprobs import read_logprobs, write_logprobs
+from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.store import StageStore
+
+UPDATES, PROMPTS = 2, 2
+GROUPS = UPDATES * PROMPTS
+STAGES = 2
+"""Sealed ones; the next one is open."""
+PROBLEMS = Problems([Problem("f:1", "1+1=", "2", "f")], [Problem("g:1", "1+2=", "3", "g")], [])
+NOW = Cursor(1, 1, 3)
+"""Where the run stands."""
+
+
+def recipe(run_dir: Path, *overrides: str) -> Recipe:
+    sizes = ["schedule.stages=3", f"schedule.updates_per_stage={UPDATES}", f"rollout.prompts_per_update={PROMPTS}"]
+    return load_recipe(None, [f"run.dir={run_dir}", f"model.path={run_dir.parent / 'model'}", *sizes, *overrides])
+
+
+def group(index: int, version: int) -> list[Sample]:
+    ids = np.arange(3 + index, dtype=np.int32)
+    logprobs = -np.arange(3 + index, dtype=np.float32) / 7
+    return [Sample(index, f"f:{index}", ids[:2], ids, logprobs, float(r), version, "stop") for r in range(2)]
+
+
+def stage_of(directory: RunDirectory, number: int) -> StageStore:
+    record = read_record(directory.path)
+    assert record
+    return StageStore(directory.stage(number), origin=origin(record, Cursor(number, 0, number * UPDATES)))
+
+
+def fill(store: StageStore, number: int, groups: range = range(GROUPS)) -> None:
+    for index in groups:
+        if index not in store.present():
+            store.append(group(index, number * UPDATES))
+    store.flush()
+
+
+def save(directory: RunDirectory, cursor: Cursor) -> None:
+    """A checkpoint as the saver leaves it, of one data file of a few bytes."""
+    record = read_record(directory.path)
+    assert record
+    partial = directory.checkpoints / f".{checkpoint_name(cursor)}.partial"
+    partial.mkdir(exist_ok=True)
+    (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({})))
+    (partial / "__0_0.distcp").write_bytes(bytes(range(256)))
+    place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
+    state = {**place, "files": checkpoint.checksums(partial, 0, 1)}
+    checkpoint.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
+
+
+def logprobs(directory: RunDirectory, number: int) -> None:
+    store = stage_of(directory, number)
+    with write_logprobs(directory.behaviour(number), {"stage": store.content}, write=True) as append:
+        for update in range(UPDATES):
+            append([sample.behaviour_logprobs / 2 for sample in store.read_update(update)])
+
+
+def make(run_dir: Path) -> Recipe:
+    """A run in its second stage, and the third one begun by a run that went further and lost its last checkpoint."""
+    made = recipe(run_dir)
+    with open_directory(made) as directory:
+        record_data(run_dir, PROBLEMS)
+        for number in range(STAGES):
+            fill(stage_of(directory, number), number)
+            stage_of(directory, number).seal(UPDATES, PROMPTS)
+            logprobs(directory, number)
+        fill(stage_of(directory, STAGES), STAGES, range(3))
+        for cursor in (Cursor(1, 0, 2), NOW):
+            save(directory, cursor)
+        with open_log(run_dir, TrackSection(tensorboard=False)) as log:
+            for update in range(3):
+                with log.phase("optimize", update // UPDATES):
+                    log.update(update // UPDATES, update, update % UPDATES, {"loss": 0.5, "tokens": 9.0})
+        write_json(directory.summary, {"updates": 3})
+        record = read_record(run_dir)
+        assert record
+        directory.hf.mkdir()
+        write_json(directory.hf / MARK, mark(record))
+    return made
+
+
+def resume(made: Recipe) -> tuple[str, list[str]]:
+    """All that a resumed run reads: a digest of what it trains on and where, and what it finds damaged on the way.
+
+    Raises UserError where the run would refuse to start or to go on.
+    """
+    is_finished(made)
+    found: list[str] = []
+    sum_ = hashlib.sha256()
+    with open_directory(made) as directory:
+        record_data(directory.path, PROBLEMS)
+        cursor = newest_cursor(directory.checkpoints)
+        for one in named(directory.checkpoints):
+            found += filter(None, [checkpoint.damage(one, 0, 1)])
+        check_stage(directory.stage(cursor.stage), stage_of(directory, cursor.stage)._origin)
+        with open_log(directory.path, TrackSection(tensorboard=False), write=False):
+            pass
+        for number in range(STAGES):
+            store = stage_of(directory, number)
+            if not store.sealed:
+                found.append(f"stage {number} is open")
+                continue
+            of: dict[str, Any] = {"stage": store.content}
+            for update in range(UPDATES):
+                own = read_logprobs(directory.behaviour(number), of, update, "")
+                for sample, one in zip(store.read_update(update), own, strict=True):
+                    sum_.update(b"".join([sample.response_ids.tobytes(), sample.behaviour_logprobs.tobytes()]))
+                    sum_.update(f"{sample.reward} {sample.group}".encode() + one.tobytes())
+            sum_.update(repr(store.rewards()).encode())
+        if missing := set(range(3)) - stage_of(directory, STAGES).present():
+            found.append(f"groups {missing} are generated again")
+    return f"{cursor} {sum_.hexdigest()}", found
+
+
+def content(path: Path) -> dict[str, bytes]:
+    """Every file below a path, with its bytes, but for what each start writes."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name not in (".lock", "recipe.toml")
+    }
