@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import parse_json
 
 HASH_BLOCK = 1 << 20
 TOKEN = "[0-9a-f]" * 8
@@ -143,8 +144,8 @@ def write_sealed(path: Path, name: str, body: Any, **head: Any) -> None:
 
 
 def read_sealed(path: Path, name: str, **head: Any) -> Any:
-    """The body that `write_sealed` wrote; ValueError when its checksum or a key of `head` does not match."""
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    """The body that `write_sealed` wrote; ValueError when it is not JSON of that checksum and `head`."""
+    stored = parse_json(path.read_bytes())
     try:
         if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
             return stored[name]

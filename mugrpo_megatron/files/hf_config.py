@@ -6,7 +6,6 @@ It imports neither torch nor transformers, so a wrong model is found before anyt
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Required, cast
 
@@ -14,6 +13,7 @@ from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationErro
 from typing_extensions import TypedDict
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import read_json
 
 CONFIG = "config.json"
 SHOWN = 3
@@ -104,11 +104,7 @@ def read_config(directory: Path, key: str = "", remedy: str = "") -> ModelConfig
 
 def read_config_file(path: Path) -> ModelConfig:
     """The config in a file of any name."""
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as a model configuration ({error})") from None
-    return checked(config, str(path))
+    return checked(read_json(path), str(path))
 
 
 def checked(config: Any, where: str) -> ModelConfig:

@@ -198,7 +198,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json there"),
     "config is not JSON": (
         lambda d: (d / "config.json").write_text('{\n"a": 1,\n'),
-        "config.json: cannot be read as a model configuration",
+        "config.json is not JSON",
     ),
     "no weights": (remove_weights, "only safetensors checkpoints are supported"),
     "missing shard": (

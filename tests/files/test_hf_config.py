@@ -63,10 +63,10 @@ READERS: dict[str, Callable[[Path], object]] = {
     "plain": read_config,
 }
 WRONG: list[tuple[Any, str]] = [
-    ("{", r"config\.json: cannot be read as a model configuration \(Expecting"),
-    ('{"model_type": "\udcff"}'.encode("utf-8", "surrogateescape"), "cannot be read as a model configuration"),
-    ("[" * 100_000, "cannot be read as a model configuration"),
-    ("[1, 2]", "has no model_type, so it does not describe a model"),
+    ("{", r"config\.json is not JSON \(Expecting"),
+    ('{"model_type": "\udcff"}'.encode("utf-8", "surrogateescape"), "is not JSON"),
+    ("[" * 100_000, r"is not JSON \(nested too deep\)"),
+    ("[1, 2]", "holds a JSON array where an object is needed"),
     ({}, "has no model_type"),
     ({"model_type": ["llama"]}, r"model_type is \['llama'\], it should be a valid string"),
     ({"num_key_value_heads": 0}, "num_key_value_heads is 0, it should be greater than 0"),

@@ -52,5 +52,5 @@ def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no such file"):
         find_model(named("Qwen3-8B"), tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(UserError, match=r"cannot be read as a model configuration"):
+    with pytest.raises(UserError, match=r"config\.json is not JSON"):
         find_model(named("Qwen3-8B"), tmp_path / "config.json")
