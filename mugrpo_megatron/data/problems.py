@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +148,10 @@ def _problem(row: dict[str, Any], source: Source, place: str) -> Problem | str:
             value = field_at(row, path)
         except KeyError:
             return f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})"
-        if value is None or isinstance(value, dict | bool):
+        if value is None or isinstance(value, dict | bool | bytes):
             return f"field {path!r} holds {type(value).__name__}, not text or a number"
+        if isinstance(value, float | Decimal) and not math.isfinite(value):
+            return f"field {path!r} is {value}, not a number"
         text = ", ".join(_answers(value))
         if not text.strip():
             return f"field {path!r} is empty"
@@ -172,6 +176,6 @@ def _answers(value: Any) -> Iterator[str]:
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):  # brackets that mean something else
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
             value = [value]
     yield from map(str, value if isinstance(value, list) else [value])
