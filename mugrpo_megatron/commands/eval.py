@@ -29,6 +29,7 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.samples import Problem, Prompt
 
 SETTINGS = "settings.json"
@@ -64,7 +65,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
-    with open_display(show=True) as display:
+    with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
         evaluation = _evaluate(recipe, tokenizer, problems, record, display, output)

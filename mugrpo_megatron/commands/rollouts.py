@@ -102,7 +102,7 @@ def _load(checkpoint: Path) -> Any:
     check_weights(checkpoint, "--policy")
     disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint,
             dtype="auto",
             use_safetensors=True,
@@ -112,6 +112,7 @@ def _load(checkpoint: Path) -> Any:
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(f"--policy {checkpoint} cannot be loaded ({str(error).strip().splitlines()[0]})") from None
+    model, found = loaded
     if missing := sorted(found["missing_keys"]):
         raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them")
     return model

@@ -129,9 +129,11 @@ def _optimize(options: Options) -> int:
 
 def _sft(options: Options) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.commands.warm_start import is_warm_started
         from mugrpo_megatron.run.preflight import check_warm_start
 
         check_warm_start(recipe)
+        is_warm_started(recipe)
         _say(IMPORTING)
         from mugrpo_megatron.commands.sft import train
 

@@ -79,7 +79,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
-    with _locked(directory.path / ".lock"):
+    with locked(directory.path / ".lock"):
         check_same_run(directory, recipe)
         for name in WRITTEN:
             remove_leftovers(directory.path, name)
@@ -88,7 +88,8 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path` while the block runs; UserError when another process holds it."""
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
