@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from mugrpo_megatron.commands.table import COMMANDS, Command
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.run.stopping import Stopped
+
+LINE_BREAK = re.compile(r"\s*\n\s*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command.run(options)
     except UserError as error:
-        _complain(str(error))
+        _complain(LINE_BREAK.sub(" ", str(error)))  # a library's message inside it may have several lines
         return 2
     except Stopped:
         print("mugrpo: stopped as asked, everything is saved; the same command continues the run")

@@ -24,6 +24,8 @@ _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
+OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
+"""Of files that are not read here, so that `folder/file.csv` is not looked up on the hub."""
 SHOWN_ROWS = 3
 """Malformed rows that one error message names; the others are counted."""
 
@@ -102,7 +104,8 @@ def _file_of(source: str) -> Path | None:
     name, at, file = source.partition("@")
     if at and name in PRESETS:
         return Path(file)
-    return Path(source) if Path(source).suffix in SUFFIXES else None
+    path = Path(source)
+    return path if path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES) or path.is_file() else None
 
 
 def _unknown(source: str) -> UserError:
