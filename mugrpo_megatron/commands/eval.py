@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
@@ -21,11 +21,19 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
 from mugrpo_megatron.evaluation.grading import Graded, Summary, grade, measure_of, prompts_of, summarize
 from mugrpo_megatron.evaluation.scoring import scored
+from mugrpo_megatron.files.durable import write_json, write_text
+from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.samples import Problem, Prompt
+
+SETTINGS = "settings.json"
+"""The file that makes a directory an evaluation's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +64,19 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
-    record = Record(output, settings_of(recipe, names))
-    with open_display(show=True) as display:
+    record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
+    with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
         evaluation = _evaluate(recipe, tokenizer, problems, record, display, output)
         display.say(table(evaluation))
-    (output / "table.md").write_text(table(evaluation) + "\n", encoding="utf-8")
+    write_text(output / "table.md", table(evaluation) + "\n")
     summary = {
         "average": asdict(evaluation.average),
         "sets": [asdict(one) for one in evaluation.sets],
         "seconds": evaluation.seconds,
     }
-    (output / "summary.json").write_text(json.dumps(_finite(summary), indent=1) + "\n", encoding="utf-8")
+    write_json(output / "summary.json", json_value(summary))
     return evaluation
 
 
@@ -88,23 +96,28 @@ def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
 class Record:
     """The rows of an evaluation on disk: appended as problems finish, read by the run that continues it."""
 
-    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
-        """Open or create the record; UserError when its settings are others."""
-        directory.mkdir(parents=True, exist_ok=True)
+    def __init__(self, directory: Path, settings: dict[str, Any], inputs: Sequence[Path] = ()) -> None:
+        """Open or create the record.
+
+        Raises UserError when its settings are others, or when the directory holds files of these names that no
+        evaluation wrote (`check_output`).
+        """
         self._rows = directory / "problems.jsonl"
-        settings_file = directory / "settings.json"
-        if settings_file.exists():
-            before = json.loads(settings_file.read_text(encoding="utf-8"))
-            differing = [key for key in settings if before.get(key) != settings[key]]
-            if differing:
-                raise UserError(
-                    f"{directory} holds an evaluation with another {', '.join(differing)}: choose another directory"
-                )
-        else:
-            settings_file.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+        settings_file = directory / SETTINGS
+        own = settings_file.is_file()
+        before = read_json(settings_file) if own else settings
+        differing = [key for key in settings if before.get(key) != settings[key]]
+        if differing:
+            raise UserError(
+                f"{directory} holds an evaluation with another {', '.join(differing)}: choose another directory"
+            )
+        for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
+            check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(settings_file, settings)
 
     def read(self) -> list[Graded]:
-        """Finished problems; truncates a last line that was written in part."""
+        """Finished problems; truncates a last line that was written in part. UserError names a damaged line."""
         if not self._rows.exists():
             return []
         raw = self._rows.read_bytes()
@@ -112,12 +125,21 @@ class Record:
         if len(whole) < len(raw):
             with self._rows.open("r+b") as file:
                 file.truncate(len(whole))
-        found = [json.loads(line) for line in whole.splitlines()]
-        return [Graded(**{**row, "problem": Problem(**row["problem"])}) for row in found]
+        return [_graded(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
     def append(self, graded: Graded) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(graded)) + "\n")
+
+
+def _graded(row: dict[str, Any] | str, place: str) -> Graded:
+    """A row of problems.jsonl; UserError when it is not one."""
+    try:
+        if isinstance(row, str):
+            raise TypeError(row)
+        return Graded(**{**row, "problem": Problem(**row["problem"])})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
 
 def table(evaluation: Evaluation) -> str:
@@ -186,12 +208,3 @@ def _text(interval: Interval, measure: Measure = "accuracy") -> str:
     if measure == "accuracy":
         return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
     return f"{interval.value:.4g} [{interval.low:.4g}, {interval.high:.4g}]"
-
-
-def _finite(value: Any) -> Any:
-    """The value with null for every infinite number, which JSON lacks."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

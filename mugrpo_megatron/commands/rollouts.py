@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
@@ -22,12 +23,14 @@ from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.algorithm.veto import initial_state, veto
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import read_config
+from mugrpo_megatron.files.hf_config import CONFIG, check_weights, read_config
+from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.families import architecture
 
 BATCH_TOKENS = 8192
 """Padded tokens of one forward pass."""
@@ -54,18 +57,18 @@ class LaterPolicy:
     """A Hugging Face checkpoint, run by transformers, under which stale responses are scored."""
 
     def __init__(self, checkpoint: Path, temperature: float) -> None:
-        """Raises UserError when `checkpoint` is not a Hugging Face checkpoint."""
-        read_config(checkpoint, remedy="name one with --policy")
+        """Raises UserError when `checkpoint` is not a complete Hugging Face checkpoint of a supported model."""
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype="auto", use_safetensors=True, trust_remote_code=False
-        )
-        self._model = model.to(self._device).eval()
+        self._model = _load(checkpoint).to(self._device).eval()
         self._temperature = temperature
 
     def assess(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
-        """Each response under this policy; `advantages` float [N]."""
+        """Each response under this policy; `advantages` float [N]. UserError when the policy lacks their tokens."""
+        largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
+        if largest >= self._model.config.vocab_size:
+            raise UserError(
+                f"the policy has {self._model.config.vocab_size} tokens, the responses have token {largest}"
+            )
         ratios = [
             torch.from_numpy(logprobs - sample.behaviour_logprobs)
             for sample, logprobs in zip(samples, self._logprobs(samples), strict=True)
@@ -92,6 +95,28 @@ class LaterPolicy:
             found = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].cpu()
             for sample, row in zip(batch, found, strict=True):
                 yield row[len(sample.prompt_ids) - 1 : sample.tokens - 1].numpy()
+
+
+def _load(checkpoint: Path) -> Any:
+    """The checkpoint's model; none of its files is run as code, and every weight is read from it."""
+    architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
+    check_weights(checkpoint, "--policy")
+    disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype="auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise UserError(f"--policy {checkpoint} cannot be loaded ({str(error).strip().splitlines()[0]})") from None
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them")
+    return model
 
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
@@ -140,25 +165,30 @@ def browse(
     if recipe is None:
         raise UserError(f"{run_dir}: not a run directory (it has no {directory.recipe.name})")
     policy = policy or (directory.hf if selection.vetoed else None)
+    number, store, note = _stage(directory, stage)
+    _check(selection, store, recipe)
     later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
-    number, store = _stage(directory, stage)
     tokenizer = load_tokenizer(directory.hf if directory.hf.exists() else recipe.model.path)
     chosen = islice(_rollouts(store, selection, later, recipe), selection.limit)
     console = Console()
     if not console.is_terminal:
         console.width = PIPED_WIDTH
+    if note:
+        console.print(note, markup=False)
     if selection.group is not None:
         for rollout in chosen:
             _print_in_full(console, rollout, tokenizer)
         return
-    console.print(_table(f"{run_dir}: stage {number}", list(chosen), tokenizer, recipe.objective if later else None))
+    title = escape(visible(f"{run_dir}: stage {number}"))
+    console.print(_table(title, list(chosen), tokenizer, recipe.objective if later else None))
 
 
-def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]:
-    """The stage asked for, or the newest sealed one."""
-    stages = {number: StageStore(path) for number, path in directory.stages().items()}
-    for path in directory.stages().values():
+def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
+    """The stage asked for, or the newest sealed one, and a note when a newer one is not sealed."""
+    folders = directory.stages()
+    for path in folders.values():
         check_stage(path)
+    stages = {number: StageStore(path) for number, path in folders.items()}
     sealed = [number for number, store in stages.items() if store.sealed]
     number = stage if stage is not None else max(sealed, default=0)
     if number not in sealed:
@@ -166,14 +196,25 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]
         raise UserError(
             f"{directory.path}: stage {number} holds {found}, only sealed ones are shown: {sealed or 'none'}"
         )
-    return number, stages[number]
+    newest = max(stages)
+    note = f"stage {newest} is not sealed, so stage {number} is shown" if stage is None and newest != number else ""
+    return number, stages[number], note
+
+
+def _check(selection: Selection, store: StageStore, recipe: Recipe) -> None:
+    """UserError for a selection that the stage cannot have."""
+    groups = store.updates * recipe.rollout.prompts_per_update
+    if selection.update is not None and selection.update not in range(store.updates):
+        raise UserError(f"--update {selection.update}: the stage's updates are 0 to {store.updates - 1}")
+    if selection.group is not None and selection.group not in range(groups):
+        raise UserError(f"--group {selection.group}: the stage's groups are 0 to {groups - 1}")
+    if selection.limit < 0:
+        raise UserError(f"--limit {selection.limit}: is below 0")
 
 
 def _rollouts(store: StageStore, selection: Selection, later: LaterPolicy | None, recipe: Recipe) -> Iterator[Rollout]:
     """The selected responses, read update by update, so that memory holds one update."""
     objective, updates = recipe.objective, range(store.updates)
-    if selection.update is not None and selection.update not in updates:
-        raise UserError(f"--update {selection.update}: the stage's updates are 0 to {updates[-1]}")
     if selection.group is not None:
         selection = replace(selection, update=selection.group // recipe.rollout.prompts_per_update)
     for update in updates if selection.update is None else [selection.update]:
@@ -236,7 +277,7 @@ def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedToke
     """Prompt and response as text; triggers are in «», dropped tokens in ⟦⟧, visible in a pipe too."""
     sample = rollout.sample
     facts = f"reward {sample.reward:g}, advantage {rollout.advantage:+.2f}, {sample.finish_reason}"
-    console.rule(f"group {sample.group}, {escape(sample.problem)}: {facts}")
+    console.rule(f"group {sample.group}, {escape(visible(sample.problem))}: {facts}")
     console.print(Text(_text(tokenizer, sample.prompt_ids), style="dim"))
     response = Text(_text(tokenizer, sample.response_ids)) if rollout.stale is None else _marked(rollout, tokenizer)
     console.print(response)
@@ -256,4 +297,5 @@ def _marked(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
-    return str(tokenizer.decode(ids.tolist()))
+    """The tokens' text, with control characters shown as escapes."""
+    return visible(str(tokenizer.decode(ids.tolist())))

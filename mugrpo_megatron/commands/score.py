@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import islice
+from decimal import Decimal
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
@@ -22,6 +26,8 @@ BLOCK = 512
 """Rows that are read and written together."""
 BLOCKS_AHEAD = 8
 """Blocks that are scored while an earlier one is pending; bounds memory for a file of any size."""
+WRITTEN = (".jsonl", ".json")
+"""Suffixes of an output, which is JSON lines."""
 
 Row = dict[str, Any]
 
@@ -49,29 +55,43 @@ class ScoreSummary:
         )
 
 
-def run(input_path: Path, output_path: Path, section: RewardSection, strict: bool = True) -> ScoreSummary:
+def run(
+    input_path: Path, output_path: Path, section: RewardSection, strict: bool = True, overwrite: bool = False
+) -> ScoreSummary:
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
-    Each row gains `reward`, `extracted`, `why` and `seconds`. The output is written atomically. Raises UserError for a
-    file without rows, and with `strict` for the first malformed row.
+    Each row gains `reward`, `extracted`, `why` and `seconds`; its other columns are kept as `json_value` writes them.
+    The output appears complete or not at all. Raises UserError before anything is scored when the output may not be
+    written (`check_output`), for a file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     total, reward, without_answer = 0, 0.0, 0
+    _check_output(output_path, input_path, overwrite)
     source = _well_formed(input_path, strict, malformed)
+    first = next(source, None)
+    if first is None:
+        raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
     output_path.parent.mkdir(parents=True, exist_ok=True)
     with durable_file(output_path) as output, Verifier(section) as verifier:
-        for row, score in _scored(source, verifier):
-            output.write(json.dumps(row | asdict(score)).encode() + b"\n")
+        for row, score in _scored(chain([first], source), verifier):
+            output.write(json.dumps(json_value(row | asdict(score))).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.function == "math"
             counts[score.why] += 1
-        if not total:
-            raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
+        _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
     whys = dict(counts.most_common())
     return ScoreSummary(total, len(malformed), reward / total, without_answer, whys, time.perf_counter() - start)
+
+
+def _check_output(path: Path, source: Path, overwrite: bool) -> None:
+    if path.suffix not in WRITTEN:
+        raise UserError(f"--out {path}: scores are written as JSON lines; name the file {path.stem}.jsonl")
+    check_output(
+        path, f"--out {path}", own=overwrite, inputs=[source], remedy="choose another path, or pass --overwrite"
+    )
 
 
 def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
@@ -106,6 +126,8 @@ def _flaw(row: Row) -> str:
     if not isinstance(row.get("response"), str):
         return "field 'response' is missing or not text"
     answer = row.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal) or not str(answer).strip():
         return "field 'answer' is missing, empty, or neither text nor a number"
+    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
+        return f"field 'answer' is {answer}, not a number"
     return ""

@@ -14,10 +14,11 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
 from mugrpo_megatron.data.arithmetic import demonstration, problems
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import shutdown
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -28,7 +29,7 @@ from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_sha
 from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
-from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
 from mugrpo_megatron.run.preflight import check_warm_start
 from mugrpo_megatron.samples import Problem
@@ -52,25 +53,27 @@ def train(recipe: Recipe) -> None:
     """
     out = recipe.sft.output
     check_warm_start(recipe)
-    if _is_finished(recipe, out):
-        print(f"{out}/hf exists; remove {out} to train it again")
-        return
-    disable_progress_bar()
-    with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
-        fresh = Path(scratch) / "fresh"
-        tokenizer = build_arithmetic_tokenizer()
-        tokenizer.save_pretrained(fresh)
-        torch.manual_seed(recipe.run.seed)
-        Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
-        learner = build_learner(_as_one_stage(recipe, fresh))
-        try:
-            with open_display(show=learner.ranks.rank == 0) as display:
-                _imitate(learner, tokenizer, display)
-            save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
-            if learner.ranks.rank == 0:
-                write_text(out / "recipe.toml", dump_recipe(recipe))
-        finally:
-            shutdown()
+    with locked_warm_start(out):
+        if is_warm_started(recipe):
+            if rank_of_environment() == 0:
+                print(f"{out}/hf exists; remove {out} to train it again")
+            return
+        disable_progress_bar()
+        with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
+            fresh = Path(scratch) / "fresh"
+            tokenizer = build_arithmetic_tokenizer()
+            tokenizer.save_pretrained(fresh)
+            torch.manual_seed(recipe.run.seed)
+            Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
+            learner = build_learner(_as_one_stage(recipe, fresh))
+            try:
+                if learner.ranks.rank == 0:  # before hf/, so that an hf/ without it is not a warm start
+                    write_text(out / RECIPE, dump_recipe(recipe))
+                with open_display(show=learner.ranks.rank == 0) as display:
+                    _imitate(learner, tokenizer, display)
+                save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
+            finally:
+                shutdown()
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
@@ -158,13 +161,3 @@ def _as_one_stage(recipe: Recipe, model: Path) -> Recipe:
     schedule = ScheduleSection(stages=1, updates_per_stage=section.max_updates)
     path = recipe.model.model_copy(update={"path": model})
     return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule, "model": path})
-
-
-def _is_finished(recipe: Recipe, out: Path) -> bool:
-    made = out / "recipe.toml"
-    if not made.exists():
-        return False
-    before = load_recipe(made)
-    if (before.sft, before.data.train, before.model.dtype) != (recipe.sft, recipe.data.train, recipe.model.dtype):
-        raise UserError(f"{out} holds the warm start of another recipe; remove it, or choose another sft.output")
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import codecs
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
@@ -46,27 +47,49 @@ def field_at(row: dict[str, Any], path: str) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if raw.strip():
-                yield line, _json_row(raw)
+    try:
+        with path.open("rb") as file:
+            for line, raw in enumerate(file, start=1):
+                text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+                if text.strip():
+                    yield line, _json_row(text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
 
 
 def _json_row(raw: bytes) -> dict[str, Any] | str:
     try:
-        row = json.loads(raw)
-    except ValueError as error:  # JSONDecodeError or UnicodeDecodeError
+        row = parse_json(raw)
+    except ValueError as error:
         return f"not JSON ({error})"
     return row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     line = 0
     try:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
+                for row in _python_rows(batch):
                     line += 1
                     yield line, row
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file ({error}): write it again") from error
+
+
+def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | str]:
+    """Rows of a batch; a row with a value that Python cannot hold (no UTF-8, no calendar date) is malformed."""
+    try:
+        yield from batch.to_pylist()
+        return
+    except (ValueError, OverflowError, pa.ArrowException):
+        pass
+    for place in range(batch.num_rows):
+        row: dict[str, Any] = {}
+        try:
+            for name, column in zip(batch.schema.names, batch.columns, strict=True):
+                row[name] = column[place].as_py()
+        except (ValueError, OverflowError, pa.ArrowException) as error:
+            yield f"column {name!r} holds a value that cannot be read ({error})"
+        else:
+            yield row

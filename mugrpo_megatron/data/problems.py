@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
+OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
+"""Of files that are not read here, so that `folder/file.csv` is not looked up on the hub."""
 SHOWN_ROWS = 3
 """Malformed rows that one error message names; the others are counted."""
 
@@ -100,7 +104,8 @@ def _file_of(source: str) -> Path | None:
     name, at, file = source.partition("@")
     if at and name in PRESETS:
         return Path(file)
-    return Path(source) if Path(source).suffix in SUFFIXES else None
+    path = Path(source)
+    return path if path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES) or path.is_file() else None
 
 
 def _unknown(source: str) -> UserError:
@@ -146,8 +151,10 @@ def _problem(row: dict[str, Any], source: Source, place: str) -> Problem | str:
             value = field_at(row, path)
         except KeyError:
             return f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})"
-        if value is None or isinstance(value, dict | bool):
+        if value is None or isinstance(value, dict | bool | bytes):
             return f"field {path!r} holds {type(value).__name__}, not text or a number"
+        if isinstance(value, float | Decimal) and not math.isfinite(value):
+            return f"field {path!r} is {value}, not a number"
         text = ", ".join(_answers(value))
         if not text.strip():
             return f"field {path!r} is empty"
@@ -172,6 +179,6 @@ def _answers(value: Any) -> Iterator[str]:
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):  # brackets that mean something else
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
             value = [value]
     yield from map(str, value if isinstance(value, list) else [value])

@@ -13,6 +13,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 
 GIB = 1 << 30
+MOST_NODES, MOST_PER_NODE = 100_000, 1024
+"""Largest cluster: every divisor of its size is a layout to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +64,12 @@ def engines_of(recipe: Recipe, cluster: Cluster) -> int:
 
 
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
-    """Raises UserError for an unknown device or an empty cluster."""
+    """Raises UserError for an unknown device, or a cluster that is empty or beyond MOST_NODES x MOST_PER_NODE."""
     if device not in DEVICES:
         raise UserError(f"--gpu {device}: known are {', '.join(DEVICES)}")
-    if nodes < 1 or per_node < 1:
-        raise UserError(f"--nodes {nodes} --gpus-per-node {per_node}: both are at least 1")
+    for option, value, most in (("--nodes", nodes, MOST_NODES), ("--gpus-per-node", per_node, MOST_PER_NODE)):
+        if not 1 <= value <= most:
+            raise UserError(f"{option} {value}: takes 1 to {most:,}")
     found = DEVICES[device]
     if not found.cuda:
         found = dataclasses.replace(found, memory=psutil.virtual_memory().total // per_node)
@@ -119,8 +122,14 @@ class Assumptions:
     """Share of a learner's memory that the allocator cannot use."""
 
 
+SHARES = ("mean_prompt", "mean_response", "packing", "mfu", "mfu_experts", "decode", "fragmentation")
+"""Assumptions that are at most 1."""
+MOST = {"spread": 10.0, **dict.fromkeys(SHARES, 1.0)}
+MOST_OTHERS = 1e18
+
+
 def assume(settings: Iterable[str]) -> Assumptions:
-    """The defaults with `name=value` replaced. Raises UserError for an unknown name or a value that is not a number."""
+    """The defaults with `name=value` replaced. Raises UserError for an unknown name or a value out of its range."""
     known = {field.name for field in dataclasses.fields(Assumptions)}
     found: dict[str, float] = {}
     for setting in settings:
@@ -131,6 +140,7 @@ def assume(settings: Iterable[str]) -> Assumptions:
             found[name] = float(text)
         except ValueError:
             raise UserError(f"--assume {setting}: {text!r} is not a number") from None
-        if found[name] <= 0 and name != "fragmentation":
-            raise UserError(f"--assume {setting}: must be above 0")
+        most = MOST.get(name, MOST_OTHERS)
+        if not (0 < found[name] <= most or (name == "fragmentation" and found[name] == 0)):
+            raise UserError(f"--assume {setting}: takes a number above 0, up to {most:g}")
     return Assumptions(**found)

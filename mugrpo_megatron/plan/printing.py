@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.plan.hardware import GIB
 from mugrpo_megatron.plan.memory import RECOMPUTE
@@ -36,8 +37,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def print_json(plan: Plan) -> None:
-    """Print the plan as JSON: bytes, seconds and shares."""
-    print(json.dumps(plan_as_dict(plan), indent=2))
+    """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
+    print(json.dumps(json_value(plan_as_dict(plan)), indent=2))
 
 
 def _head(plan: Plan) -> Iterable[str]:

@@ -19,7 +19,9 @@ def experts_of(model: Mapping[str, Any]) -> int:
 
 
 def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
+    """All divisors of n > 0, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
 
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:

@@ -18,6 +18,13 @@ from mugrpo_megatron.recipe.sections import Recipe
 
 Table = dict[str, Any]
 
+MOST_BASES = 64
+"""Recipes that one recipe may be composed of."""
+MOST_BYTES = 1 << 20
+"""Bytes of one TOML file; a device has no end."""
+SHOWN_CHARS = 60
+"""Characters of a wrong value that a message shows."""
+
 
 def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
     """The recipe in `path`, composed with its `base` files and overridden by `a.b=c` strings, validated.
@@ -26,7 +33,7 @@ def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
     of such paths (relative to itself); its own keys win over its bases', a later base's over an earlier one's.
     Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
-    table = _read_with_base(path, seen=()) if path else {}
+    table = _read_with_base(path, within=(), read=[]) if path else {}
     for override in overrides:
         _apply(table, override)
     return validate(table, source=str(path or "--set"))
@@ -45,24 +52,46 @@ def dump_recipe(recipe: Recipe) -> str:
     return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
 
 
-def _read_with_base(path: Path, seen: tuple[Path, ...]) -> Table:
-    if path.resolve() in seen:
-        raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
+def read_toml(path: Path) -> Table:
+    """The tables of a TOML file; UserError when it is missing, unreadable or not TOML."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            raw = file.read(MOST_BYTES + 1)
+        if len(raw) > MOST_BYTES:
+            raise UserError(f"{path}: longer than {MOST_BYTES:,} bytes, so not a recipe")
+        return parse_toml(raw.decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such recipe; the bundled ones are in run_scripts/recipes/") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as a recipe ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read as a recipe ({reason})") from None
+    except ValueError as error:  # also for a path with a null character
         raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def parse_toml(text: str) -> Table:
+    """The tables of a TOML text; ValueError when it is not TOML, nested too deep, or has a number of 4,300 digits."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path]) -> Table:
+    """The tables of a recipe and its bases; `within` are the recipes that lead to it, `read` all those read so far."""
+    table = read_toml(path)
+    if (own := path.resolve()) in within:
+        raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
+    read.append(own)
+    if len(read) > MOST_BASES:
+        raise UserError(f"{path}: more than {MOST_BASES} recipes are composed by `base`; write fewer")
     base = table.pop("base", None)
     if base is None:
         return table
     names = [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
-    tables = [_read_with_base(path.parent / name, (*seen, path.resolve())) for name in names]
+    tables = [_read_with_base(path.parent / name, (*within, own), read) for name in names]
     return reduce(_merge, [*tables, table])
 
 
@@ -84,10 +113,23 @@ def _apply(table: Table, override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
+    table[key] = _value(override, text)
+
+
+def _value(override: str, text: str) -> Any:
+    """The value of an override's text: TOML where it parses as such, else the text itself."""
     try:
-        table[key] = tomllib.loads(f"value = {text}")["value"]
+        override.encode("utf-8")
+        found = parse_toml(f"value = {text}")
+    except UnicodeEncodeError:
+        raise UserError(f"--set {override}: not UTF-8 text") from None
     except tomllib.TOMLDecodeError:
-        table[key] = text
+        return text
+    except ValueError as error:
+        raise UserError(f"--set {_shown(override)}: {error}") from None
+    if found.keys() != {"value"}:
+        raise UserError(f"--set {override}: sets several keys; pass --set once for each")
+    return found["value"]
 
 
 def _sentence(error: ErrorDetails) -> str:
@@ -98,8 +140,17 @@ def _sentence(error: ErrorDetails) -> str:
         hint = f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(sorted(known))}"
         return f"`{place}` is not a recipe key; {hint}"
     message = error["msg"].removeprefix("Value error, ")
-    value = "" if isinstance(error["input"], dict) else f" = {error['input']!r}"
+    value = "" if isinstance(error["input"], dict) else f" = {_shown(error['input'])}"
     return f"`{place}`{value}: {message}" if place else message
+
+
+def _shown(value: Any) -> str:
+    """The value as text of a readable length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
 
 
 def _known_keys(loc: tuple[int | str, ...]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -10,7 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, 
 class Section(BaseModel):
     """A frozen table of the recipe: an unknown key is an error, a field's docstring is its documentation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="after")
+    def _check_integers(self) -> Self:
+        """No key needs a larger integer, and beyond it an array's size or a C long overflows."""
+        for name, value in self:
+            if isinstance(value, int) and value > MOST:
+                raise ValueError(f"{name} is above {MOST:,}")
+        return self
+
+
+MOST = 2**53
+"""Largest integer of a recipe."""
 
 
 ObjectiveName = Literal[
@@ -114,7 +128,8 @@ class ObjectiveSection(Section):
             return given
         if "kappa" in given:
             raise ValueError(KAPPA)
-        return {**PRESETS.get(given.get("name", "mu_grpo"), {}), **given}
+        name = given.get("name", "mu_grpo")
+        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
 
     @field_validator("clip_centre", mode="before")
     @classmethod
@@ -133,6 +148,13 @@ class ObjectiveSection(Section):
                 'the clip range is centred at 1, without a reference policy; set clip_centre = "reference" or leave '
                 "the key out"
             )
+        return value
+
+    @field_validator("mismatch_high")
+    @classmethod
+    def _check_the_range(cls, value: float, info: ValidationInfo) -> float:
+        if value < info.data.get("mismatch_low", 0.0):
+            raise ValueError("is below mismatch_low, so no token would be kept")
         return value
 
     @property

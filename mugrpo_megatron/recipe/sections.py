@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.scoring import EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
 
+def _own_directory(path: Path) -> Path:
+    """A directory that a command fills; ValueError for one that cannot be its own."""
+    if os.path.abspath(path) == os.sep or "\0" in str(path):
+        raise ValueError("name a directory of its own")
+    return path
+
+
+def _named(value: object) -> object:
+    if isinstance(value, str) and not value.strip():
+        raise ValueError("name a directory of its own; empty text would be the current one")
+    return value
+
+
+OwnDirectory = Annotated[Path, BeforeValidator(_named), AfterValidator(_own_directory)]
+
+
 class RunSection(Section):
     """Where a run lives and what makes it repeatable."""
 
-    dir: Path = Path("runs/default")
+    dir: OwnDirectory = Path("runs/default")
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
-    seed: NonNegativeInt = 0
+    seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of learner and engine; `auto` takes CUDA where torch finds it."""
-    collective_timeout_s: PositiveFloat = 1800.0
+    collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 
 
@@ -41,9 +68,9 @@ class DataSection(Section):
     """A bundled task, a `.jsonl` or `.parquet` file, a named data set, or `owner/name` on the hub; commas join them."""
     eval: str = "arithmetic"
     """Held-out problems, named as `train` is."""
-    eval_problems: PositiveInt = 500
+    eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation."""
-    generated_problems: PositiveInt = 50_000
+    generated_problems: int = Field(50_000, gt=0, le=10_000_000)
     """Training problems that a bundled task generates."""
     question_field: str = "problem"
     """Column that holds the question, or a path inside one (`prompt.0.content`)."""
@@ -120,6 +147,13 @@ class OptimizerSection(Section):
     max_skipped: PositiveInt = 10
     """End the run, with state and last batch saved, after this many skipped updates (non-finite gradient) in a row."""
 
+    @field_validator("min_lr")
+    @classmethod
+    def _check_decay(cls, value: float, info: ValidationInfo) -> float:
+        if value > info.data.get("lr", value):
+            raise ValueError("is above lr, from which it decays")
+        return value
+
 
 class CheckpointSection(Section):
     """When the learner's full state is saved, and how many saves are kept."""
@@ -146,7 +180,7 @@ class TrackSection(Section):
 class SftSection(Section):
     """Warm start: a small Qwen2 model learns a bundled task from scratch by supervised learning."""
 
-    output: Path = Path("runs/warm-start")
+    output: OwnDirectory = Path("runs/warm-start")
     """Run directory of the warm start; the checkpoint is in its `hf/`."""
     layers: PositiveInt = 2
     """Transformer layers of the new model."""

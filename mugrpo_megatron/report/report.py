@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.report.evaluations import between, difference, shown
 from mugrpo_megatron.report.paper_charts import paper_remark
@@ -21,6 +22,8 @@ from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_
 from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
 
 FILE_NAME = "report.html"
+BRAND = "mu-GRPO run report"
+"""Every page says this; a page that does not is somebody else's and stays."""
 
 PHASE_COLORS = {
     "start": "grey",
@@ -71,11 +74,18 @@ TIME_LINE = {
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and summary.json, if there is one.
 
-    Raises UserError when `run_dir` is not a run directory, or a file in it is damaged.
+    Raises UserError when `run_dir` is not a run directory, a file in it is damaged, or its report.html is not one of
+    these reports.
     """
     path = run_dir / FILE_NAME
-    write_text(path, page(read_run(run_dir)))
+    run = read_run(run_dir)
+    check_output(path, str(path), own=_is_report(path), remedy="it is not a run's report, so move it away")
+    write_text(path, page(run))
     return path
+
+
+def _is_report(path: Path) -> bool:
+    return path.is_file() and BRAND.encode() in path.read_bytes()
 
 
 def page(run: RunData) -> str:
@@ -86,6 +96,7 @@ def page(run: RunData) -> str:
     return environment.from_string(_source("report.html.j2")).render(
         name=run.path.resolve().name,
         path=run.path,
+        brand=BRAND,
         version=__version__,
         style=Markup(_source("report.css")),
         script=Markup(_source("plot.js") + _source("report.js")),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tomllib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
+from mugrpo_megatron.recipe.load import read_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,7 @@ def read_run(path: Path) -> RunData:
 
     Raises UserError when recipe or metrics are missing, or when a file is damaged.
     """
-    text = _read(path / "recipe.toml")
-    try:
-        recipe = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path / 'recipe.toml'}: not valid TOML ({error}); restore the run's recipe") from None
+    text, recipe = _recipe(path / "recipe.toml")
     rows = read_rows(path / FILE_NAME)
     if not rows:
         raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started")
@@ -123,17 +119,20 @@ def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
     return Clock(tuple(starts), tuple(offsets)), alive + last - starts[-1]
 
 
+def _recipe(path: Path) -> tuple[str, dict[str, Any]]:
+    """The text and the sections of a run's recipe."""
+    if not path.is_file():
+        raise UserError(f"{path}: no such file; is {path.parent} a run directory?")
+    recipe = read_toml(path)
+    if wrong := [name for name, table in recipe.items() if not isinstance(table, dict)]:
+        raise UserError(f"{path}: `{wrong[0]}` is not a section; restore the run's recipe")
+    return path.read_text(encoding="utf-8-sig"), recipe
+
+
 def _summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return json.loads(_read(path))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); delete it; the report does not need it") from None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: no such file; is {path.parent} a run directory?") from None
+        return read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; delete it, the report does not need it") from None

@@ -272,5 +272,5 @@ def test_missing_and_damaged_files_are_user_errors(tmp_path: Path) -> None:
     rows: list[Row] = rows_of(1, 1)
     write_run(tmp_path, rows, recipe_of(1, 1))
     (tmp_path / "summary.json").write_text("{")
-    with pytest.raises(UserError, match=r"summary\.json: not valid JSON"):
+    with pytest.raises(UserError, match=r"summary\.json is not JSON"):
         write_report(tmp_path)

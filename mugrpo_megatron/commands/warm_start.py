@@ -1,0 +1,55 @@
+"""The directory of a warm start: whether it holds one, whose it is, and its lock. Imports nothing slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mugrpo_megatron.engine.placement import rank_of_environment
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import remove_leftovers
+from mugrpo_megatron.files.hf_config import CONFIG
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.run.directory import locked
+
+RECIPE = "recipe.toml"
+"""Written before training starts, so that an hf/ without it is not a warm start's."""
+
+
+def is_warm_started(recipe: Recipe) -> bool:
+    """Whether `sft.output` holds this recipe's warm start.
+
+    Raises UserError when it holds the warm start of another recipe or an hf/ that no warm start wrote, or cannot be
+    written.
+    """
+    out = recipe.sft.output
+    remedy = "remove it, or choose another sft.output"
+    check_output(out, f"sft.output = {out}", kind="directory", own=True)
+    if not (out / RECIPE).exists():
+        check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"no warm start wrote it; {remedy}")
+        return False
+    before = load_recipe(out / RECIPE)
+    if (before.sft, before.data.train, before.model.dtype) != (recipe.sft, recipe.data.train, recipe.model.dtype):
+        raise UserError(f"{out} holds the warm start of another recipe; {remedy}")
+    if (out / "hf" / CONFIG).is_file():
+        return True
+    check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"it is not a warm start; {remedy}")
+    return False
+
+
+@contextmanager
+def locked_warm_start(out: Path) -> Iterator[None]:
+    """Hold the directory's lock on the first rank: two commands never write one warm start.
+
+    What a killed one has left is removed.
+    """
+    if rank_of_environment() != 0:
+        yield
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out / ".lock"):
+        for name in (RECIPE, "hf"):
+            remove_leftovers(out, name)
+        yield
