@@ -172,6 +172,6 @@ def _answers(value: Any) -> Iterator[str]:
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError):  # brackets that mean something else
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
             value = [value]
     yield from map(str, value if isinstance(value, list) else [value])
