@@ -63,7 +63,8 @@ def run(input_path: Path, output_path: Path, section: RewardSection, strict: boo
     output_path.parent.mkdir(parents=True, exist_ok=True)
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(source, verifier):
-            output.write(json.dumps(row | asdict(score)).encode() + b"\n")
+            found = {name: value for name, value in asdict(score).items() if value is not None}
+            output.write(json.dumps(row | found).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.function == "math"
