@@ -76,7 +76,9 @@ def run(
     output_path.parent.mkdir(parents=True, exist_ok=True)
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(chain([first], source), verifier):
-            output.write(json.dumps(json_value(row | asdict(score))).encode() + b"\n")
+            found = {name: value for name, value in asdict(score).items() if value is not None}
+            output.write(json.dumps(json_value(row | found)).encode() + b"
+")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.function == "math"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import psutil
 
@@ -43,9 +45,13 @@ def environment() -> dict[str, str]:
     }
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may run on: its affinity, and the quota of its control group (cgroups v2), rounded up."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no quota file, or "max"
+        limit, period = map(int, quota.read_text(encoding="ascii").split())
+        cores = max(1, min(cores, -(-limit // period)))
+    return cores
 
 
 def devices() -> str:

@@ -155,11 +155,11 @@ def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             prompt_ids=prompt_ids,
             response_ids=response.ids,
             behaviour_logprobs=response.logprobs,
-            reward=shaped(score.reward, text, len(response.ids), limit, recipe.reward),
+            reward=shaped(score, len(response.ids), limit, recipe.reward),
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
         )
-        for response, text, score in zip(group.responses, group.texts, group.scores, strict=True)
+        for response, score in zip(group.responses, group.scores, strict=True)
     ]
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
 
 from mugrpo_megatron.recipe.objective import Section
 
@@ -18,7 +19,9 @@ class RewardSection(Section):
     """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
-    timeout_s: PositiveFloat = 8.0
+    max_failure_share: float = Field(0.01, ge=0.0, le=1.0)
+    """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail."""
+    timeout_s: float = Field(8.0, gt=0.0, le=86400.0)
     """Wall-clock seconds after which a worker is killed; it gives up by itself after 1/8 of that in processor time."""
     max_answer_chars: PositiveInt = 2000
     """A longer extracted answer scores 0 without being parsed."""
@@ -32,6 +35,15 @@ class RewardSection(Section):
     """This many tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: off."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
+
+    @field_validator("format_pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
 
 
 class SetSection(Section):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from mugrpo_megatron.rewards.literal import is_integer
-
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
 _PHRASE = re.compile(r"\b(?:final\s+)?answer\s*(?:is\b|:|=)\s*:?\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
 _PROSE = re.compile(
@@ -25,6 +24,11 @@ _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|\{|\}", re.DOTALL)
 _PROSE_CHARS = 1000
 _TAIL_CHARS = 8000
 """Only this much of a response's end is searched; an earlier answer does not count."""
+
+
+def is_integer(text: str) -> bool:
+    """Whether text is one integer and nothing else."""
+    return _INTEGER.fullmatch(text) is not None
 
 
 def answer_of(response: str) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.extract import answer_of, is_integer
+from mugrpo_megatron.rewards.scores import Score
+
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
     r"|(?P<top>[0-9]{1,40})/(?P<under>[0-9]{1,40})"
@@ -13,9 +16,17 @@ _WRITTEN_OUT = re.compile(
 )
 
 
-def is_integer(text: str) -> bool:
-    """Whether text is one integer and nothing else."""
-    return _INTEGER.fullmatch(text) is not None
+def settle(response: str, gold: str, section: RewardSection) -> Score | str:
+    """The score of a response when its characters decide it, else the answer that math-verify has to compare."""
+    answer = answer_of(response)
+    verdict = literal_verdict(answer, gold)
+    if verdict is not None:
+        return Score(float(verdict), answer, "equal" if verdict else "differs from the gold answer", 0.0)
+    if not answer:
+        return Score(0.0, "", "no answer found", 0.0)
+    if len(answer) > section.max_answer_chars:
+        return Score(0.0, answer[:200], f"answer longer than {section.max_answer_chars} characters", 0.0)
+    return answer
 
 
 def literal_verdict(answer: str, gold: str) -> bool | None:
@@ -26,7 +37,7 @@ def literal_verdict(answer: str, gold: str) -> bool | None:
     """
     if answer == gold:
         return True
-    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(gold):
+    if is_integer(answer) and is_integer(gold):
         return int(answer) == int(gold)
     left, right = _exact(answer), _exact(gold)
     if left is None or right is None:

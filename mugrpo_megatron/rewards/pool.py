@@ -7,24 +7,26 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from types import TracebackType
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.extract import answer_of
-from mugrpo_megatron.rewards.literal import literal_verdict
+from mugrpo_megatron.rewards.failures import FailureCount
+from mugrpo_megatron.rewards.literal import settle
 from mugrpo_megatron.rewards.process import WorkerProcess, start_worker
 from mugrpo_megatron.rewards.scores import Pending, Score
+from mugrpo_megatron.rewards.worker import Graded
 
 START_TIMEOUT_S = 120.0
 BATCH = 16
 """Comparisons sent to a worker at once: enough to hide the round trip, few enough to lose little time at the end."""
 CACHE_ENTRIES = 16_384
 
-Comparison = tuple[str, str]
-"""(answer, gold), or (response, gold) for a user's function."""
+Comparison = tuple[str | None, str, str | None]
+"""(answer, or a user's function's response; gold; response where its form counts). No answer: the verdict is known."""
 
 
 @dataclass(slots=True)
@@ -33,6 +35,8 @@ class _Task:
 
     key: Comparison
     waiting: list[tuple[Pending, int]]
+    known: Score | None = None
+    """The verdict where it needs no worker, and only the response's form does."""
     deaths: int = 0
     """Workers that died on it."""
 
@@ -60,21 +64,28 @@ class Verifier:
 
     def __init__(self, section: RewardSection) -> None:
         self._section = section
-        self._limit = section.workers or max(1, (os.cpu_count() or 1) // 2)
-        self._lock = threading.Lock()  # guards the three below
+        self._is_math = section.function == "math"
+        self._limit = section.workers or max(1, usable_cores() // 2)
+        self._failures = FailureCount(section)
+        self._lock = threading.Lock()  # guards the four below
+        self._error: Exception | None = None
         self._queue: deque[_Task] = deque()
         self._open: dict[Comparison, _Task] = {}
         self._cache: OrderedDict[Comparison, Score] = OrderedDict()
         self._workers: list[_Worker] = []  # only the dispatching thread uses it
         self._wake_out, self._wake_in = os.pipe()
         self._closing = False
+        self._loaded = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verifier", daemon=True)
 
     def __enter__(self) -> Verifier:
-        """Start dispatching; a user's function is called once, so that a wrong name is found at the start."""
+        """Start dispatching; a user's function is loaded at once, so that a wrong name is found at the start."""
         self._thread.start()
-        if self._section.function != "math":
-            self.score([""], [""])
+        if not self._is_math:
+            self._loaded.wait()
+            if self._error is not None:
+                self.__exit__(None, None, None)
+                raise self._error
         return self
 
     def __exit__(
@@ -91,63 +102,71 @@ class Verifier:
         return self.submit(responses, golds).result()
 
     def submit(self, responses: Sequence[str], golds: Sequence[str]) -> Pending:
-        """Start scoring and return at once; literal answers are scored here, the others go to the workers."""
-        if self._closing:
-            raise RuntimeError("the verifier is closed")
+        """Start scoring and return at once; literal answers are scored here, the others go to the workers.
+
+        Raises what ended the verifier, when it has ended.
+        """
+        if self._error is not None:
+            raise self._error
         pending = Pending(len(responses))
         queued = False
         for place, (response, gold) in enumerate(zip(responses, golds, strict=True)):
-            settled = self._settle(response, gold)
-            if isinstance(settled, Score):
-                pending.put(place, settled)
+            form = response if self._section.format_weight else None
+            if not self._is_math:
+                queued |= self._enqueue(_Task((response, gold, form), [(pending, place)]))
+            elif not isinstance(settled := settle(response, gold, self._section), Score):
+                queued |= self._enqueue(_Task((settled, gold, form), [(pending, place)]))
+            elif form is not None:
+                queued |= self._enqueue(_Task((None, gold, form), [(pending, place)], settled))
             else:
-                queued |= self._enqueue(settled, pending, place)
+                pending.put(place, settled)
         if queued:
             self._wake()
         return pending
 
-    def _settle(self, response: str, gold: str) -> Score | Comparison:
-        """The score when it needs no worker, else the comparison for a worker."""
-        if self._section.function != "math":
-            return response, gold
-        answer = answer_of(response)
-        verdict = literal_verdict(answer, gold)
-        if verdict is not None:
-            return Score(float(verdict), answer, "equal" if verdict else "differs from the gold answer", 0.0)
-        if not answer:
-            return Score(0.0, "", "no answer found", 0.0)
-        if len(answer) > self._section.max_answer_chars:
-            return Score(0.0, answer[:200], f"answer longer than {self._section.max_answer_chars} characters", 0.0)
-        return answer, gold
-
-    def _enqueue(self, key: Comparison, pending: Pending, place: int) -> bool:
+    def _enqueue(self, task: _Task) -> bool:
         """Whether a new task was queued; a comparison that is cached or in flight is not repeated."""
-        pure = self._section.function == "math"  # a user's function may give the same response another reward
+        key, (pending, place) = task.key, task.waiting[0]
         with self._lock:
-            if pure and (score := self._cache.get(key)):
+            if self._error is not None:
+                raise self._error
+            # A user's function may give the same response another reward.
+            if self._is_math and (score := self._cache.get(key)):
                 self._cache.move_to_end(key)
-            elif pure and (task := self._open.get(key)):
-                task.waiting.append((pending, place))
+            elif self._is_math and (same := self._open.get(key)):
+                same.waiting.append((pending, place))
                 return False
             else:
-                task = _Task(key, [(pending, place)])
                 self._queue.append(task)
                 self._open[key] = task
                 return True
         pending.put(place, score)
         return False
 
-    def _finish(self, task: _Task, reward: float, why: str, seconds: float) -> None:
-        math = self._section.function == "math"
-        score = Score(reward, task.key[0] if math else "", why, seconds)
+    def _finish(self, task: _Task, graded: Graded) -> None:
+        answer, gold, _ = task.key
+        if not self._is_math:
+            try:
+                self._failures.add(graded.failed, graded.why, answer or "", gold)
+            except UserError as error:
+                for pending, _ in task.waiting:
+                    pending.fail(error)
+                raise
+        score = task.known or Score(graded.reward, (answer or "") if self._is_math else "", graded.why, graded.seconds)
+        score = replace(score, well_formed=graded.well_formed)
         with self._lock:
             self._open.pop(task.key, None)
-            if math:
+            if self._is_math:
                 self._cache[task.key] = score
             if len(self._cache) > CACHE_ENTRIES:
                 self._cache.popitem(last=False)
         for pending, place in task.waiting:
             pending.put(place, score)
+
+    def _give_up(self, task: _Task, why: str, seconds: float = 0.0) -> None:
+        """Score 0 a task that ended its worker."""
+        formed = None if task.key[2] is None else False
+        self._finish(task, Graded(0.0, why, seconds, True, formed, True))
 
     def _wake(self) -> None:
         os.write(self._wake_in, b"x")
@@ -163,9 +182,9 @@ class Verifier:
             failure = error
             self._closing = True
         finally:
+            self._fail_all(failure)
             for worker in self._workers:
                 worker.process.kill()
-            self._fail_all(failure)
 
     def _handle_events(self) -> None:
         """Wait for a result, a worker's death, a deadline or new work, and handle what happened."""
@@ -182,15 +201,16 @@ class Verifier:
                     raise UserError(
                         f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded?"
                     )
-                self._finish(
-                    worker.batch.popleft(), 0.0, f"killed after {self._section.timeout_s:g} s", self._section.timeout_s
-                )
+                task = worker.batch.popleft()
                 self._discard(worker)
+                self._give_up(task, f"killed after {self._section.timeout_s:g} s", self._section.timeout_s)
 
     def _dispatch(self) -> None:
         """Start workers for the queue, up to the limit, and send a batch to every idle one."""
         with self._lock:
             queued = len(self._queue)
+        if not self._is_math and not self._workers:
+            queued += 1  # the first one loads the user's function before there is a response
         while (
             queued
             and len(self._workers) < self._limit
@@ -209,8 +229,9 @@ class Verifier:
                 worker.deadline = time.monotonic() + self._section.timeout_s
                 try:
                     worker.process.send([task.key for task in worker.batch])
-                except OSError:  # it died while it was idle
+                except OSError:  # it died while it was idle, or does not read
                     self._discard(worker)
+                    self._wake()
 
     def _receive(self, worker: _Worker) -> None:
         try:
@@ -225,23 +246,32 @@ class Verifier:
                     "name it as module:function, importable from the current directory"
                 )
             worker.ready = True
+            self._loaded.set()
             return
-        reward, why, seconds, retires = message
-        self._finish(worker.batch.popleft(), reward, why, seconds)
+        graded = Graded(*message)
+        task = worker.batch.popleft()
         worker.graded += 1
         worker.deadline = time.monotonic() + self._section.timeout_s
-        if retires:
+        if graded.retires:
             self._discard(worker)
+        self._finish(task, graded)
 
     def _handle_death(self, worker: _Worker) -> None:
         """A worker died. Its task is retried once unless the worker was fresh: earlier tasks may be the cause."""
         if not worker.ready:
-            raise UserError("a verifier process died while it started: is reward.worker_memory_mb too small?")
+            cause = "is reward.worker_memory_mb too small?"
+            if not self._is_math:
+                cause = f"does the module of reward.function {self._section.function!r} exit, or need more memory?"
+            raise UserError(f"a verifier process died while it started ({worker.process.ending()}): {cause}")
+        dead = None
         if worker.batch:
             worker.batch[0].deaths += 1
             if worker.graded == 0 or worker.batch[0].deaths > 1:
-                self._finish(worker.batch.popleft(), 0.0, "the worker died: out of memory, or the parser crashed", 0.0)
+                dead = worker.batch.popleft()
+        how = worker.process.ending()
         self._discard(worker)
+        if dead is not None:
+            self._give_up(dead, f"the worker died ({how}): out of memory, or the parser crashed")
 
     def _discard(self, worker: _Worker) -> None:
         """End a worker; the rest of its batch goes back to the front of the queue."""
@@ -252,9 +282,11 @@ class Verifier:
 
     def _fail_all(self, error: Exception) -> None:
         with self._lock:
+            self._error = error
             tasks = [*self._queue, *(task for worker in self._workers for task in worker.batch)]
             self._queue.clear()
             self._open.clear()
+        self._loaded.set()
         for task in tasks:
             for pending, _ in task.waiting:
                 pending.fail(error)

@@ -16,6 +16,8 @@ class Score:
     why: str
     seconds: float
     """Grading time in a worker; 0 when no worker was needed."""
+    well_formed: bool | None = None
+    """Whether the response matches `reward.format_pattern` exactly once; None without `reward.format_weight`."""
 
 
 class Pending:

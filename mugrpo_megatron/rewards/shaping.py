@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import re
-
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.scores import Score
 
 
-def shaped(reward: float, response: str, tokens: int, max_tokens: int, section: RewardSection) -> float:
+def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> float:
     """The reward that training uses; reported accuracy uses the verdict alone.
 
     Args:
-        reward: the verdict, as `Score.reward`.
+        score: the verdict, from a verifier with the same `section`.
         tokens: response tokens, of at most `max_tokens`.
     """
-    if section.format_weight:
-        reward += section.format_weight * is_well_formed(response, section.format_pattern)
+    reward = score.reward
+    if score.well_formed:
+        reward += section.format_weight
     if section.overlong_buffer_tokens:
         reward -= section.overlong_penalty * overlong(tokens, max_tokens, section.overlong_buffer_tokens)
     return reward
-
-
-def is_well_formed(response: str, pattern: str) -> bool:
-    """Whether the pattern occurs exactly once: a second box, or a repeated answer, does not count."""
-    return sum(1 for _ in re.finditer(pattern, response)) == 1
 
 
 def overlong(tokens: int, max_tokens: int, buffer: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 
@@ -49,7 +49,7 @@ def start(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> tup
     name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
     engine = Engine.start(recipe, recipe.model.path, logs / name, slot)
     stack.callback(engine.stop)
-    workers = recipe.reward.workers or max(1, (os.cpu_count() or 1) // 2 // slot.local_engines)
+    workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
     return slot, engine, verifier
 

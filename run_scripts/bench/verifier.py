@@ -71,22 +71,27 @@ def _label(section: RewardSection, path: Path) -> None:
     print(f"labelled cases: {right}/{len(cases)} right, {accepted} accepted that are labelled unequal")
 
 
+def _processes() -> list[psutil.Process]:
+    """The workers and their guards."""
+    return psutil.Process().children(recursive=True)
+
+
 def _measure(name: str, section: RewardSection, pairs: list[tuple[str, str]]) -> float:
     responses, golds = [response for response, _ in pairs], [gold for _, gold in pairs]
     with Verifier(section) as verifier:
         verifier.score([f"\\boxed{{{i}x+1}}" for i in range(64)], ["x+1"] * 64)  # workers have started and imported
-        idle = sum(child.cpu_times().user + child.cpu_times().system for child in psutil.Process().children())
+        idle = sum(child.cpu_times().user + child.cpu_times().system for child in _processes())
         start = time.perf_counter()
         pending = verifier.submit(responses, golds)
         submitted = time.perf_counter() - start
         peak = 0
         while not pending.done():
-            children = psutil.Process().children()
+            children = _processes()
             peak = max(peak, *(child.memory_info().rss for child in children if child.is_running()), 0)
             time.sleep(0.02)
         scores = pending.result()
         seconds = time.perf_counter() - start
-        busy = [child.cpu_times() for child in psutil.Process().children()]
+        busy = [child.cpu_times() for child in _processes()]
     assert len(scores) == len(pairs)
     graded = [score for score in scores if score.seconds]
     killed = sum(score.why.startswith("killed") for score in scores)

@@ -142,3 +142,9 @@ def test_final_answers(text: str, answer: str) -> None:
 def test_real_sets_are_read_whole(shared_data: Path, name: str) -> None:
     path = shared_data / f"{name}.jsonl"
     assert len(load_problems(str(path), DataSection())) == len(path.read_text().splitlines())
+
+
+def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -> None:
+    answer = f"['a', {'-' * 100_000}'b']"
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
+    assert load_problems(str(tmp_path / "set.jsonl"), DataSection())[0].answer == answer

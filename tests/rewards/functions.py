@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import time
 
 
@@ -26,13 +28,31 @@ def behave(response: str, answer: str) -> float:
                 continue
     if response == "eat memory":
         return float(len(bytearray(4 << 30)))
+    if response.startswith("start "):
+        return float(started(response.removeprefix("start ")))
     if response == "raise":
         raise RuntimeError("no")
     if response == "nan":
         return float("nan")
+    if response == "text":
+        return "0.5"  # type: ignore[return-value]
+    if response == "nothing":
+        return None  # type: ignore[return-value]
+    if response == "exit":
+        sys.exit("no more")
     if response == "pid":
         return float(os.getpid())
     return float(response) + float(answer or 0)
+
+
+def started(how: str) -> int:
+    """The id of a process that would outlive its worker, as those of rewards that run code may."""
+    if how == "fork":
+        return os.fork() or ctypes.CDLL(None).usleep(2_000_000_000)  # it keeps all of the worker's descriptors
+    detached = how == "detached"
+    sleep = ["sh", "-c", "sleep 977 & echo $!"] if detached else ["sleep", "977"]
+    with_output = subprocess.Popen(sleep, start_new_session=detached, stdout=subprocess.PIPE)
+    return int(with_output.stdout.readline()) if detached and with_output.stdout else with_output.pid
 
 
 def grow(response: str, answer: str) -> float:

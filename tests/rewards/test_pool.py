@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -25,7 +27,8 @@ def verifier() -> Iterator[Verifier]:
 
 
 def misbehaving(**settings: object) -> RewardSection:
-    return RewardSection(**{"function": BEHAVE, "workers": 2, "timeout_s": 1.0, **settings})
+    chosen = {"function": BEHAVE, "workers": 2, "timeout_s": 1.0, "max_failure_share": 1.0, **settings}
+    return RewardSection.model_validate(chosen)
 
 
 def test_scores_come_in_order(verifier: Verifier) -> None:
@@ -81,10 +84,13 @@ def test_the_same_comparison_is_made_once(verifier: Verifier) -> None:
         ("hang in C", "killed after 1 s"),
         ("swallow the alarm", "killed after 1 s"),
         ("hang in Python", "gave up after 0.125 s"),
-        ("die", "the worker died"),
+        ("die", "the worker died (exit code 3)"),
         ("eat memory", "the worker died"),
-        ("raise", "failed: RuntimeError: no"),
+        ("raise", "failed: RuntimeError: no (functions.py:"),
         ("nan", "failed: ValueError"),
+        ("text", "failed: TypeError"),
+        ("nothing", "failed: TypeError"),
+        ("exit", "failed: SystemExit: no more"),
     ],
 )
 def test_a_bad_response_scores_0_and_costs_no_other(order: str, why: str) -> None:
@@ -129,6 +135,7 @@ def test_workers_end_with_the_verifier() -> None:
         "tests.rewards.functions:missing",
         "no_such_module:reward",
         "tests.rewards.broken:reward",
+        "tests.rewards.leaves:reward",
         "tests.rewards.functions",
     ],
 )
@@ -137,21 +144,86 @@ def test_an_unusable_function_is_the_users_mistake(name: str) -> None:
         pass
 
 
-def test_no_worker_outlives_a_killed_parent() -> None:
+STARTS = ("child", "detached", "fork")
+
+
+def test_what_a_worker_started_ends_with_it() -> None:
+    with Verifier(misbehaving(workers=1)) as pool:
+        pids = [int(score.reward) for score in pool.score([f"start {how}" for how in STARTS], [""] * 3)]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        pool.score(["hang in C"], [""])
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+        pids = [int(score.reward) for score in pool.score([f"start {how}" for how in STARTS], [""] * 3)]
+    assert len(set(pids)) == 3
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_nothing_outlives_a_killed_parent() -> None:
     script = (
         "from mugrpo_megatron.recipe.sections import RewardSection\n"
         "from mugrpo_megatron.rewards.pool import Verifier\n"
         f"with Verifier(RewardSection(function={BEHAVE!r}, workers=1, timeout_s=1000.0)) as pool:\n"
-        "    print(int(pool.score(['pid'], [''])[0].reward), flush=True)\n"
+        f"    print(*[int(s.reward) for s in pool.score(['pid', *{[f'start {how}' for how in STARTS]}], [''] * 4)])\n"
+        "    print(flush=True)\n"
         "    pool.score(['hang in C'], [''])\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    worker = psutil.Process(int(parent.stdout.readline()))
+    left = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    assert len(left) == 4
     parent.kill()
     parent.wait()
-    psutil.wait_procs([worker], timeout=30)
-    assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+    psutil.wait_procs(left, timeout=30)
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in left)
+
+
+def test_a_stopped_worker_costs_one_response() -> None:
+    """It neither reads nor ends when it is asked to; its batch is larger than the socket holds."""
+    with Verifier(misbehaving(workers=1)) as pool:
+        worker = psutil.Process(int(pool.score(["pid"], [""])[0].reward))
+        worker.suspend()
+        scores = pool.score([f"{i}." + "0" * 100_000 for i in range(BATCH)], [""] * BATCH)
+    assert not worker.is_running()
+    assert [score.reward for score in scores] == [float(i) for i in range(BATCH)]
+
+
+@pytest.mark.parametrize("order", ["raise", "nan", "text", "nothing", "die", "hang in Python", "hang in C"])
+def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> None:
+    with Verifier(misbehaving(max_failure_share=0.01)) as pool:
+        pattern = f"functions:behave' failed on 1 of .*'{order}' and the gold '7': fix"
+        with pytest.raises(UserError, match=pattern) as told:
+            pool.score(["1", order, "2"], ["0", "7", "0"])
+        with pytest.raises(UserError, match="failed on 1 of"):
+            pool.submit(["1"], ["1"])
+    assert order != "raise" or "RuntimeError: no (functions.py:" in str(told.value)
+
+
+def test_the_form_is_found_in_the_worker_under_its_limit() -> None:
+    section = RewardSection(workers=1, timeout_s=1.0, format_weight=0.5, format_pattern="(a+)+$|<b>")
+    responses = ["\\boxed{3} <b>", "3 <b> <b>", "4 <b>", "a" * 40 + "! \\boxed{3}", "\\boxed{x+2} <b>"]
+    golds = ["3", "3", "3", "3", "2+x"]
+    with Verifier(section) as pool:
+        scores = pool.score(responses, golds)
+    assert [score.well_formed for score in scores] == [True, False, True, False, True]
+    assert [score.reward for score in scores] == [1.0, 0.0, 0.0, 1.0, 1.0]
+
+
+def test_nothing_in_the_current_directory_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("random", "sympy", "json", "math_verify", "mugrpo_megatron"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write(__name__)\n")
+    (tmp_path / "mine.py").write_text("import random\ndef reward(response, answer):\n    return random.random()\n")
+    (tmp_path / "in.jsonl").write_text('{"response": "\\\\boxed{x+1}", "answer": "1+x"}\n')
+    monkeypatch.chdir(tmp_path)
+    with Verifier(RewardSection(workers=1)) as pool:
+        assert pool.score(["\\boxed{x+1}"], ["1+x"])[0].reward == 1.0
+    with Verifier(RewardSection(workers=1, function="mine:reward")) as pool:
+        assert 0.0 < pool.score(["x"], [""])[0].reward < 1.0
+    (tmp_path / "mugrpo_megatron.py").unlink()  # the interpreter itself looks for the package here
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "mugrpo_megatron", "score", "in.jsonl", "--out", "out.jsonl"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert '"reward": 1.0' in (tmp_path / "out.jsonl").read_text()
+    assert not (tmp_path / "ran").exists()
 
 
 def test_no_responses_no_scores(verifier: Verifier) -> None:

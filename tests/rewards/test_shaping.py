@@ -1,21 +1,25 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.shaping import is_well_formed, overlong, shaped
+from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.rewards.shaping import overlong, shaped
+from mugrpo_megatron.rewards.worker import well_formed
 
 
 def test_nothing_is_added_by_default() -> None:
-    assert shaped(1.0, "no box", 100, 100, RewardSection()) == 1.0
+    assert shaped(Score(1.0, "", "", 0.0), 100, 100, RewardSection()) == 1.0
 
 
 def test_format_and_length_add_up() -> None:
     section = RewardSection(format_weight=0.25, overlong_buffer_tokens=40, overlong_penalty=0.5)
-    assert shaped(1.0, "\\boxed{1}", 80, 100, section) == pytest.approx(1.0 + 0.25 - 0.5 * 0.5)
-    assert shaped(0.0, "\\boxed{1} \\boxed{1}", 60, 100, section) == 0.0
+    assert shaped(Score(1.0, "", "", 0.0, True), 80, 100, section) == pytest.approx(1.0 + 0.25 - 0.5 * 0.5)
+    assert shaped(Score(0.0, "", "", 0.0, False), 60, 100, section) == 0.0
 
 
 @given(st.integers(0, 200), st.integers(1, 100))
@@ -27,4 +31,15 @@ def test_overlong_rises_from_the_buffer_to_the_limit(tokens: int, buffer: int) -
 
 
 def test_form_means_exactly_once() -> None:
-    assert [is_well_formed(text, "a+b") for text in ("", "aab", "ab ab")] == [False, True, False]
+    assert [well_formed(text, "a+b", 1.0) for text in ("", "aab", "ab ab")] == [False, True, False]
+
+
+def test_a_pattern_that_does_not_compile_is_found_in_the_recipe() -> None:
+    with pytest.raises(ValueError, match="not a regular expression"):
+        RewardSection(format_pattern="(")
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e30, math.nan, 0.0, -1.0])
+def test_a_time_limit_is_a_number_of_seconds(seconds: float) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        RewardSection(timeout_s=seconds)

@@ -1,0 +1,83 @@
+"""The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
+
+Started by rewards/process.py, one to a worker, as the leader of a session of its own. Processes whose parent has ended
+become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when the
+verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+END = signal.SIGUSR1
+"""Asks the guard to kill all and exit; the kernel sends it when the verifier's thread ends. Not SIGTERM, which a job
+scheduler sends to every process long before the run has to end."""
+_WAITED_FOR = (END, signal.SIGCHLD)
+
+
+def main() -> None:
+    """`guard.main()` with sys.argv = [..., PARENT_PID, SOCKET_FD, OPTIONS]; exits as the worker does."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _ignore)
+    kernel = ctypes.CDLL(None)
+    kernel.prctl(PR_SET_PDEATHSIG, END)
+    kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != int(sys.argv[-3]):
+        return
+    worker = os.fork()
+    if worker == 0:
+        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        from mugrpo_megatron.rewards.worker import serve  # the guard itself stays small
+
+        serve(int(sys.argv[-2]), sys.argv[-1])
+        return
+    os.close(int(sys.argv[-2]))
+    code = _wait_for(worker)
+    _kill_descendants()
+    os._exit(code)
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """A handler and not SIG_IGN, which programs that a reward function runs would inherit."""
+
+
+def _wait_for(worker: int) -> int:
+    """The worker's exit code, 128 + N after signal N; 0 when the guard is asked to end it."""
+    while signal.sigwaitinfo(_WAITED_FOR).si_signo != END:
+        for pid, status in _ended(os.WNOHANG):
+            if pid == worker:
+                code = os.waitstatus_to_exitcode(status)
+                return code if code >= 0 else 128 - code
+    return 0
+
+
+def _ended(options: int) -> Iterator[tuple[int, int]]:
+    """(process id, wait status) of children that have ended, reaped."""
+    with suppress(ChildProcessError):
+        while (found := os.waitpid(-1, options))[0]:
+            yield found
+
+
+def _kill_descendants() -> None:
+    """Kill the children until none is left; the children of each killed one become the guard's."""
+    _kill_children()
+    for _ in _ended(0):
+        _kill_children()
+
+
+def _kill_children() -> None:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()  # proc(5)
+            if int(parent) == os.getpid():
+                os.kill(int(stat.parent.name), signal.SIGKILL)

@@ -1,0 +1,5 @@
+"""A reward module that ends the process which imports it."""
+
+import sys
+
+sys.exit("not here")
