@@ -20,3 +20,7 @@ class CollectiveFailure(RuntimeError):
 
 class EngineFailure(Exception):
     """The generation engine died, hung or answered with an error; carries the cause and the end of the engine's log."""
+
+
+class EngineStopped(EngineFailure):
+    """The run was asked to stop while it waited for the engine, which was ended: not a failure of the engine."""
