@@ -28,9 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"mugrpo: {error}", file=sys.stderr)
         return 2
-    except Stopped:
-        print("mugrpo: stopped as asked, everything is saved; the same command continues the run")
-        return 0
+    except Stopped as stopped:
+        _say(f"mugrpo: stopped as asked: {stopped}. The same command continues the run")
+        return stopped.code
     except TrainingFailure as error:
         print(f"mugrpo: {error}", file=sys.stderr)
         return 1

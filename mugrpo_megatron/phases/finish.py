@@ -31,10 +31,11 @@ def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None
 
 def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     """Write the policy as a Hugging Face checkpoint, in place of an earlier stage's. Collective."""
-    with run.log.phase("save", cursor.stage):
+    kept = f"all updates are saved, {run.directory.hf} is not written yet"
+    with run.log.phase("save", cursor.stage), run.stop.at_once(kept):
         chunks = [policy(chunk) for chunk in learner.chunks]
         save_hf(chunks, learner.architecture, like=run.recipe.model.path, out=run.directory.hf, replace=True)
-    run.world.barrier()
+        run.world.barrier()
 
 
 def show(directory: RunDirectory, display: Display) -> None:
