@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Sequence
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.commands.table import COMMANDS, Command
+from mugrpo_megatron.commands.table import COMMANDS, Command, say
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.run.stopping import Stopped
@@ -32,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         _complain(LINE_BREAK.sub(" ", str(error)))  # a library's message inside it may have several lines
         return 2
-    except Stopped:
-        print("mugrpo: stopped as asked, everything is saved; the same command continues the run")
-        return 0
+    except Stopped as stopped:
+        say(f"mugrpo: stopped as asked: {stopped}. The same command continues the run")
+        return stopped.code
     except TrainingFailure as error:
         _complain(str(error))
         return 1

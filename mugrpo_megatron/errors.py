@@ -43,3 +43,7 @@ def refused_by_system(error: OSError) -> str | None:
         return None
     name = error.filename if isinstance(error.filename, str) else error.filename.decode("utf-8", "backslashreplace")
     return f"{name}: {error.strerror}; {REFUSALS[error.errno]}"
+
+
+class EngineStopped(EngineFailure):
+    """The run was asked to stop while it waited for the engine, which was ended: not a failure of the engine."""

@@ -77,8 +77,7 @@ def run(
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(chain([first], source), verifier):
             found = {name: value for name, value in asdict(score).items() if value is not None}
-            output.write(json.dumps(json_value(row | found)).encode() + b"
-")
+            output.write(json.dumps(json_value(row | found)).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.function == "math"

@@ -59,12 +59,12 @@ def _with_recipe(options: Options, run: Callable[[Recipe], object]) -> int:
         print(dump_recipe(recipe), end="", flush=True)
         check_on_paper(recipe, lambda line: print(f"mugrpo: {visible(line)}", file=sys.stderr))
         return 0
-    _say(visible(f"mugrpo {__version__}: {options.recipe} -> {recipe.run.dir}"))
+    say(visible(f"mugrpo {__version__}: {options.recipe} -> {recipe.run.dir}"))
     run(recipe)
     return 0
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     """Print a line at once, on the first rank alone."""
     if rank_of_environment() == 0:
         print(line, flush=True)
@@ -75,8 +75,8 @@ def _train(options: Options) -> int:
         from mugrpo_megatron.run.directory import is_finished
         from mugrpo_megatron.run.preflight import check_run
 
-        found = None if is_finished(recipe) else check_run(recipe, _say)
-        _say(IMPORTING)
+        found = None if is_finished(recipe) else check_run(recipe, say)
+        say(IMPORTING)
         from mugrpo_megatron.train import train
 
         train(recipe, found)
@@ -93,8 +93,8 @@ def _generate(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
 
-        found = check_run(recipe, _say)
-        _say(IMPORTING)
+        found = check_run(recipe, say)
+        say(IMPORTING)
         from mugrpo_megatron.commands.separate import generate_alone
 
         generate_alone(recipe, options.stage, found)
@@ -118,8 +118,8 @@ def _optimize(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
 
-        check_run(recipe, _say, generates=False)
-        _say(IMPORTING)
+        check_run(recipe, say, generates=False)
+        say(IMPORTING)
         from mugrpo_megatron.commands.separate import optimize_alone
 
         optimize_alone(recipe, options.stage, options.source)
@@ -134,7 +134,7 @@ def _sft(options: Options) -> int:
 
         check_warm_start(recipe)
         is_warm_started(recipe)
-        _say(IMPORTING)
+        say(IMPORTING)
         from mugrpo_megatron.commands.sft import train
 
         train(recipe)

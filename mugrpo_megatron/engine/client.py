@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
-from mugrpo_megatron.engine.process import HostProcess
+from mugrpo_megatron.engine.process import STARTING, HostProcess
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.files.tensors import Sums
@@ -34,9 +34,19 @@ class Engine:
     Its processes are gone by then; `wake` or `restart` starts it again, with the weights of its model directory.
     """
 
-    def __init__(self, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot = ALONE) -> None:
-        """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served."""
-        self._section = recipe.engine
+    def __init__(
+        self,
+        recipe: Recipe,
+        model_dir: Path,
+        log: Path,
+        slot: EngineSlot = ALONE,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served.
+
+        Every wait calls `cancelled` repeatedly; once that is True, the call ends the engine and raises EngineStopped.
+        """
+        self._section, self._cancelled = recipe.engine, cancelled
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
@@ -47,9 +57,16 @@ class Engine:
         self._starts = 0
 
     @classmethod
-    def start(cls, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot = ALONE) -> Engine:
-        """Launch an engine and return at once."""
-        engine = cls(recipe, model_dir, log, slot)
+    def start(
+        cls,
+        recipe: Recipe,
+        model_dir: Path,
+        log: Path,
+        slot: EngineSlot = ALONE,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Engine:
+        """Launch an engine and return at once; the arguments are those of the class."""
+        engine = cls(recipe, model_dir, log, slot, cancelled)
         engine.restart()
         return engine
 
@@ -58,7 +75,8 @@ class Engine:
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
-        self._host = HostProcess({**self._arguments, "random_seed": seed}, self._environment, self.log)
+        arguments = {**self._arguments, "random_seed": seed}
+        self._host = HostProcess(arguments, self._environment, self.log, self._cancelled)
         self._starts += 1
 
     @property
@@ -76,14 +94,14 @@ class Engine:
         patience_s = 0.0
         if self._host is not None and self._ready and self._host.alive:
             with suppress(EngineFailure):  # it has just died, which ends it too
-                self._host.send(("stop", None))
+                self._host.send(("stop", None), STOP_SECONDS, "stop")
                 patience_s = STOP_SECONDS
         self._end(patience_s)
 
     def wait_ready(self) -> None:
         """Wait until the engine has loaded its model."""
         if not self._ready:
-            self._receive("ready", self._section.start_timeout_s, "start")
+            self._receive("ready", self._section.start_timeout_s, STARTING)
             self._ready = True
 
     def sleep(self) -> None:
@@ -126,7 +144,7 @@ class Engine:
 
     def generate(
         self, prompts: Iterable[Prompt], n: int, sampling: Sampling
-    ) -> Iterator[tuple[Prompt, list[Response]]]:
+    ) -> Generator[tuple[Prompt, list[Response]]]:
         """Sample `n` responses to each prompt; yield groups in order of completion.
 
         Keeps twice as many prompts in flight as are decoded together, so the scheduler always has a next request.
@@ -139,13 +157,13 @@ class Engine:
 
         return self.generate_from(take, n, sampling)
 
-    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Iterator[tuple[Prompt, list[Response]]]:
+    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
         """`generate` from a source that several engines share: `take` is called whenever groups have finished.
 
         Ends when no prompt is in flight and `take` returns none.
         """
         self.wait_ready()
-        self._send(("generate", sampling))
+        self._send(("generate", sampling), "generate")
         waiting: dict[int, Prompt] = {}
         slots = max(1, int(self._arguments["max_running_requests"]) // n)
         submitted = 0
@@ -155,7 +173,7 @@ class Engine:
                     work = [Work(submitted + i, prompt.ids, n) for i, prompt in enumerate(taken)]
                     waiting.update((item.key, prompt) for item, prompt in zip(work, taken, strict=True))
                     submitted += len(taken)
-                    self._send(("prompts", work))
+                    self._send(("prompts", work), "generate")
                 if not waiting:
                     return
                 groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
@@ -166,20 +184,20 @@ class Engine:
                 self._close_generation()
 
     def _close_generation(self) -> None:
-        self._send(("close", None))
+        self._send(("close", None), "generate")
         kind = "groups"
         while kind == "groups":  # groups that finished before the host read the close
             kind, _ = self._receive_any(self._section.request_timeout_s, "generate")
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self.wait_ready()
-        self._send(("call", (name, arguments)))
+        self._send(("call", (name, arguments)), name)
         return self._receive("result", self._section.request_timeout_s, name)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, doing: str) -> None:
         host = self._running()
         try:
-            host.send(message)
+            host.send(message, self._section.request_timeout_s, doing)
         except EngineFailure:
             self._host = None
             raise
@@ -191,9 +209,12 @@ class Engine:
         return value
 
     def _receive_any(self, timeout_s: float, doing: str) -> Message:
+        """The next message other than `progress`: the engine is silent when no token comes for `timeout_s`."""
         host = self._running()
         try:
-            return host.receive(timeout_s, doing)
+            while (message := host.receive(timeout_s, doing))[0] == "progress":
+                pass
+            return message
         except EngineFailure:
             self._host = None
             raise

@@ -14,21 +14,27 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
+from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.launch import SUMMING
+from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack
 from mugrpo_megatron.files.tensors import Sums
 
 PR_SET_PDEATHSIG = 1
-FLUSH_SECONDS = 0.02
+GATHER_SECONDS = 0.02
 """Finished groups are sent together, at most this long after the first of them."""
+PROGRESS_SECONDS = 5.0
+"""While tokens come, the client hears of them this often, so that it can tell long responses from a hung engine."""
+IDLE_SECONDS = 60.0
+"""An engine that has answered everything has to become idle within this time."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -38,20 +44,29 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the process that started this engine is gone")
 
 
-def start_guard() -> subprocess.Popen[bytes]:
-    """A shell that waits for this process to end, then removes its scratch folder and kills its process group.
+def start_guard() -> IO[bytes]:
+    """A shell that waits for this process to end, then removes its files and kills its process group.
 
     SGLang's children ask to die with this process too, but only seconds into their start; the guard has no such gap.
-    The guard is in the group itself, so it cannot kill a reused process id.
+    The guard is in the group itself, so it cannot kill a reused process id. It is not a child of this process, because
+    SGLang kills all children when it ends by itself. It acts when every copy of the returned file is closed.
     """
-    script = 'trap "" INT TERM QUIT; read -r _; rm -rf -- "$1"; kill -KILL 0'
-    return subprocess.Popen(["/bin/sh", "-c", script, "sh", tempfile.gettempdir()], stdin=subprocess.PIPE)
+    act = (
+        'read -r _ <&3; [ -f "$1/$2" ] && while read -r name; do rm -f -- "$name"; done <"$1/$2"; '
+        'rm -rf -- "$1"; kill -KILL 0'
+    )
+    script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {act}; }} &'  # without 3, the shell would give it /dev/null
+    command = ["/bin/sh", "-c", script, "sh", tempfile.gettempdir(), SHARED_MEMORY]
+    shell = subprocess.Popen(command, stdin=subprocess.PIPE)
+    shell.wait()
+    assert shell.stdin
+    return shell.stdin
 
 
 class Generation:
     """One generate command: every prompt is a task, and finished groups are sent together."""
 
-    def __init__(self, engine: Any, connection: Connection, sampling: Sampling, version: int) -> None:
+    def __init__(self, engine: Any, connection: Channel, sampling: Sampling, version: int) -> None:
         self._engine = engine
         self._connection = connection
         self._version = version
@@ -63,6 +78,8 @@ class Generation:
         }
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
         self._in_flight = 0
+        self._tokens = 0
+        """Of finished requests."""
         # Two threads for the blocking socket: a client that is busy scoring must not block the event loop or the
         # reading of prompts. Daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -74,6 +91,7 @@ class Generation:
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
         writer.start()
+        reports = asyncio.create_task(self._report())
         async with asyncio.TaskGroup() as tasks:  # the first request that raises ends the command
             while (message := await self._inbox.get())[0] == "prompts":
                 for work in message[1]:
@@ -81,6 +99,7 @@ class Generation:
                     tasks.create_task(self._answer(work))
             if self._in_flight:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
+        reports.cancel()
         self._outbox.put(None)
         writer.join()
 
@@ -90,13 +109,25 @@ class Generation:
             input_ids=[work.ids] * work.n, sampling_params=self._parameters, return_logprob=True
         )
         self._in_flight -= 1
+        self._tokens += sum(len(output["output_ids"]) for output in outputs)
         # An aborted group ends with reason `abort`; the client does not wait for it.
         if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
             self._finished.append((work.key, outputs))
             if not self._in_flight:
                 self._flush()
             elif len(self._finished) == 1:
-                asyncio.get_running_loop().call_later(FLUSH_SECONDS, self._flush)
+                asyncio.get_running_loop().call_later(GATHER_SECONDS, self._flush)
+
+    async def _report(self) -> None:
+        """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""
+        before = 0
+        while True:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            unfinished = self._engine.tokenizer_manager.rid_to_state.values()
+            tokens = self._tokens + sum(len(state.output_ids) for state in unfinished)
+            if tokens != before:
+                self._outbox.put(("progress", tokens))
+            before = tokens
 
     def _flush(self) -> None:
         if self._finished:
@@ -106,7 +137,7 @@ class Generation:
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:
         kind = "prompts"
         while kind == "prompts":
-            kind, value = self._connection.recv()
+            kind, value = self._connection.receive()
             loop.call_soon_threadsafe(self._inbox.put_nowait, (kind, value))
 
     def _write(self) -> None:
@@ -117,14 +148,14 @@ class Generation:
 class Host:
     """Executes the client's commands, one after another."""
 
-    def __init__(self, engine: Any, connection: Connection) -> None:
+    def __init__(self, engine: Any, connection: Channel) -> None:
         self._engine = engine
         self._connection = connection
         self._version = 0
 
     def serve(self) -> None:
         """Answer commands until `stop`."""
-        while (message := self._connection.recv())[0] != "stop":
+        while (message := self._connection.receive())[0] != "stop":
             kind, value = message
             if kind == "generate":
                 generation = Generation(self._engine, self._connection, value, self._version)
@@ -152,11 +183,21 @@ class Host:
 
     def set_version(self, version: int) -> None:
         # Keys and values in the prefix cache belong to the old weights.
-        self._engine.flush_cache()
+        self._flush_cache()
         self._version = version
 
+    def _flush_cache(self) -> None:
+        """Empty the prefix cache once the engine is idle: SGLang may run one more step after its last response.
+
+        It ends itself when its memory is released before that.
+        """
+        manager = self._engine.tokenizer_manager
+        answer = self._engine.loop.run_until_complete(manager.flush_cache(timeout_s=IDLE_SECONDS))
+        if not answer.success:
+            raise RuntimeError(f"the engine is not idle after {IDLE_SECONDS:g} s: {answer.message}")
+
     def sleep(self, tags: list[str]) -> None:
-        self._engine.flush_cache()
+        self._flush_cache()
         self._engine.release_memory_occupation(tags)
 
     def wake(self, tags: list[str]) -> None:
@@ -184,14 +225,14 @@ def load_engine(arguments: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    socket, parent = map(int, sys.argv[1:])
+    descriptor, parent = map(int, sys.argv[1:])
     guard = start_guard()  # first: it cleans up even if the parent is gone already
     die_with_parent(parent)
-    connection = Connection(socket)
+    connection = Channel(socket.socket(fileno=descriptor))
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)
-    os.register_at_fork(after_in_child=guard.stdin.close)  # type: ignore[union-attr]
-    kind, arguments = connection.recv()
+    os.register_at_fork(after_in_child=guard.close)
+    kind, arguments = connection.receive()
     assert kind == "start"
     try:
         engine = load_engine(arguments)

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe.systems import EngineSection
 
 
@@ -82,5 +83,5 @@ def slot_of_environment(engine: EngineSection, cuda: bool) -> EngineSlot:
         world=world,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", str(world))),
-        cores=None if cuda else len(os.sched_getaffinity(0)),
+        cores=None if cuda else usable_cores(),
     )

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import site
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+import mugrpo_megatron
+from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.wire import Message
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, EngineStopped
 
 LOG_TAIL_LINES = 15
+SHARED_MEMORY = "shared-memory"
+"""File in the scratch folder: a line for each file in /dev/shm that SGLang made and does not remove when killed."""
+STARTING = "start"
+"""What the engine does until its model is loaded: the time in which SGLang makes these files."""
 DEATH_SECONDS = 10.0
 """Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
 
@@ -33,49 +40,72 @@ class HostProcess:
     kills it as well when the thread that made it ends: make it in one that outlives it.
     """
 
-    def __init__(self, arguments: dict[str, Any], environment: dict[str, str], log: Path) -> None:
-        """Start it on `sglang.Engine(**arguments)`, output appended to `log`; returns before anything is loaded."""
-        self._log = log
+    def __init__(
+        self, arguments: dict[str, Any], environment: dict[str, str], log: Path, cancelled: Callable[[], bool]
+    ) -> None:
+        """Start it on `sglang.Engine(**arguments)`, output appended to `log`; returns before anything is loaded.
+
+        `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
+        """
+        self._log, self._cancelled = log, cancelled
         self._scratch = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
+        # -P: a file in the current directory that is named like a package is not imported.
+        command = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host", str(theirs.fileno()), str(os.getpid())]
         with theirs, log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "mugrpo_megatron.engine.host", str(theirs.fileno()), str(os.getpid())],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=environment | _places(self._scratch),
+                env=_same_package(environment) | _places(self._scratch),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        self._connection = Connection(ours.detach())
-        self.send(("start", arguments))
+        self._channel = Channel(ours)
+        self._channel.send(("start", arguments))
 
     @property
     def alive(self) -> bool:
         """Whether the process exists; says nothing about whether it answers."""
         return self._process.returncode is None and self._process.poll() is None
 
-    def send(self, message: Message) -> None:
-        """Send a message; EngineFailure when the process is gone."""
+    def send(self, message: Message, timeout_s: float, doing: str) -> None:
+        """Send a message; EngineFailure when the process is gone, or reads nothing for `timeout_s`."""
         try:
-            self._connection.send(message)
-        except (BrokenPipeError, ConnectionResetError):
-            raise self._gone(message[0]) from None
+            self._channel.send(message, timeout_s, lambda: self._while_waiting(doing))
+        except TimeoutError:
+            raise self._hung("read nothing", timeout_s, doing) from None
+        except OSError:
+            raise self._gone(doing) from None
 
     def receive(self, timeout_s: float, doing: str) -> Message:
         """The next message; EngineFailure when the process is gone, reports an error, or is silent for `timeout_s`."""
         try:
-            if not self._connection.poll(timeout_s):
-                states = "; ".join(_group_states(self._process.pid))
-                raise self._failed(f"the engine was silent for {timeout_s:g} s during {doing}; its processes: {states}")
-            kind, value = self._connection.recv()
-        except (EOFError, ConnectionResetError):
+            kind, value = self._channel.receive(timeout_s, lambda: self._while_waiting(doing))
+        except TimeoutError:
+            raise self._hung("was silent", timeout_s, doing) from None
+        except (EOFError, OSError):
             raise self._gone(doing) from None
+        if doing == STARTING:
+            self._note_shared_memory()
         if kind == "error":
             raise self._failed(f"the engine failed during {doing}: {value}")
         return kind, value
+
+    def _while_waiting(self, doing: str) -> None:
+        if doing == STARTING:
+            self._note_shared_memory()
+        if self._cancelled():
+            self.end()
+            raise EngineStopped(f"the run was asked to stop during the engine's {doing}; the engine was ended")
+
+    def _note_shared_memory(self) -> None:
+        """Write down what SGLang has in /dev/shm, for this process and the engine's guard."""
+        found = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
+        if found:
+            (self._scratch / SHARED_MEMORY).write_text(found, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
         """Kill the process group, after `patience_s` for it to leave by itself, and remove what it left on disk.
@@ -86,12 +116,20 @@ class HostProcess:
             self._process.wait(patience_s)
         with suppress(ProcessLookupError):  # raised when no process of the group is left
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
         deadline = time.monotonic() + DEATH_SECONDS
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(DEATH_SECONDS)
         while any(_group_states(self._process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
-        self._connection.close()
+        self._channel.close()
+        with suppress(FileNotFoundError):  # it failed before SGLang made any, or the guard was here first
+            for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
+                Path(name).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _hung(self, how: str, timeout_s: float, doing: str) -> EngineFailure:
+        states = "; ".join(_group_states(self._process.pid))
+        return self._failed(f"the engine {how} for {timeout_s:g} s during {doing}; its processes: {states}")
 
     def _gone(self, doing: str) -> EngineFailure:
         # Its end of the socket is closed, so it is ending; what it ends with is the cause.
@@ -105,6 +143,14 @@ class HostProcess:
         self.end()
         tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return EngineFailure("\n".join([cause, f"end of {self._log}:", *tail]))
+
+
+def _same_package(environment: dict[str, str]) -> dict[str, str]:
+    """The environment in which the host imports the same package, which need not be the installed one."""
+    root = str(Path(mugrpo_megatron.__file__).parents[1])
+    if root in site.getsitepackages():
+        return environment
+    return environment | {"PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))}
 
 
 def _places(scratch: Path) -> dict[str, str]:
@@ -121,3 +167,14 @@ def _group_states(group: int) -> Iterator[str]:
         with suppress(ProcessLookupError):
             if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
                 yield f"{process.info['name']} ({process.pid}) {process.info['status']}"
+
+
+def _shared_memory(group: int) -> set[str]:
+    """The files in /dev/shm that processes of the group map and SGLang made: not the learner's weights."""
+    found: set[str] = set()
+    for process in psutil.pids():
+        with suppress(OSError):
+            if os.getpgid(process) == group:
+                maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace")
+                found.update(re.findall(r"/dev/shm/(?:sgl_shm|sglang)_\S+", maps))
+    return found

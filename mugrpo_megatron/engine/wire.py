@@ -1,12 +1,12 @@
 """What travels over the socket between a learner rank and the engine's host process.
 
-Messages are `(kind, value)` pairs, pickled by multiprocessing.connection over an anonymous socket pair that only the
-two processes hold. Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
+Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that only the two processes hold
+(engine/channel.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
 cost of a short response at a few microseconds.
 
 Client to host:  `start` arguments · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work] · `close`
                  · `stop`
-Host to client:  `ready` · `result` value · `groups` Groups · `done` · `error` text
+Host to client:  `ready` · `result` value · `groups` Groups · `progress` tokens · `done` · `error` text
 """
 
 from __future__ import annotations

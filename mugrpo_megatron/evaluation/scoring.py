@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +32,9 @@ class ScoredGroup:
         return sum(len(response.ids) for response in self.responses)
 
 
+LOOK_EVERY_S = 0.2
+
+
 class Scorer:
     """A queue of groups whose scores are pending, first in, first out."""
 
@@ -48,18 +52,28 @@ class Scorer:
             while self._waiting and self._waiting[0][-1].done():
                 yield self._next()
 
-    def rest(self) -> Iterator[ScoredGroup]:
-        """Wait for the groups that are still pending, and yield them."""
+    def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:
+        """Wait for the groups that are still pending, and yield them; once `stopping()`, drop those without scores."""
         while self._waiting:
-            yield self._next()
+            with suppress(TimeoutError):
+                self._waiting[0][-1].result(LOOK_EVERY_S)
+            if stopping():
+                self._waiting = deque(group for group in self._waiting if group[-1].done())
+            if self._waiting and self._waiting[0][-1].done():
+                yield self._next()
 
     def _next(self) -> ScoredGroup:
         prompt, responses, texts, pending = self._waiting.popleft()
         return ScoredGroup(prompt, responses, texts, pending.result())
 
 
-def scored(groups: Iterable[Group], verifier: Verifier, tokenizer: PreTrainedTokenizerBase) -> Iterator[ScoredGroup]:
-    """Every group with its scores, in the order of `groups`."""
+def scored(
+    groups: Iterable[Group],
+    verifier: Verifier,
+    tokenizer: PreTrainedTokenizerBase,
+    stopping: Callable[[], bool] = lambda: False,
+) -> Iterator[ScoredGroup]:
+    """Every group with its scores, in the order of `groups`; once `stopping()`, only those whose scores are there."""
     scorer = Scorer(verifier, tokenizer)
     yield from scorer.during(groups)
-    yield from scorer.rest()
+    yield from scorer.rest(stopping)

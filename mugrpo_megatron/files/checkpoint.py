@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -28,6 +28,8 @@ STATE = "state.json"
 class Saved(TypedDict):
     """What `state.json` says of a checkpoint."""
 
+    run: NotRequired[str]
+    """The id of the run that saved it; a checkpoint without one continues no run."""
     cursor: dict[str, int]
     updates_done: Annotated[int, Field(ge=0)]
     steps_done: Annotated[int, Field(ge=0)]

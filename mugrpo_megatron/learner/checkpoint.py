@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import checksums, damage, make_room, publish, read_state
+from mugrpo_megatron.files.checkpoint import Saved, checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.files.durable import resumable
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
@@ -119,7 +119,7 @@ def find_damage(learner: Learner, directory: Path) -> str | None:
     return next((one for one in found if one), None)
 
 
-def load(learner: Learner, directory: Path) -> dict[str, Any]:
+def load(learner: Learner, directory: Path) -> Saved:
     """Load the state saved in `directory` in this learner's layout, and return it; it has the keys of `place`.
 
     Collective. Raises UserError when the directory is not a complete checkpoint or belongs to another model.

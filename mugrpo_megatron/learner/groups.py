@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -148,14 +149,17 @@ def _join(backend: str, timeout: timedelta) -> None:
     if world > 1:
         store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
         store.set(f"arrived/{rank}", "")
-        try:
-            store.wait([f"arrived/{other}" for other in range(world)], ARRIVAL)
-        except dist.DistStoreError:
-            late = [other for other in range(world) if not store.check([f"arrived/{other}"])]
+        late = list(range(world))
+        deadline = time.monotonic() + ARRIVAL.total_seconds()
+        while late and time.monotonic() < deadline:  # in short waits: Python sees no signal during one
+            with suppress(dist.DistStoreError):
+                store.wait([f"arrived/{late[0]}"], timedelta(seconds=1))
+            late = [other for other in late if not store.check([f"arrived/{other}"])]
+        if late:
             raise CollectiveFailure(
                 f"rank {rank} of {world}: {named(late)} did not join within {ARRIVAL.seconds // 60} minutes; "
                 "the log of that rank or of its node says why"
-            ) from None
+            )
     group_store = dist.PrefixStore("world", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)
 

@@ -55,7 +55,7 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
         done = _evaluate(run, engines.generator, cursor)
         sleep_engines(run, learner, engines)
         if any(run.world.any_rank(not done and run.stop.asked)):
-            save_and_stop(run, cursor)
+            save_and_stop(run, cursor, "the evaluation is dropped, to be made when the run goes on; ")
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:
@@ -137,7 +137,7 @@ def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar
         return [Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(held, slots)]
 
     groups = sampled(run, generator, queue, take, samples, how)
-    for group in scored(groups, generator.verifier, generator.tokenizer):
+    for group in scored(groups, generator.verifier, generator.tokenizer, run.stop.heard):
         rewards[group.prompt.index] = [score.reward for score in group.scores], group.tokens
         bar.advance(tokens=group.tokens)
     return rewards

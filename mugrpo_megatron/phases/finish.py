@@ -42,7 +42,8 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
             refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
     if refusal := run.world.broadcast(refusal):
         raise UserError(refusal)
-    with run.log.phase("save", cursor.stage):
+    kept = f"all updates are saved, {run.directory.hf} is not written yet"
+    with run.log.phase("save", cursor.stage), run.stop.at_once(kept):
         chunks = [policy(chunk) for chunk in learner.chunks]
         save_hf(
             chunks,
@@ -52,7 +53,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
             replace=True,
             notes={MARK: mark(run.record)},
         )
-    run.world.barrier()
+        run.world.barrier()
 
 
 def show(directory: RunDirectory, display: Display) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from uuid import uuid4
 
 import numpy as np
@@ -16,12 +17,12 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt, Sample
 from mugrpo_megatron.stages.store import StageStore
@@ -51,7 +52,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
     with run.phase("score", cursor):
-        for group in scorer.rest() if scorer else ():
+        for group in scorer.rest(run.stop.heard) if scorer else ():
             stage.append(_samples(group, recipe))
         stage.flush()
         run.world.barrier()
@@ -64,7 +65,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     if any(run.world.any_rank(run.is_main and stage.sealed)):
         _check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
-        raise Stopped
+        save_and_stop(run, cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; ")
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
@@ -82,16 +83,17 @@ def sampled(
 
     Ends early when the engine fails or the run is asked to stop; the engine then drops what is in flight.
     """
-    if not generator.engine.running:
-        return
-    try:
-        for group in generator.engine.generate_from(take, n, how):
-            yield group
-            if run.stop.asked:
-                queue.close()
-                break
-    except EngineFailure as failure:
-        generator.failed(failure)
+    if generator.engine.running and not run.stop.heard():
+        try:
+            with closing(generator.engine.generate_from(take, n, how)) as groups:
+                for group in groups:
+                    yield group
+                    if run.stop.heard():
+                        break
+        except EngineFailure as failure:
+            generator.failed(failure)
+    if run.stop.asked:
+        queue.close()
 
 
 def report_failures(run: Run, generator: Generator | None) -> None:

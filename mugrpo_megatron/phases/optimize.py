@@ -20,7 +20,6 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, write_logprobs
 from mugrpo_megatron.stages.schema import to_table
@@ -60,6 +59,7 @@ def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: C
         write_logprobs(path, _of_behaviour(stage), write=run.is_main) as append,
     ):
         for age in range(stage.updates):
+            stop_if_asked(run, cursor)
             append(token_logprobs(learner, stage.read_update(age)))
             bar.advance()
     run.world.barrier()
@@ -85,6 +85,7 @@ def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cur
         write_logprobs(path, _of_reference(run, stage, cursor.age), write=run.is_main) as append,
     ):
         for age in ages:
+            stop_if_asked(run, cursor)
             append(token_logprobs(learner, _formed_update(run, stage, cursor.stage, age)))
             bar.advance()
     if run.is_main:
@@ -227,15 +228,23 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
     if stopping:
-        run.saver.wait()
-        raise Stopped
+        save_and_stop(run, cursor)
 
 
-def save_and_stop(run: Run, cursor: Cursor) -> NoReturn:
-    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective."""
+def stop_if_asked(run: Run, cursor: Cursor) -> None:
+    """Raise Stopped, with everything saved, when a rank was asked to stop; for the parts of long work. Collective."""
+    if any(run.world.any_rank(run.stop.asked)):
+        save_and_stop(run, cursor)
+
+
+def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
+    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective.
+
+    `kept` says what else is kept or dropped.
+    """
     run.saver.wait()
     if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
         run.saver.wait()
-    raise Stopped
+    raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")

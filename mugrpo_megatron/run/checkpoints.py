@@ -22,6 +22,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.stopping import Stopped
 
 NAME = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 GRACE_S = 10.0
@@ -102,10 +103,13 @@ def _telling_full_disks(path: Path) -> Iterator[None]:
 
 @contextmanager
 def open_saver(learner: Learner, directory: Path, section: CheckpointSection, run: str) -> Iterator[Saver]:
-    """A saver whose last save is durable when the block ends; a block that raises waits `GRACE_S` for it."""
+    """A saver whose last save is durable when the block ends, also by Stopped; after an error it waits `GRACE_S`."""
     saver = Saver(learner, directory, section, run)
     try:
         yield saver
+    except Stopped:
+        saver.wait()
+        raise
     except BaseException:
         with suppress(Exception):  # the block's own error matters more, and the previous checkpoint is complete
             saver.wait(GRACE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
@@ -35,19 +36,22 @@ class Generator:
     """Whether this engine's weights were compared with the learner's after a sync."""
 
     def failed(self, failure: EngineFailure) -> None:
-        """Record a failure."""
-        self.failure = failure
-        self.failures_in_a_row += 1
+        """Record a failure; that the engine was ended because the run stops is none."""
         self.checked = False
+        if not isinstance(failure, EngineStopped):
+            self.failure = failure
+            self.failures_in_a_row += 1
 
 
-def start(recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack) -> tuple[EngineSlot, Engine, Verifier]:
+def start(
+    recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack, stopping: Callable[[], bool]
+) -> tuple[EngineSlot, Engine, Verifier]:
     """Launch the slot's engine, which loads while this returns, and a verifier with its share of the node's cores.
 
-    `stack` ends them.
+    `stack` ends them. Once `stopping()` is True, no call waits for the engine.
     """
     name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
-    engine = Engine.start(recipe, recipe.model.path, logs / name, slot)
+    engine = Engine.start(recipe, recipe.model.path, logs / name, slot, stopping)
     stack.callback(engine.stop)
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
@@ -58,6 +62,8 @@ def first_start_problem(engine: Engine) -> str:
     """Why the engine does not start, empty when it does. At a run's start the cause is the recipe or the machine."""
     try:
         engine.wait_ready()
+    except EngineStopped:
+        return ""  # another rank was asked to stop, and the next collective ends this one
     except EngineFailure as failure:
         errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         cause = errors[-1] if errors else str(failure).splitlines()[0]

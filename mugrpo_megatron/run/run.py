@@ -25,8 +25,8 @@ from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
-from mugrpo_megatron.run.stopping import StopRequest, listening_for_sigterm
-from mugrpo_megatron.run.world import World, open_world
+from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
@@ -42,8 +42,12 @@ class Run:
     log: MetricLog
     display: Display
     saver: Saver
-    stop: StopRequest
     record: Record
+
+    @property
+    def stop(self) -> StopRequest:
+        """Whether the run was asked to stop."""
+        return self.world.stop
 
     @property
     def is_main(self) -> bool:
@@ -121,14 +125,15 @@ def open_run(
         )
         log = stack.enter_context(tracked)
         display = stack.enter_context(open_display(show=is_main))
-        stop = stack.enter_context(listening_for_sigterm())
-        with log.phase("start", 0):
-            equipment = start(recipe, directory.logs, slot, stack) if slot and slot.leads_engine and not cuda else None
+        stop = stack.enter_context(listening(is_main))
+        with log.phase("start", 0), stop.at_once("the run was still starting, and what it has on disk is as it was"):
+            leads = slot if slot and slot.leads_engine else None
+            equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads and not cuda else None
             with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
                 learner = build_learner(recipe)
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
-            world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0)
+            world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0, stop)
             record = world.broadcast(record)
             assert record is not None
 
@@ -145,7 +150,7 @@ def open_run(
                 for part in PARTS:
                     offload(learner, part)
                 world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
-                equipment = start(recipe, directory.logs, slot, stack) if slot.leads_engine else None
+                equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
             with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
                 _wait_for_first_start(generator, world)
@@ -155,8 +160,9 @@ def open_run(
             reload(learner)
         for note in problems.notes if problems else ():
             display.say(note)
-        run = Run(recipe, directory, world, log, display, saver, stop, record)
-        yield run, learner, Engines(bridge, generator), cursor
+        run = Run(recipe, directory, world, log, display, saver, record)
+        with telling_failures(learner.ranks):
+            yield run, learner, Engines(bridge, generator), cursor
 
 
 def origin(record: Record, cursor: Cursor) -> Origin:

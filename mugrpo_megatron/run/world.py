@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks, named_phase
+from mugrpo_megatron.run.stopping import Stopped, StopRequest
 
 T = TypeVar("T")
+STOP, FAILED = "run/stop", "run/failed"
+"""Keys of the rendezvous store: how many ranks were asked to stop, and how a failing rank ended."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,24 @@ class World:
     """All ranks over gloo, also where the learner's collectives run over NCCL; None in a world of one."""
     engines: int
     """Engines of all ranks together; 0 in a run that does not generate."""
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank is here, as long as all of them are alive; `meanwhile` is called repeatedly."""
-        if self.ranks.heartbeat:
-            self.ranks.heartbeat.barrier(meanwhile)
+        """Wait until every rank is here, as long as all of them are alive; `meanwhile` is called repeatedly.
+
+        Raises CollectiveFailure once another rank has failed. A rank that was asked to stop is less patient with a rank
+        whose heartbeat is missing.
+        """
+        heartbeat = self.ranks.heartbeat
+        if heartbeat is None:
+            return
+
+        def look() -> None:
+            meanwhile()
+            if self.stop.heard() and (cause := heartbeat.likely_cause()):
+                raise _failure(self.ranks, cause)
+
+        heartbeat.barrier(look)
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank: the same answers everywhere."""
@@ -60,8 +78,43 @@ class World:
         return self.ranks.heartbeat.ask(lambda store: store.add(counter, amount))
 
 
-def open_world(ranks: Ranks, timeout_s: float, engines: int) -> World:
-    """The world of the ranks that the learner's process groups already connect."""
+def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
+    """The world of the ranks that the learner's process groups already connect; `stop` hears of requests to others."""
     if ranks.world == 1:
-        return World(ranks, None, engines)
-    return World(ranks, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)), engines)
+        return World(ranks, None, engines, stop)
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    stop.others = lambda tell: _others_asked(ranks, tell)
+    return World(ranks, group, engines, stop)
+
+
+@contextmanager
+def telling_failures(ranks: Ranks) -> Iterator[None]:
+    """Tell the other ranks of an exception that ends this one, so that none of them waits for it."""
+    try:
+        yield
+    except (Stopped, CollectiveFailure):  # others stop or fail too
+        raise
+    except Exception as error:
+        text = f"rank {ranks.rank} failed: {(str(error) or type(error).__name__).splitlines()[0]}"
+        if ranks.heartbeat:
+            with suppress(CollectiveFailure):
+                ranks.heartbeat.ask(lambda store: store.set(FAILED, text))
+        raise
+
+
+def _others_asked(ranks: Ranks, tell: bool) -> bool:
+    """Whether a rank was asked to stop, this one with `tell`; CollectiveFailure when one has failed."""
+
+    def look(store: dist.Store) -> tuple[int, str]:
+        return store.add(STOP, int(tell)), store.get(FAILED).decode() if store.check([FAILED]) else ""
+
+    assert ranks.heartbeat
+    asked, failed = ranks.heartbeat.ask(look)
+    if failed:
+        raise _failure(ranks, failed)
+    return asked > 0
+
+
+def _failure(ranks: Ranks, cause: str) -> CollectiveFailure:
+    assert ranks.heartbeat
+    return CollectiveFailure(f"rank {ranks.rank} of {ranks.world} ends in {ranks.heartbeat.doing}: {cause}")

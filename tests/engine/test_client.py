@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.process import _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
@@ -152,14 +153,20 @@ def test_two_tensor_parallel_ranks(checkpoint: Path, tmp_path: Path) -> None:
         assert first["model.norm.weight"] == second["model.norm.weight"]
         assert first["model.layers.0.mlp.down_proj.weight"] != second["model.layers.0.mlp.down_proj.weight"]
         assert set(_listening_addresses()) <= LOOPBACK
+        shared = {name for host in _hosts() for name in _shared_memory(host.pid) if "sgl_shm" in name}
+        assert shared
     finally:
         engine.stop()
+    assert not any(Path(name).exists() for name in shared)
+
+
+def _hosts() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
 
 
 def _listening_addresses() -> list[str]:
     """The sockets of every engine that this process has started."""
-    hosts = [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
-    members = [member for host in hosts for member in group_processes(host.pid)]
+    members = [member for host in _hosts() for member in group_processes(host.pid)]
     assert len(members) >= 3
     return [c.laddr.ip for p in members for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
 

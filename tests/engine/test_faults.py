@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.process import HostProcess, _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
@@ -32,11 +33,13 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
     engine = Engine.start(recipe(checkpoint, request_timeout_s=15), checkpoint, tmp_path / "engine.log")
     missing = {prompt.index: prompt for prompt in prompts(120)}
     hosts: list[int] = []
+    shared: list[set[str]] = []
 
     def attacked(attack: Callable[[int], None] | None) -> Iterator[Prompt]:
         for place, prompt in enumerate(list(missing.values())):
             if place == 40:
                 hosts.append(_host(engine))
+                shared.append(_shared_memory(hosts[-1]))
                 if attack is not None:
                     attack(hosts[-1])
             yield prompt
@@ -61,6 +64,19 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
     engine.stop()
     assert len(set(hosts)) == len(hosts)
     assert [group_processes(host) for host in hosts] == [[]] * len(hosts)
+    assert all(shared), "SGLang maps files in /dev/shm"
+    assert [name for names in shared for name in names if Path(name).exists()] == []
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> None:
+    """More is sent than the socket holds. The host is frozen at its start and loads nothing."""
+    host = HostProcess({}, dict(os.environ), tmp_path / "engine.log", lambda: cancelled)
+    os.kill(host._process.pid, signal.SIGSTOP)
+    expected = EngineStopped if cancelled else EngineFailure
+    with pytest.raises(expected, match=r"asked to stop during" if cancelled else r"read nothing for 1 s .*stopped"):
+        host.send(("prompts", [b"x" * (16 << 20)]), 600 if cancelled else 1, "generate")
+    assert group_processes(host._process.pid) == []
 
 
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -56,7 +56,7 @@ INDEXES: dict[str, Callable[[Path], bytes]] = {
     "INST": lambda marker: b"(" + text(marker) + b"iposix\nmkdir\n.",
     "OBJ": lambda marker: b"(cposix\nmkdir\n" + text(marker) + b"o.",
     "inside an index": lambda marker: pickle.dumps(Metadata({}, Evil(marker), {})),
-    "as a key of an index": lambda marker: pickle.dumps(Metadata({"a": Evil(marker)}, None, {})),
+    "as a key of an index": lambda marker: pickle.dumps(Metadata(cast(Any, {"a": Evil(marker)}), None, {})),
 }  # fmt: skip
 """Contents of `.metadata` that make a marker."""
 

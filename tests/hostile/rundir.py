@@ -69,7 +69,8 @@ def save(directory: RunDirectory, cursor: Cursor) -> None:
     (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({})))
     (partial / "__0_0.distcp").write_bytes(bytes(range(256)))
     place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
-    state = {**place, "files": checkpoint.checksums(partial, 0, 1)}
+    taken = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}
+    state = {**place, **taken, "files": checkpoint.checksums(partial, 0, 1)}
     checkpoint.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
 
 
@@ -128,9 +129,9 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
             of: dict[str, Any] = {"stage": store.content}
             for update in range(UPDATES):
                 own = read_logprobs(directory.behaviour(number), of, update, "")
-                for sample, one in zip(store.read_update(update), own, strict=True):
+                for sample, learners in zip(store.read_update(update), own, strict=True):
                     sum_.update(b"".join([sample.response_ids.tobytes(), sample.behaviour_logprobs.tobytes()]))
-                    sum_.update(f"{sample.reward} {sample.group}".encode() + one.tobytes())
+                    sum_.update(f"{sample.reward} {sample.group}".encode() + learners.tobytes())
             sum_.update(repr(store.rewards()).encode())
         if missing := set(range(3)) - stage_of(directory, STAGES).present():
             found.append(f"groups {missing} are generated again")

@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.run.checkpoints import restore_newest
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import Record
 from tests import models
 from tests.hostile.payloads import HARMLESS, INDEXES, ITEMS, attacks, with_items
 from tests.learner.tiny import recipe, save_model
@@ -87,8 +89,11 @@ def test_verify_does_not_run_an_object_of_the_model(hf: Path, megatron: Path, tm
     assert not marker.exists()
 
 
+RUN = "0123456789abcdef"
+
+
 def save(model: Path, directory: Path) -> None:
-    checkpoint.begin_save(build_learner(recipe(model)), directory, {"stage": 0, "age": 1, "updates": 1})()
+    checkpoint.begin_save(build_learner(recipe(model)), directory, {"run": RUN, "cursor": asdict(Cursor(0, 1, 1))})()
 
 
 def resume_from_each(model: Path, folders: list[Path]) -> list[str]:
@@ -97,7 +102,7 @@ def resume_from_each(model: Path, folders: list[Path]) -> list[str]:
     told = []
     for folder in folders:
         try:
-            told.append(str(restore_newest(learner, folder, print)))
+            told.append(str(restore_newest(learner, folder, Record(RUN), print)))
         except UserError as error:
             told.append(str(error))
     return told
@@ -107,7 +112,8 @@ def resume_from_each(model: Path, folders: list[Path]) -> list[str]:
 def test_no_run_resumes_with_what_a_checkpoint_holds(tmp_path: Path) -> None:
     model, clean, marker = save_model(tmp_path / "model", layers=2), tmp_path / "clean", tmp_path / "ran"
     run_ranks(1, save, model, clean)
-    names, folders = [], []
+    names: list[str] = []
+    folders: list[Path] = []
     for name, directory in spoiled(clean, tmp_path, marker):
         folders.append(tmp_path / f"run-{len(names)}")
         folders[-1].mkdir()

@@ -31,7 +31,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.stopping import Stopped, StopRequest
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
@@ -146,7 +146,7 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
     ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
     directory = RunDirectory(tmp_path)
     world = World(ranks, None, engines=1)
-    run = Run(RECIPE, directory, world, log, Display(None, None), cast(Saver, saver), StopRequest(), Record("r"))
+    run = Run(RECIPE, directory, world, log, Display(None, None), cast(Saver, saver), Record("r"))
 
     def sync(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
         engine.running = True

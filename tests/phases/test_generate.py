@@ -14,7 +14,7 @@ import pytest
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, open_log, read_rows
 from mugrpo_megatron.observe.progress import Display
@@ -22,13 +22,14 @@ from mugrpo_megatron.phases.generate import generate, stage_prompt
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.rewards.scores import Pending, Score
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.stopping import Stopped, StopRequest
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
@@ -109,9 +110,9 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
     slot: Any = SimpleNamespace(number=0)
     generator = Generator(slot, cast(Any, engine), verifier, TOKENIZER, problems)
     ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
-    saver = cast(Saver, None)
+    saver = cast(Saver, SimpleNamespace(wait=lambda: None, save=lambda cursor: None))
     world = World(ranks, None, engines=1)
-    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, StopRequest(), Record("r"))
+    run = Run(RECIPE, RunDirectory(tmp_path), world, log, Display(None, None), saver, Record("r"))
     return Stand(run, Engines(cast(Bridge, None), generator), engine)
 
 
@@ -168,6 +169,45 @@ def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_ope
     stand.generate()
     assert stand.run.stage_store(CURSOR).sealed
     assert stand.engine.finished == GROUPS
+
+
+class SlowVerifier:
+    """Scores the groups with an odd number of responses submitted so far at once, and the others never."""
+
+    def __init__(self) -> None:
+        self.submitted = 0
+
+    def submit(self, responses: list[str], golds: list[str]) -> Pending:
+        self.submitted += 1
+        pending = Pending(len(responses))
+        if self.submitted % 2:
+            for place in range(len(responses)):
+                pending.put(place, Score(1.0, "", "", 0.0))
+        return pending
+
+
+def test_a_request_to_stop_does_not_wait_for_scores(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every group that is scored by then goes to disk, those behind an unscored one too."""
+    assert stand.engines.generator
+    monkeypatch.setattr(stand.engines.generator, "verifier", SlowVerifier())
+    stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
+    with pytest.raises(Stopped, match=f"{GROUPS // 2} of {GROUPS} groups of this stage are on disk"):
+        stand.generate()
+    assert len(stand.on_disk) == GROUPS // 2
+
+
+def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
+    def stop() -> None:
+        stand.run.stop.asked = True
+        stand.engine.running = False
+        raise EngineStopped("the run was asked to stop")
+
+    stand.engine.answering = stop
+    with pytest.raises(Stopped):
+        stand.generate()
+    assert stand.failures == 0
+    assert stand.engines.generator
+    assert stand.engines.generator.failures_in_a_row == 0
 
 
 def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:

@@ -20,6 +20,7 @@ from mugrpo_megatron.run.checkpoints import checkpoint_name
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.stopping import Stopped, StopRequest
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 
@@ -87,7 +88,8 @@ class Refreshed:
             log=SimpleNamespace(phase=lambda *_: nullcontext()),
             display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
             title=lambda cursor: "",
-            world=SimpleNamespace(barrier=lambda: None),
+            world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
+            stop=StopRequest(),
         )
         self.updates_taken = 0
         monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
@@ -158,6 +160,25 @@ def test_a_refresh_that_is_cut_short_leaves_no_file(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(optimize, "token_logprobs", dies)
     with pytest.raises(KeyboardInterrupt):
         refreshed.take(0)
+    assert refreshed.files == []
+
+
+def test_a_request_to_stop_is_answered_between_two_updates_of_a_refresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refreshed = Refreshed(tmp_path, monkeypatch, "mask")
+    refreshed.run.saver = SimpleNamespace(wait=lambda: None)
+    asked: list[str] = []
+
+    def asks(learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
+        asked.append(samples[0].problem)
+        refreshed.run.stop.asked = True
+        return refreshed._logprobs(learner, samples)
+
+    monkeypatch.setattr(optimize, "token_logprobs", asks)
+    with pytest.raises(Stopped, match="saved at update 0"):
+        refreshed.take(0)
+    assert len(asked) == 1
     assert refreshed.files == []
 
 

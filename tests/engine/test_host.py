@@ -1,0 +1,119 @@
+"""The host's commands on an engine that does as told, and its guard. SGLang is in test_client and test_faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from mugrpo_megatron.engine import host
+from mugrpo_megatron.engine.channel import Channel
+from mugrpo_megatron.engine.host import Generation, Host, start_guard
+from mugrpo_megatron.engine.process import SHARED_MEMORY
+from mugrpo_megatron.engine.wire import Sampling, Work
+from tests.engine.tiny import group_processes
+from tests.forked import fork
+
+SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=9, stop_ids=())
+PATIENCE_S = 30.0
+
+
+class StubEngine:
+    """`sglang.Engine` as far as the host calls it: answers when told to, idle after some questions."""
+
+    def __init__(self, busy: int = 0) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.tokenizer_manager: Any = self
+        self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
+        self.released: list[list[str]] = []
+        self.answers = asyncio.Event()
+        self._busy = busy
+
+    async def flush_cache(self, timeout_s: float) -> Any:
+        assert timeout_s > 0
+        self._busy -= 1
+        return SimpleNamespace(success=self._busy < 0, message="pending requests")
+
+    def release_memory_occupation(self, tags: list[str]) -> None:
+        self.released.append(tags)
+
+    async def async_generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
+        await self.answers.wait()
+        facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": "stop"}}
+        return [{"output_ids": [7] * 3, "meta_info": facts} for _ in input_ids]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Channel(ours), Channel(theirs)
+
+
+def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, Channel]) -> None:
+    engine = StubEngine(busy=2)
+    served = Host(engine, ends[1])
+    with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):
+        served.sleep(["weights"])
+    with pytest.raises(RuntimeError, match="not idle"):
+        served.set_version(3)
+    assert engine.released == []
+    assert served.health() == 0, "keys and values of the old weights may be left"
+    served.sleep(["weights"])
+    assert engine.released == [["weights"]]
+
+
+def test_the_client_hears_of_tokens_before_a_group_is_finished(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
+    client, theirs = ends
+    engine = StubEngine()
+    generation = Generation(engine, theirs, SAMPLING, version=4)
+    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
+    thread.start()
+    client.send(("prompts", [Work(0, [1, 2], 2)]))
+    for tokens in (50, 100):
+        engine.rid_to_state["one"].output_ids = [7] * tokens
+        assert client.receive(PATIENCE_S) == ("progress", tokens)
+    engine.rid_to_state.clear()
+    engine.loop.call_soon_threadsafe(engine.answers.set)
+    kind, groups = client.receive(PATIENCE_S)
+    while kind == "progress":
+        kind, groups = client.receive(PATIENCE_S)
+    [(key, responses)] = groups.unpack()
+    assert (key, [response.ids.tolist() for response in responses]) == (0, [[7] * 3] * 2)
+    client.send(("close", None))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def _end_with_a_guard(scratch: Path) -> None:
+    os.setsid()
+    tempfile.tempdir = str(scratch)
+    guard = start_guard()
+    assert psutil.Process().children() == [], "SGLang kills every child of the host when it ends by itself"
+    os._exit(guard.closed)
+
+
+@pytest.mark.process
+def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
+    scratch, shared = tmp_path / "scratch", tmp_path / "a name"
+    scratch.mkdir()
+    shared.touch()
+    (scratch / SHARED_MEMORY).write_text(f"{shared}\n{tmp_path / 'gone'}\n")
+    process = fork(_end_with_a_guard, scratch)
+    process.join(PATIENCE_S)
+    assert process.exitcode == 0
+    _, alive = psutil.wait_procs(group_processes(process.pid), timeout=PATIENCE_S)
+    assert alive == []
+    assert list(tmp_path.iterdir()) == []

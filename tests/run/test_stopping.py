@@ -1,0 +1,115 @@
+"""SIGTERM and Ctrl-C as a request: who hears of it, and what ends at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from mugrpo_megatron.run import stopping
+from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with listening(is_main=True) as request:
+        assert not request.heard()
+        signal.raise_signal(number)
+        assert request.asked
+        assert request.heard()
+        signal.raise_signal(number)  # torchrun passes on what the terminal has sent to its ranks as well
+    assert capfd.readouterr().err == stopping.NOTICE, "it is said once"
+    assert signal.getsignal(number) is before
+    stopped = request.stopped("this")
+    assert (str(stopped), stopped.code) == ("this", code)
+
+
+def test_only_the_main_rank_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    with listening(is_main=False):
+        signal.raise_signal(signal.SIGTERM)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_later_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "SECOND_S", -1.0)
+    with listening(is_main=False):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_where_nothing_has_to_be_saved_a_signal_ends_the_run_at_once() -> None:
+    with listening(is_main=False) as request:
+        with pytest.raises(Stopped, match="all is on disk"), request.at_once("all is on disk"):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Stopped, match="on disk too"), request.at_once("on disk too"):
+            raise AssertionError("it began although it was asked before")
+
+
+def test_a_signal_after_such_a_part_only_asks() -> None:
+    with listening(is_main=False) as request:
+        with request.at_once("all is on disk"):
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        assert request.asked
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_collective_that_fails_because_another_rank_has_stopped(asked: bool) -> None:
+    """This rank heard of the request in another way than by a signal."""
+    request = StopRequest()
+    with pytest.raises(Stopped if asked else RuntimeError), request.at_once("kept"):  # noqa: PT012
+        request.asked = asked
+        raise RuntimeError("connection closed by peer")
+
+
+class Others:
+    """The counter that ranks share."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.looks = 0
+
+    def __call__(self, tell: bool) -> bool:
+        self.asked += tell
+        self.looks += 1
+        return self.asked > 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, now[0] + seconds)
+
+
+def test_a_rank_hears_of_a_request_to_another(clock: Callable[[float], None]) -> None:
+    others = Others()
+    one, two = StopRequest(others=others), StopRequest(others=others)
+    assert not one.heard()
+    assert not two.heard()
+    two.ask()
+    assert two.heard()
+    assert not one.heard(), "it looks once a second"
+    clock(stopping.LOOK_EVERY_S)
+    assert one.heard()
+
+
+def test_a_request_is_told_once_and_looked_for_once_a_second(clock: Callable[[float], None]) -> None:
+    others = Others()
+    request = StopRequest(others=others)
+    for _ in range(10):
+        request.heard()
+    assert others.looks == 1
+    request.ask()
+    for _ in range(10):
+        request.heard()
+    assert others.looks == 2
+    for _ in range(3):
+        clock(stopping.LOOK_EVERY_S)
+        request.heard()
+    assert (others.looks, others.asked) == (5, 1), "it still hears of failures"

@@ -1,0 +1,58 @@
+"""Ranks that wait for one another hear of a stop and of a failure."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch.distributed as dist
+
+from mugrpo_megatron.errors import CollectiveFailure
+from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.heartbeat import Heartbeat
+from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.run.world import World, open_world, telling_failures
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+
+
+def opened() -> World:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    heartbeat = Heartbeat(dist.distributed_c10d._get_default_store(), rank, world, f"node {rank}", 60)
+    values: dict[str, Any] = {"rank": rank, "world": world, "heartbeat": heartbeat}
+    ranks = cast(Ranks, type("Some", (), values)())
+    return open_world(ranks, 60, engines=1, stop=StopRequest())
+
+
+def waits_and_is_asked() -> bool:
+    """Rank 1 is asked while it waits for rank 0, which generates until it hears of it."""
+    world = opened()
+    if world.ranks.rank == 0:
+        while not world.stop.heard():
+            pass
+        world.barrier()
+    else:
+        world.barrier(world.stop.ask)
+    return world.any_rank(world.stop.asked)[0]
+
+
+def waits_for_a_rank_that_fails() -> str:
+    world = opened()
+    try:
+        with telling_failures(world.ranks):
+            if world.ranks.rank == 1:
+                raise ValueError("no such file\nand more")
+            world.barrier()
+    except (CollectiveFailure, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_asked_in_a_barrier_tells_the_one_that_it_waits_for() -> None:
+    assert run_ranks(2, waits_and_is_asked) == [True, True]
+
+
+def test_a_rank_that_fails_ends_the_wait_of_the_others() -> None:
+    waiting, _ = run_ranks(2, waits_for_a_rank_that_fails)
+    assert waiting == "rank 0 of 2 ends in start: rank 1 failed: no such file"
