@@ -15,3 +15,4 @@ cpu         stand-ins for torch.cuda                       pinned            ten
 from mugrpo_megatron.learner import cpu
 
 cpu.install()
+cpu.complete_router()
