@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
@@ -74,6 +75,9 @@ class Saver:
 
     def _write(self, write: Callable[[], None]) -> None:
         try:
+            if self._learner.ranks.device.type == "cuda":
+                # A new thread has device 0, where the writer's streams would take memory from another rank.
+                torch.cuda.set_device(self._learner.ranks.device)
             write()
             self._remove_old()
         except BaseException as error:
