@@ -60,7 +60,7 @@ def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> lis
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # no hook sees the output weight's gradient: the loss path writes it
+        overlap_grad_reduce=False,  # no hook sees an untied output weight: the loss path writes its gradient
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
     return [
