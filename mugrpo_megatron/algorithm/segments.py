@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,21 +37,28 @@ class Segments:
         return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], correction=correction)
 
 
-def make_segments(lengths: Tensor, weights: Tensor, correction: Tensor | None = None) -> Segments:
-    """Segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`."""
-    ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+def make_segments(
+    lengths: Tensor, weights: Tensor, correction: Tensor | None = None, tokens: int | None = None
+) -> Segments:
+    """Segments of whole responses of `lengths` int64 [N] tokens (0 is allowed), on the device of `lengths`.
+
+    With `tokens`, the sum of `lengths`, the host does not wait for the device to count them.
+    """
+    ids = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=tokens)
     starts = lengths.cumsum(0) - lengths
     positions = torch.arange(len(ids), device=lengths.device) - starts[ids]
     return Segments(ids, positions, lengths, weights, correction)
 
 
-def select_responses(segments: Segments, responses: Sequence[int]) -> tuple[Segments, Tensor]:
-    """Segments of some whole responses, in the given order, and int64 [t] indices of their tokens in `segments`."""
-    chosen = torch.tensor(responses, dtype=torch.int64, device=segments.lengths.device)
-    part = make_segments(segments.lengths[chosen], segments.weights[chosen])
+def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
+    """Segments of the whole responses `chosen` int64 [n], in this order, and int64 [t] indices of their tokens.
+
+    The indices are into `segments`; `tokens` is t, if it is known, as for `make_segments`.
+    """
+    part = make_segments(segments.lengths[chosen], segments.weights[chosen], tokens=tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]
-    tokens = starts[part.ids] + part.positions
-    return part if segments.correction is None else replace(part, correction=segments.correction[tokens]), tokens
+    places = starts[part.ids] + part.positions
+    return part if segments.correction is None else replace(part, correction=segments.correction[places]), places
 
 
 def response_sum(values: Tensor, segments: Segments) -> Tensor:

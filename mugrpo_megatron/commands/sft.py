@@ -20,7 +20,7 @@ from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.learner.groups import shutdown
+from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, predicting
 from mugrpo_megatron.learner.model import PolicyModel, policy
@@ -66,14 +66,12 @@ def train(recipe: Recipe) -> None:
             torch.manual_seed(recipe.run.seed)
             Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
             learner = build_learner(_as_one_stage(recipe, fresh))
-            try:
+            with joined(learner.ranks):
                 if learner.ranks.rank == 0:  # before hf/, so that an hf/ without it is not a warm start
                     write_text(out / RECIPE, dump_recipe(recipe))
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
                 save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
-            finally:
-                shutdown()
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:

@@ -101,7 +101,7 @@ def fused_policy_loss(
         statistics: of the whole update; needed where `config.needs_statistics`.
         context: this rank's tokens under context parallelism; None: all of them, t = T.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
-            autograd gets zeros for the weight (so that its hooks fire). None: autograd accumulates the gradient.
+            autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
         grad_scale: with `main_grad`, the gradient that the backward pass will pass to the loss; a different one there
             is an error.
 
@@ -229,18 +229,18 @@ class _PrecomputedGradients(torch.autograd.Function):
         expected_grad: float | None,
     ) -> Tensor:
         """`expected_grad`: the gradient of the loss that is already in the gradients; None: it is 1."""
-        ctx.save_for_backward(weight, d_hidden, d_weight)
-        ctx.expected_grad = expected_grad
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.expected_grad, ctx.weight_dtype = expected_grad, weight.dtype
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, d_hidden, d_weight = ctx.saved_tensors
-        needs_weight = ctx.needs_input_grad[2]
+        d_hidden, d_weight = ctx.saved_tensors
         if ctx.expected_grad is None:
-            weight_grad = torch.mul(d_weight, grad, out=torch.empty_like(weight)) if needs_weight else None
+            weight_grad = None
+            if ctx.needs_input_grad[2]:
+                weight_grad = torch.mul(d_weight, grad, out=torch.empty_like(d_weight, dtype=ctx.weight_dtype))
             return None, d_hidden * grad, weight_grad, None, None, None
         torch._assert_async(grad == ctx.expected_grad)  # checked without waiting for the device
-        zeros = weight.new_zeros(()).expand_as(weight) if needs_weight else None
-        return None, d_hidden, zeros, None, None, None
+        return None, d_hidden, None, None, None, None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.context import Split, attend, split_segments, takes_flash
+from mugrpo_megatron.learner.context import Split, attend, split_segments
+from mugrpo_megatron.learner.flash import flash_attention, takes_flash
 from mugrpo_megatron.learner.operators import rotate_
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
@@ -196,13 +197,9 @@ def _rotated(x: torch.Tensor, packing: Packing) -> torch.Tensor:
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # needs CUDA and torch >= 2.11 for grouped-query heads
-
     q, k = _rotated(q, packing), _rotated(k, packing)
     cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
-    grouped = q.shape[1] != k.shape[1]
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
-    return cast(torch.Tensor, out)  # a pair only when asked for the log-sum-exp
+    return flash_attention(q, k, v, cu, cu, (longest, longest), scale)
 
 
 def _bucketed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:

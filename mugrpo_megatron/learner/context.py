@@ -19,6 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch.nn.attention.bias import causal_lower_right
 
+from mugrpo_megatron.learner.flash import flash_attention, takes_flash
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -79,23 +81,14 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, gather_from_sequence_parallel_region(x.contiguous(), True, group))
 
 
-def takes_flash(q: torch.Tensor) -> bool:
-    """Whether flash attention supports these queries: only half precision on CUDA."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-
-
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: Split, scale: float | None) -> torch.Tensor:
     """Causal attention of this rank's queries [t, hq, d] to the gathered keys and values [., hkv, d] -> [t, hq, d]."""
     heads = (k.shape[1], v.shape[1])
     k, v = gather_rows(torch.cat([k, v], dim=1)).index_select(0, split.key_rows).split(heads, dim=1)
-    grouped = q.shape[1] != heads[0]
     if takes_flash(q):
-        from torch.nn.attention.varlen import varlen_attn
-
-        limits = split.cu_queries, split.cu_keys, max(split.queries), max(split.keys)
-        out = varlen_attn(q, k, v, *limits, scale=scale, window_size=(-1, 0), enable_gqa=grouped)
-        return cast(torch.Tensor, out)
-    parts = []
+        longest = max(split.queries), max(split.keys)
+        return flash_attention(q, k, v, split.cu_queries, split.cu_keys, longest, scale)
+    parts, grouped = [], q.shape[1] != heads[0]
     for a, b, c in zip(q.split(split.queries), k.split(split.keys), v.split(split.keys), strict=True):
         a, b, c = (x.transpose(0, 1)[None] for x in (a, b, c))
         mask = causal_lower_right(a.shape[2], b.shape[2])

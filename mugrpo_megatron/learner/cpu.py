@@ -1,8 +1,9 @@
 """Stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, so that the same learner trains on CPU with gloo.
 
-The only module of the package that patches anything, and only where torch finds no CUDA device. Megatron asks CUDA for
-four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing runs
-asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the CPU's).
+The only module of the package that patches anything, and `torch.cuda` only where torch finds no CUDA device. Megatron
+asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing
+runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the
+CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def install() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _named_as_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
     _install_random_state()
-    _complete_experts()
+    _keep_counts()
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -86,16 +87,24 @@ def _install_random_state() -> None:
     tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _complete_experts() -> None:
-    """Two gaps in Megatron's experts: a name that only Transformer Engine defines, and counts that stay tensors.
+def complete_router() -> None:
+    """Let experts run without Transformer Engine, on any device.
 
-    The router tests a Transformer Engine function for None, which exists only where the engine is. The dispatcher turns
-    token counts into numbers where it copies them from a CUDA device, so on CPU the all-to-all would get tensors.
+    `megatron.core.transformer.moe.moe_utils` binds `te_general_gemm` only where its import of the engine succeeds, but
+    the router's forward pass always compares it with None.
     """
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import moe_utils
 
-    if not moe_utils.HAVE_TE:
+    if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+
+def _keep_counts() -> None:
+    """Make the experts' dispatcher turn token counts into numbers on CPU too.
+
+    It does so where it copies them from a CUDA device; without that copy the all-to-all would get tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
 
     def as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -86,12 +87,23 @@ def initialize(recipe: Recipe) -> Ranks:
     return ranks
 
 
-def shutdown(ranks: Ranks | None = None) -> None:
-    """Stop the heartbeat and destroy every process group."""
+def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:
+    """Stop the heartbeat and destroy every process group; `failed` lets the others count this rank as lost."""
     if ranks and ranks.heartbeat:
-        ranks.heartbeat.leave()
+        ranks.heartbeat.leave(failed)
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+@contextmanager
+def joined(ranks: Ranks) -> Iterator[None]:
+    """Shut down when the block ends."""
+    try:
+        yield
+    except BaseException:
+        shutdown(ranks, failed=True)
+        raise
+    shutdown(ranks)
 
 
 @contextmanager
@@ -168,6 +180,7 @@ def _ranks(device: torch.device, patience_s: float) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
     store = dist.distributed_c10d._get_default_store()
+    on_loss = end_process if device.type == "cuda" else None  # over gloo a lost rank raises
     return Ranks(
         device=device,
         rank=rank,
@@ -182,5 +195,14 @@ def _ranks(device: torch.device, patience_s: float) -> Ranks:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
-        heartbeat=Heartbeat(store, rank, world, node, patience_s) if world > 1 else None,
+        heartbeat=Heartbeat(store, rank, world, node, patience_s, on_loss) if world > 1 else None,
     )
+
+
+def end_process(account: str) -> None:
+    """Print why, and exit with code 1: the main thread waits in a CUDA call, which no exception reaches.
+
+    Nothing is cleaned up: engines end with the process that started them, and a resumed run removes partial files.
+    """
+    print(f"mugrpo: {account}\nThe same command continues the run.", file=sys.stderr, flush=True)
+    os._exit(1)

@@ -3,17 +3,20 @@
 A collective notices a dead peer by its timeout. During generation, ranks wait for hours without a collective; the
 heartbeats tell a waiting rank whether the others are alive. One thread makes all calls to the store, because a call
 over a broken link may block for a quarter of an hour. A caller waits at most `patience_s` for that thread, then fails
-with every rank's last heartbeat.
+with every rank's last heartbeat. Over NCCL a lost peer raises nothing: the rank waits in CUDA until a time limit, and
+then the process is aborted. There a second thread ends the rank, with the same account.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -26,6 +29,10 @@ T = TypeVar("T")
 BEATS_IN_PATIENCE = 10
 LONGEST_BEAT_S = 10.0
 BARRIER_POLL_S = 0.02
+LOST_BEATS = 12
+"""Heartbeats missed by a rank that is lost: 2 minutes by default, far longer than Python may stand still in a call."""
+CLEANUP_S = 60.0
+"""Time after a barrier in which the main thread may report a lost rank itself, and clean up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +44,26 @@ class LastBeat:
     beat: int
     at: float
     """When this rank first saw it, on this rank's monotonic clock."""
+    left: bool
+    """It was the last one, of a rank that has done its work."""
 
 
 class Heartbeat:
     """Writes this rank's heartbeat and reads those of the others."""
 
-    def __init__(self, store: dist.Store, rank: int, world: int, node: str, patience_s: float) -> None:
-        """Start the thread, on every rank of the world. `node` names this rank's machine in messages."""
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        node: str,
+        patience_s: float,
+        on_loss: Callable[[str], None] | None = None,
+    ) -> None:
+        """Start the thread, on every rank of the world. `node` names this rank's machine in messages.
+
+        `on_loss` is called once, in a thread of its own, with what `loss` says.
+        """
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
         self._interval = min(LONGEST_BEAT_S, patience_s / BEATS_IN_PATIENCE)
@@ -54,15 +74,20 @@ class Heartbeat:
         self._listened = time.monotonic()
         self._requests: queue.Queue[tuple[Callable[[dist.Store], Any], Future[Any]]] = queue.Queue()
         self._leaving = threading.Event()
+        self._left = False
+        self._excused_until = 0.0
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._thread.start()
+        if on_loss:
+            threading.Thread(target=self._watch, args=(on_loss,), name="monitor", daemon=True).start()
 
     def note(self, what: str) -> None:
         """Set what this rank is doing from now on."""
         self.doing = what
 
-    def leave(self) -> None:
-        """Stop the heartbeat."""
+    def leave(self, failed: bool = False) -> None:
+        """Stop the heartbeat; unless this rank has `failed`, the others do not count it as lost from now on."""
+        self._left = not failed
         self._leaving.set()
         self._thread.join(self._interval)
 
@@ -82,13 +107,17 @@ class Heartbeat:
         """
         key = f"heartbeat/barrier/{self._barriers}"
         self._barriers += 1
-        here = self.ask(lambda store: store.add(key, 1))
-        while here < self._world:
-            if silent := self.silent(self._patience_s):
-                raise self._failure(f"no heartbeat from {named(silent)} for {self._patience_s:g} s")
-            meanwhile()
-            self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
-            here = self.ask(lambda store: store.add(key, 0))
+        self._excused_until = math.inf
+        try:
+            here = self.ask(lambda store: store.add(key, 1))
+            while here < self._world:
+                if silent := self.silent(self._patience_s):
+                    raise self._failure(f"no heartbeat from {named(silent)} for {self._patience_s:g} s")
+                meanwhile()
+                self._leaving.wait(BARRIER_POLL_S * max(1, self._world // 16))
+                here = self.ask(lambda store: store.add(key, 0))
+        finally:
+            self._excused_until = time.monotonic() + CLEANUP_S
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""
@@ -96,11 +125,24 @@ class Heartbeat:
 
     def likely_cause(self) -> str:
         """Which missing heartbeat explains a failed collective; empty when all ranks are alive."""
+        return self._missing(2 * self._interval, self._heard)
+
+    def loss(self) -> str:
+        """Why this rank waits in vain, with every rank's last heartbeat; empty while no rank is lost.
+
+        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had done its work.
+        """
+        working = [rank for rank, heard in self._heard.items() if not heard.left]
+        cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)
+        return str(self._failure(cause)) if cause else ""
+
+    def _missing(self, seconds: float, ranks: Container[int]) -> str:
+        """Which heartbeat among those of `ranks` has been missing for over `seconds`."""
         unheard_s = time.monotonic() - self._listened
-        if unheard_s > 2 * self._interval:
+        if unheard_s > seconds:
             return f"the rendezvous on rank 0's node was out of reach for {unheard_s:.0f} s: it ended or was cut off"
-        if silent := self.silent(2 * self._interval):
-            return f"no heartbeat from {named(silent)} for over {2 * self._interval:.0f} s: dead, or cut off"
+        if silent := [rank for rank in self.silent(seconds) if rank in ranks]:
+            return f"no heartbeat from {named(silent)} for over {seconds:.0f} s: dead, or cut off"
         return ""
 
     def last_heard(self) -> str:
@@ -121,6 +163,13 @@ class Heartbeat:
             f"rank {self._rank} of {self._world} failed in {self.doing}: {cause}; last heard: {self.last_heard()}"
         )
 
+    def _watch(self, on_loss: Callable[[str], None]) -> None:
+        """Wait for a loss. A barrier raises by itself, and what it raises gets time to be reported."""
+        while not self._leaving.wait(self._interval):
+            if time.monotonic() > self._excused_until and (account := self.loss()):
+                on_loss(account)
+                return
+
     def _run(self) -> None:
         due = 0.0
         while not self._leaving.is_set():
@@ -138,11 +187,13 @@ class Heartbeat:
                 future.set_result(operation(self._store))
             except RuntimeError as error:
                 future.set_exception(error)
+        with suppress(RuntimeError):  # without a store no rank can be told
+            self._exchange()
 
     def _exchange(self) -> None:
         """Write this rank's heartbeat and read the others'."""
         self._beats += 1
-        own = {"node": self._node, "note": self.doing, "beat": self._beats}
+        own = {"node": self._node, "note": self.doing, "beat": self._beats, "left": self._left}
         self._store.set(f"heartbeat/{self._rank}", json.dumps(own))
         known = self._heard.keys()
         ranks = [rank for rank in range(self._world) if rank in known or self._store.check([f"heartbeat/{rank}"])]
@@ -151,7 +202,7 @@ class Heartbeat:
         for rank, beat in zip(ranks, map(json.loads, beats), strict=True):
             before = self._heard.get(rank)
             at = before.at if before and before.beat == beat["beat"] else now
-            self._heard[rank] = LastBeat(beat["node"], beat["note"], beat["beat"], at)
+            self._heard[rank] = LastBeat(beat["node"], beat["note"], beat["beat"], at, beat["left"])
         self._listened = now
 
 

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_mlp_module_spe
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -24,6 +25,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention
+from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.weights.table import NORMS
 
@@ -63,6 +65,8 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
     mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
         mlp.submodules.activation_func = SwiGLU
+    if experts and mlp.submodules.experts.module is SequentialMLP:
+        mlp.submodules.experts.module = Experts
     of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,

@@ -59,13 +59,13 @@ class Objective:
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             weight = model.output_weight()
-            segments, tokens = select_responses(self.segments, batch.indices)
+            segments, tokens = select_responses(self.segments, batch.responses, len(batch.targets))
             found = fused_policy_loss(
                 predicting(model, hidden, batch),
                 weight,
                 batch.targets,
                 self.behaviour[tokens],
-                self.advantages[batch.indices],
+                self.advantages[batch.responses],
                 segments,
                 self.section,
                 layout,
@@ -98,7 +98,7 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
         recipe.objective,
         behaviour,
         torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
-        make_segments(lengths, weights, correction),
+        make_segments(lengths, weights, correction, tokens=len(behaviour)),
         _reference(samples, recipe.objective, device),
     )
 
@@ -157,5 +157,5 @@ def head_layout(learner: Learner, temperature: float) -> HeadLayout:
         vocab_size=learner.architecture.vocab_size,
         temperature=temperature,
         tp_group=parallel_state.get_tensor_model_parallel_group() if learner.ranks.tp_size > 1 else None,
-        chunk=learner.recipe.learner.loss_chunk_tokens,
+        chunk=learner.recipe.learner.chunk_tokens(learner.ranks.device.type == "cuda"),
     )

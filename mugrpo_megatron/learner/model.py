@@ -60,7 +60,7 @@ def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> lis
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # no hook sees the output weight's gradient: the loss path writes it
+        overlap_grad_reduce=False,  # no hook sees an untied output weight: the loss path writes its gradient
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
     return [
@@ -111,10 +111,11 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Compiled elementwise kernels are not worth their compile time on CPU, which uses `SwiGLU` instead.
-        "bias_activation_fusion": cuda,
-        "bias_dropout_fusion": cuda,
-        "use_te_activation_func": not cuda and not experts,  # Megatron's name for taking the spec's activation
+        # Megatron's fusions go through torch.compile, again for new numbers of rows. SwiGLU has kernels of its own,
+        # except in Transformer Engine's experts; without bias and dropout the other fusion is a single addition.
+        "bias_activation_fusion": cuda and experts and grouped_experts,
+        "bias_dropout_fusion": False,
+        "use_te_activation_func": not experts,  # Megatron's name for taking the spec's activation
         # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give
         # NaN on gloo. These settings rule out both in every layout.
         "overlap_p2p_comm": interleaved,

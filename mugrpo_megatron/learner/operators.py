@@ -1,7 +1,8 @@
 """RMSNorm, SwiGLU and rotary embedding with hand-written backward passes.
 
 Without a compiler each of them runs as a dozen passes over memory, which on small models cost as much as the matrix
-products. Written by hand they take a few passes, most of them in place.
+products. Written by hand they take a few passes, most of them in place; on CUDA the norm is one kernel of torch and
+SwiGLU one of `kernels.triton_swiglu`. Megatron's own fusions would compile at the first update of every rank.
 """
 
 from __future__ import annotations
@@ -71,12 +72,20 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        if x.is_cuda:
+            from mugrpo_megatron.kernels.triton_swiglu import swiglu  # Triton may be missing without CUDA
+
+            return swiglu(x)
         gate, up = x.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        if x.is_cuda:
+            from mugrpo_megatron.kernels.triton_swiglu import swiglu_gradient
+
+            return swiglu_gradient(grads[0], x)[0]
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         d_gate, d_up = dx.chunk(2, -1)

@@ -65,6 +65,8 @@ class MicroBatch:
     """int64 [T]: the trained tokens."""
     lengths: torch.Tensor
     """int64 [n]: trained tokens of each sequence."""
+    responses: torch.Tensor
+    """int64 [n]: `indices`, on the device."""
 
 
 def sequence_of(sample: Sample) -> Tokens:
@@ -130,10 +132,11 @@ def pack(
     targets = _trained_rows(chosen, offsets, mine)
     held, places = local_rows(length, cp_rank, cp_size), gathered_places(length, cp_size)
     trained = np.array([chosen[i].trained for i in mine], dtype=np.int64)
-    arrays = ids[None, held], positions[None, held], places[targets - 1], ids[targets], trained
+    chosen_here = np.array([indices[i] for i in mine], dtype=np.int64)
+    arrays = ids[None, held], positions[None, held], places[targets - 1], ids[targets], trained, chosen_here
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     packing = make_packing(segments, device, cp_rank, cp_size)
-    return MicroBatch([indices[i] for i in mine], on_device[0], on_device[1], packing, *on_device[2:])
+    return MicroBatch(chosen_here.tolist(), on_device[0], on_device[1], packing, *on_device[2:])
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:

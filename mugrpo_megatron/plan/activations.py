@@ -98,9 +98,8 @@ def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: i
     """Bytes on the last pipeline stage while the loss of this rank's `tokens` tokens is computed.
 
     Hidden states: the final norm's output, gathered where it was split, its rows that predict a trained token (at most
-    all) and their gradient. On top, the greater of two: one chunk's logits in float32, which their gradient overwrites
-    (on CPU also the weight in float32); or autograd's zeros for the output weight, whose gradient is already in the
-    gradient buffer.
+    all) and their gradient. On top, one chunk's logits in float32, which their gradient overwrites; on CPU also the
+    weight in float32.
     """
     width = architecture.letters["H"]
     rows = -(-architecture.vocab_size // layout.tensor)
@@ -108,4 +107,4 @@ def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: i
     if layout.context > 1 or layout.sequence:
         hidden += tokens * layout.context
     forward = FLOAT * rows * (min(chunk, tokens) + (0 if cuda or itemsize == FLOAT else width))
-    return itemsize * width * hidden + max(forward, itemsize * rows * width)
+    return itemsize * width * hidden + forward

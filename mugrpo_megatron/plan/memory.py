@@ -127,7 +127,7 @@ def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
     layers = architecture.layers // layout.pipeline
     loss = 0.0
     if pp_stage == layout.pipeline - 1:
-        loss = loss_bytes(architecture, layout, tokens, recipe.learner.loss_chunk_tokens, b, case.cuda)
+        loss = loss_bytes(architecture, layout, tokens, recipe.learner.chunk_tokens(case.cuda), b, case.cuda)
     return LearnerMemory(
         pp_stage=pp_stage,
         state=learner_state(mine, layout, b),

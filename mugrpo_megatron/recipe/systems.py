@@ -31,8 +31,8 @@ class LearnerSection(Section):
 
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone."""
-    loss_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in memory at once."""
+    loss_chunk_tokens: NonNegativeInt = 0
+    """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
@@ -41,6 +41,14 @@ class LearnerSection(Section):
     """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
+
+    def chunk_tokens(self, cuda: bool) -> int:
+        """Tokens of a chunk of the loss path on the device.
+
+        Each chunk reads and writes the output weight's float32 gradient: 4.4 GB at 3,584 x 152,064, about 1 ms of an
+        H200, against 4 ms of products with 1,024 tokens and 17 ms with 4,096.
+        """
+        return self.loss_chunk_tokens or (4096 if cuda else 1024)
 
 
 class EngineSection(Section):

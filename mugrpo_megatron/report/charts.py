@@ -190,7 +190,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
     rates = {
         (row["phase"], row["stage"]): row["tokens"] / (row["end"] - row["start"])
         for row in run.phases
-        if "tokens" in row
+        if row.get("tokens") is not None and row["end"] > row["start"]
     }
     yield Chart(
         "throughput",

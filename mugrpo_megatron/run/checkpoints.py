@@ -12,6 +12,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
@@ -76,6 +77,9 @@ class Saver:
 
     def _write(self, write: Callable[[], None], path: Path) -> None:
         try:
+            if self._learner.ranks.device.type == "cuda":
+                # A new thread has device 0, where the writer's streams would take memory from another rank.
+                torch.cuda.set_device(self._learner.ranks.device)
             with _telling_full_disks(path):
                 write()
                 self._remove_old()

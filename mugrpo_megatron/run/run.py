@@ -11,7 +11,7 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import runs_on_cuda
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.groups import named_phase, shutdown
+from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.offload import PARTS, offload, reload
@@ -131,7 +131,7 @@ def open_run(
             equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads and not cuda else None
             with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
                 learner = build_learner(recipe)
-            stack.callback(shutdown, learner.ranks)
+            stack.enter_context(joined(learner.ranks))
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0, stop)
             record = world.broadcast(record)

@@ -77,7 +77,7 @@ def test_micro_batches_in_any_order_add_up_to_the_update(
     random.shuffle(order)  # type: ignore[attr-defined]
     total = torch.zeros((), dtype=torch.float64)
     for part in (order[k::parts] for k in range(parts)):
-        micro, index = select_responses(segments, part)
+        micro, index = select_responses(segments, torch.tensor(part, dtype=torch.int64))
         there = None if reference is None else reference[index]
         values = logprobs[index], behaviour[index], advantages[part]
         total = total + policy_loss(*values, micro, config, statistics, there)[0]

@@ -66,7 +66,7 @@ def save(directory: RunDirectory, cursor: Cursor) -> None:
     assert record
     partial = directory.checkpoints / f".{checkpoint_name(cursor)}.partial"
     partial.mkdir(exist_ok=True)
-    (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({})))
+    (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({}, None, {})))
     (partial / "__0_0.distcp").write_bytes(bytes(range(256)))
     place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
     taken = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}

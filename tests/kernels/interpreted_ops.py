@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.kernels import torch_ops, triton_ops
+from mugrpo_megatron.kernels import torch_ops, triton_ops, triton_swiglu
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
@@ -51,6 +51,42 @@ def test_gradient_equals_that_of_torch(seed: int, tokens: int, columns: int, sha
     assert found.data_ptr() == logits.data_ptr()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.integers(0, 4),
+    st.sampled_from([1, 40, triton_swiglu.BLOCK, 2 * triton_swiglu.BLOCK + 24]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_swiglu_and_its_gradient_equal_autograd_in_float64(
+    seed: int, rows: int, width: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (4 * torch.randn(rows, 1, 2 * width, generator=generator)).to(dtype)
+    dy = torch.randn(rows, 1, width, generator=generator).to(dtype)
+    weights = torch.rand(rows, 1, generator=generator)
+    exact, factors = x.double().requires_grad_(), weights.double().requires_grad_()
+    gate, up = exact.chunk(2, -1)
+    tolerance = 1e-5 if dtype == torch.float32 else 8e-3
+    plain = torch.nn.functional.silu(gate) * up
+    (d_plain,) = torch.autograd.grad(plain, exact, dy.double(), retain_graph=True)
+    weighted = plain * factors[..., None]
+    d_weighted, d_factors = torch.autograd.grad(weighted, (exact, factors), dy.double())
+    dx, none = triton_swiglu.swiglu_gradient(dy, x)
+    assert none is None
+    dx_weighted, d_weights = triton_swiglu.swiglu_gradient(dy, x, weights)
+    assert d_weights is not None
+    for found, wanted in (
+        (triton_swiglu.swiglu(x), plain),
+        (dx, d_plain),
+        (triton_swiglu.swiglu(x, weights), weighted),
+        (dx_weighted, d_weighted),
+    ):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(d_weights.double(), d_factors, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))

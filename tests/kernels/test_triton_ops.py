@@ -1,4 +1,4 @@
-"""Triton's row kernels without a GPU: interpreted against PyTorch, and compiled for one."""
+"""Triton's kernels without a GPU: interpreted against PyTorch, and compiled for one."""
 
 from __future__ import annotations
 
@@ -44,22 +44,45 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
     assert ("bar.sync" in found) == (narrow == "bf16")
 
 
-def ptx(kernel: Any, signature: dict[str, str]) -> str:
-    """PTX of a row kernel for compute capability 9.0; compiled to machine code too, or this raises."""
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> None:
+    from mugrpo_megatron.kernels import triton_swiglu
+
+    constants = {"BLOCK": triton_swiglu.BLOCK}
+    for kernel, tensors, read in (
+        (triton_swiglu._forward, "x weights out", 2),
+        (triton_swiglu._backward, "grad x weights dx d_weights", 3),
+    ):
+        for weighted in (False, True):
+            signature = {name: "*fp32" if "weights" in name else f"*{kind}" for name in tensors.split()}
+            types = signature | {"width": "i32"}
+            found = ptx(kernel, types, constants | {"WEIGHTED": weighted}, triton_swiglu.WARPS)
+            assert found.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
+            assert "st.global.v4" in found
+
+
+def ptx(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any] | None = None, warps: int | None = None
+) -> str:
+    """PTX of a kernel for compute capability 9.0; compiled to machine code too, or this raises."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from mugrpo_megatron.kernels import triton_ops
 
+    constants = constants or {"BLOCK": triton_ops.BLOCK}
     floats = {"scale": "fp32", "floor": "fp32"}
     types = signature | {name: kind for name, kind in floats.items() if name in kernel.arg_names}
     source = ASTSource(
         fn=kernel,
-        signature=types | {"BLOCK": "constexpr"},
-        constexprs={"BLOCK": triton_ops.BLOCK},
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
         attrs={(place,): [["tt.divisibility", 16]] for place in range(len(signature))},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": triton_ops.WARPS})
+    compiled = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps or triton_ops.WARPS}
+    )
     assert compiled.asm["cubin"]
     return compiled.asm["ptx"]

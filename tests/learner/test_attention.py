@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnMaskType
 
 from mugrpo_megatron.learner.attention import PackedAttention, make_packing
-from mugrpo_megatron.learner.context import takes_flash
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -51,14 +48,6 @@ def test_packed_equals_alone(lengths: list[int], heads: tuple[int, int]) -> None
 def test_buckets_waste_little(lengths: list[int]) -> None:
     packing = make_packing(np.array(lengths), torch.device("cpu"))
     assert sum(b.count * b.length for b in packing.padding.buckets) <= 1.25 * sum(lengths)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "dtype", "flash"),
-    [(True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False)],
-)
-def test_flash_attention_is_for_half_precision_on_cuda(cuda: bool, dtype: torch.dtype, flash: bool) -> None:
-    assert takes_flash(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is flash  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
 from tests import models
@@ -71,6 +74,23 @@ def test_update_is_that_of_one_process(layout: str, model: str, alone: Any) -> N
         assert rank[1]["loss"] == pytest.approx(second["loss"], rel=2e-3)
         assert rank[1]["grad_norm"] == pytest.approx(second["grad_norm"], rel=2e-3)
         np.testing.assert_allclose(rank[2], logprobs, atol=2e-3)
+
+
+def two_updates_as_on_cuda(model: str) -> tuple[dict[str, float], dict[str, float], np.ndarray]:
+    """On CPU, with the path that experts take on CUDA."""
+
+    def forward(experts: Experts, *given: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return experts.weighted(*given), None
+
+    with patch.object(Experts, "forward", forward):
+        return two_updates(model, {})
+
+
+def test_experts_on_cuda_compute_what_they_do_on_cpu(model: str, alone: Any) -> None:
+    first, second, logprobs = run_ranks(1, two_updates_as_on_cuda, model)[0]
+    assert first["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-5)
+    assert second["grad_norm"] == pytest.approx(alone[1]["grad_norm"], rel=2e-3)
+    np.testing.assert_allclose(logprobs, alone[2], atol=2e-3)
 
 
 def test_a_checkpoint_goes_on_without_expert_parallelism(model: str, tmp_path: Path) -> None:

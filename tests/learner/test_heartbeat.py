@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import threading
 import time
@@ -11,7 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import CollectiveFailure
+from mugrpo_megatron.learner.groups import end_process
 from mugrpo_megatron.learner.heartbeat import Heartbeat
+from tests.ranks import RankFailure, run_ranks
 
 PATIENCE_S = 1.0
 
@@ -58,6 +61,59 @@ def test_a_rank_that_falls_silent_is_named_with_what_it_did_last(tmp_path: Path)
     assert "rank 1 (node 1): sync stage 3, silent for" in text
     assert "rank 0 (node 0): generate stage 3" in text
     first.leave()
+
+
+def watched(directory: Path, lost: queue.Queue[str]) -> tuple[Heartbeat, Heartbeat]:
+    """Two ranks of which the first is ended when the second is lost; returned when it has heard the second."""
+    store = dist.FileStore(str(directory / "store"), 1)
+    first = Heartbeat(store, 0, 2, "node 0", PATIENCE_S, on_loss=lost.put)
+    second = Heartbeat(store, 1, 2, "node 1", PATIENCE_S)
+    second.note("update 7")
+    while "update 7" not in first.last_heard():
+        first.ask(lambda store: store.add("nothing", 0))
+    first.note("update 7")
+    return first, second
+
+
+def test_a_rank_that_waits_in_cuda_is_ended_when_another_stops_beating(tmp_path: Path) -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    first, second = watched(tmp_path, lost)
+    assert first.loss() == ""
+    second.leave(failed=True)
+    account = lost.get(timeout=60)
+    assert account.startswith("rank 0 of 2 failed in update 7: no heartbeat from rank 1 for over 1 s: dead, or cut off")
+    assert "rank 1 (node 1): update 7, silent for" in account
+    first.leave()
+
+
+def test_a_rank_that_has_done_its_work_is_not_lost(tmp_path: Path) -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    first, second = watched(tmp_path, lost)
+    second.leave()
+    while first.silent(PATIENCE_S) != [1]:
+        first.ask(lambda store: store.add("nothing", 0))
+    assert first.loss() == ""
+    assert lost.empty()
+    first.leave()
+
+
+def wait_for_ever() -> None:
+    """Rank 0 waits for what rank 1, which is lost, would send; as in CUDA, no exception reaches it."""
+    store = dist.distributed_c10d._get_default_store()
+    rank = dist.get_rank()
+    heartbeat = Heartbeat(store, rank, 2, f"node {rank}", PATIENCE_S, on_loss=None if rank else end_process)
+    heartbeat.note("update 7")
+    if rank == 1:
+        while "update 7" not in heartbeat.last_heard().partition("rank 1")[0]:
+            heartbeat.ask(lambda store: store.add("nothing", 0))
+        heartbeat.leave(failed=True)
+    threading.Event().wait()
+
+
+@pytest.mark.process
+def test_the_process_ends_with_code_1() -> None:
+    with pytest.raises(RankFailure, match="rank 0 died with exit code 1"):
+        run_ranks(2, wait_for_ever)
 
 
 def test_a_store_that_is_gone_is_said(tmp_path: Path) -> None:

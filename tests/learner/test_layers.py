@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,9 +16,11 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import layers
+from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import transformer_config
+from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
 from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
@@ -172,6 +175,23 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 def test_a_learner_without_cuda_is_refused_them(dense: str) -> None:
     assert "needs CUDA" in run_ranks(1, refusal, dense, "transformer_engine")[0]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_nothing_is_compiled_at_the_first_update_on_cuda(checkpoints: Path, family: str) -> None:
+    """Dense layers and experts have SwiGLU's own kernels; Megatron's compiled fusions are off."""
+    model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
+    sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size"), 1)
+    ranks: Any = SimpleNamespace(device=torch.device("cuda"), **sizes)
+    config = transformer_config(recipe(checkpoints / family), model, ranks, grouped_experts=False)
+    mlp = layers.layer_spec(config, LocalSpecProvider()).submodules.mlp.submodules
+    if model.experts:
+        assert mlp.experts.module is Experts
+    else:
+        assert mlp.activation_func is SwiGLU
+        assert config.use_te_activation_func, "Megatron takes the spec's activation"
+    assert not config.bias_activation_fusion
+    assert not config.bias_dropout_fusion
 
 
 def test_auto_is_local_on_cpu_and_fused_on_cuda_where_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""The call of torch's flash attention fits every torch that the project runs with: CUDA's is older than the CPU's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+
+from mugrpo_megatron.learner.context import Split, attend
+from mugrpo_megatron.learner.flash import flash_attention, takes_flash
+
+
+def of_torch_2_11(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seq_q: Any,
+    cu_seq_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+) -> Any:
+    """The signature in torch 2.11.0 (torch/nn/attention/varlen.py:159), the version that the CUDA install pins."""
+
+
+@pytest.mark.parametrize("wrapper", [of_torch_2_11, varlen_attn], ids=["2.11.0", "installed"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_the_call_fits_the_signature(wrapper: Callable[..., Any], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(wrapper)
+
+    def bound(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(signature.bind(*args, **options).arguments)
+        return args[0]
+
+    bound.__signature__ = signature  # type: ignore[attr-defined]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", bound)
+    q, k, v = (torch.randn(7, heads, 8) for heads in (4, groups, groups))
+    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
+    flash_attention(q, k, v, cu, cu, (4, 4), None)
+    split = Split([3, 4], [3, 4], torch.arange(7), cu, cu)
+    monkeypatch.setattr("mugrpo_megatron.learner.context.takes_flash", lambda q: True)
+    monkeypatch.setattr("mugrpo_megatron.learner.context.gather_rows", lambda rows: rows)
+    attend(q, k, v, split, 0.5)
+    for call, scale in zip(calls, (None, 0.5), strict=True):
+        assert (call["max_q"], call["max_k"], call["window_size"], call["scale"]) == (4, 4, (-1, 0), scale)
+        named = "enable_gqa" in signature.parameters
+        assert call.get("enable_gqa", False) == (named and groups < 4)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "dtype", "flash"),
+    [(True, torch.bfloat16, True), (True, torch.float32, False), (False, torch.bfloat16, False)],
+)
+def test_flash_attention_is_for_half_precision_on_cuda(cuda: bool, dtype: torch.dtype, flash: bool) -> None:
+    assert takes_flash(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is flash  # type: ignore[arg-type]

@@ -1,0 +1,40 @@
+"""The thread that writes a checkpoint."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.recipe.sections import CheckpointSection
+from mugrpo_megatron.run.checkpoints import Saver
+from mugrpo_megatron.run.cursor import Cursor
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [("cuda:3", [("checkpoint", torch.device("cuda:3")), ("checkpoint", "write")]), ("cpu", [("checkpoint", "write")])],
+)
+def test_writes_on_its_rank_s_device(
+    device: str, expected: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread starts on device 0, and torch's writer makes a context there."""
+    events: list[object] = []
+
+    def note(what: object) -> None:
+        events.append((threading.current_thread().name, what))
+
+    monkeypatch.setattr(torch.cuda, "set_device", note)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: None)
+    monkeypatch.setattr(checkpoint, "begin_save", lambda *_, **__: lambda: note("write"))
+    learner = cast(Learner, SimpleNamespace(ranks=SimpleNamespace(rank=0, device=torch.device(device))))
+    saver = Saver(learner, tmp_path, CheckpointSection(asynchronous=True), "run")
+    saver.save(Cursor(0, 1, 1))
+    saver.wait()
+    assert events == expected
