@@ -81,6 +81,7 @@ fi
 # With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-scripts=$(dirname "$0") python=$(dirname "$0")/../.venv/bin/python
+# The link's target: setup.sh may move the link while this runs.
+scripts=$(dirname "$0") python=$(readlink -f "$(dirname "$0")/../.venv")/bin/python
 # -P: a random.py in the current directory is not imported in place of Python's.
 exec "$python" -P "$scripts/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"

@@ -168,3 +168,7 @@ def test_the_container_copies_what_there_is() -> None:
     assert [path for path in copied if not (SCRIPTS.parent / path).exists()] == []
     kept = (SCRIPTS / "container" / "Dockerfile.dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(kept)
+
+
+def test_apex_is_imported_after_torch_whose_libraries_it_needs() -> None:
+    assert "'import torch, amp_C;" in (SCRIPTS / "setup.sh").read_text()
