@@ -1,4 +1,4 @@
-"""The one maker of tiny models: random float32 checkpoints of every family, as transformers writes them."""
+"""The one maker of random models for tests and benches: checkpoints of every family, as transformers writes them."""
 
 from __future__ import annotations
 
@@ -31,19 +31,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save_model(
-    directory: Path, family: str = "qwen2", *, seed: int = 0, scale: float | None = 6.0, **config: Any
+    directory: Path,
+    family: str = "qwen2",
+    *,
+    seed: int = 0,
+    scale: float | None = 6.0,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    shard_size: str = "5GB",
+    **config: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of the family and return the model; `config` overrides `SIZES` and `FAMILIES`.
 
+    dtype: of weights and file. device: where the random numbers are drawn; the model comes back on the CPU.
     scale: factor of the initial weights, which makes next-token distributions far from uniform; norms and biases are
     moved from their initial ones and zeros, which any mix-up would preserve. None keeps transformers' initialisation.
     """
     settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], **config})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager")
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="eager").cpu()
     if scale is not None:
         _randomise(model, scale)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=shard_size)
     return model.eval()
 
 
