@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +31,42 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How a checkpoint is drawn and stored."""
+
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    """Where its random numbers are drawn."""
+    shard_size: str = "5GB"
+    """The largest file of its weights."""
+
+
+IN_FLOAT32 = Storage()
+
+
 def save_model(
     directory: Path,
     family: str = "qwen2",
+    storage: Storage = IN_FLOAT32,
+    /,
     *,
     seed: int = 0,
     scale: float | None = 6.0,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    shard_size: str = "5GB",
     **config: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of the family and return the model; `config` overrides `SIZES` and `FAMILIES`.
 
-    dtype: of weights and file. device: where the random numbers are drawn; the model comes back on the CPU.
     scale: factor of the initial weights, which makes next-token distributions far from uniform; norms and biases are
     moved from their initial ones and zeros, which any mix-up would preserve. None keeps transformers' initialisation.
     """
     settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], **config})
     torch.manual_seed(seed)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(settings, dtype=dtype, attn_implementation="eager").cpu()
+    with torch.device(storage.device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=storage.dtype, attn_implementation="eager").cpu()
     if scale is not None:
         _randomise(model, scale)
-    model.save_pretrained(directory, max_shard_size=shard_size)
+    model.save_pretrained(directory, max_shard_size=storage.shard_size)
     return model.eval()
 
 

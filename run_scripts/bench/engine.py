@@ -100,9 +100,17 @@ def _prompt_ids(index: int) -> list[int]:
 
 
 def _small_model(directory: Path) -> Path:
-    shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2}
-    longer = {"max_position_embeddings": 4096, "tie_word_embeddings": True, "eos_token_id": None}
-    save_model(directory, scale=None, **shape, **longer)
+    save_model(
+        directory,
+        scale=None,
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=176,
+        num_hidden_layers=2,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
     return directory
 
 

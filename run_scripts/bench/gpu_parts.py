@@ -94,14 +94,14 @@ def loss(how: How) -> Result:
 
 def save_random(name: str, directory: Path) -> Path:
     """A random checkpoint of one of SHAPES, in bfloat16."""
-    from tests.models import save_model
+    from tests.models import Storage, save_model
 
     hidden, feed_forward, layers, heads, kv_heads, vocab = SHAPES[name]
     save_model(
         directory,
+        "qwen2",
+        Storage(torch.bfloat16, device().type),
         scale=None,
-        dtype=torch.bfloat16,
-        device=device(),
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=feed_forward,

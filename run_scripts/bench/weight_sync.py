@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mugrpo_megatron.recipe import Recipe
-from tests.models import save_model
+from tests.models import Storage, save_model
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 1024, 2816, 16, 4, 32000
 ROOT = Path(__file__).parents[2]
@@ -44,9 +44,9 @@ def make_model(directory: Path, megabytes: int, dtype: str) -> int:
     layers = max(2, round((megabytes * 1e6 / ITEM[dtype] - embedding) / layer))
     model = save_model(
         directory,
+        "qwen2",
+        Storage(getattr(torch, dtype), shard_size="300MB"),
         scale=None,
-        dtype=getattr(torch, dtype),
-        shard_size="300MB",
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=FFN,
