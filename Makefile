@@ -2,7 +2,7 @@
 PYTHON = .venv/bin/python
 QUICK = not process and not slow and not night
 
-.PHONY: setup check test-quick test night docs quickstart
+.PHONY: setup check test-quick test night docs lock quickstart
 
 setup:
 	run_scripts/setup.sh
@@ -19,5 +19,9 @@ night: setup  # kill and scaling harnesses, comparisons with TRL, the report in 
 docs: setup  # the pages that are made from the code
 	$(PYTHON) -m mugrpo_megatron.recipe.reference > docs/recipe.md
 	$(PYTHON) -m mugrpo_megatron.observe.metrics > docs/metrics.md
+lock:  # every version of the CUDA environment; needs uv
+	uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
+		--custom-compile-command "make lock" --constraint run_scripts/constraints-cuda.in \
+		--extra cuda --extra dev --extra study --output-file run_scripts/constraints-cuda.txt pyproject.toml
 quickstart:
 	run_scripts/quickstart.sh

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with pinned versions; returns at once if it is up to date.
+# Makes .venv with pinned versions; returns at once if it is up to date. .venv is a link into .venvs/: runs that were
+# started with the former environment keep it, and .venv never names a half-made one.
 #
 #   run_scripts/setup.sh [--cpu | --cuda] [--with-te] [--with-apex]
 #
@@ -30,8 +31,10 @@ if [ -n "$with_te$with_apex" ] && [ "$device" = cpu ]; then
   exit 2
 fi
 
-stamp="$device${with_te:+ te}${with_apex:+ apex} $(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -d' ' -f1)"
-if [ "$(cat .venv/.ready 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+pins=$(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -c1-12)
+stamp="$device${with_te:+ te}${with_apex:+ apex} $pins"
+is_ready() { [ "$(cat "$1/.ready" 2>/dev/null)" = "$stamp" ]; }
+if is_ready .venv; then exit 0; fi
 
 python=
 for candidate in python3.11 python3.12 python3; do
@@ -45,10 +48,31 @@ if [ -z "$python" ]; then
   exit 2
 fi
 
+# Driver, C library and compilers, before anything is downloaded. What only an engine's start needs is just named.
+if [ "$device" = cuda ]; then "$python" -m mugrpo_megatron.observe.toolchain || exit 2; fi
+
+mkdir -p .venvs
+exec 9> .venvs/.lock
+if ! flock --nonblock 9; then
+  echo "setup: another setup.sh is at work in this checkout; waiting for it"
+  flock 9
+  if is_ready .venv; then exit 0; fi
+fi
+
+# The path is that of the link's target: a process that was started from it finds its packages after the link has moved.
+venv=$PWD/.venvs/${stamp// /-}
+former=$(readlink -f .venv || true)
+use() {
+  if [ -d .venv ] && [ ! -L .venv ]; then mv .venv .venvs/replaced; fi  # made by an older setup.sh
+  ln -sfn "${venv#"$PWD/"}" .venvs/link
+  mv -T .venvs/link .venv
+}
+if is_ready "$venv"; then use; exit 0; fi
+
 echo "setup: installing for $device into .venv with $("$python" --version) (about a minute from a warm pip cache)"
-rm -rf .venv
-"$python" -m venv .venv
-install() { .venv/bin/pip install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
+rm -rf "$venv"  # of a set-up that was interrupted
+"$python" -m venv "$venv"
+install() { "$venv/bin/pip" install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 if [ "$device" = cpu ]; then
   install --constraint run_scripts/constraints-cpu.txt --editable ".[cpu,dev,study]"
@@ -57,19 +81,18 @@ if [ "$device" = cpu ]; then
   # The registry has only CUDA builds of torchvision. Next to a CPU torch their library does not load, and the import
   # fails where it registers fakes of the library's operators. SGLang only imports torchvision, so the fakes are removed.
   # No pin avoids this: the newest build, 0.29.2, fails in the same place.
-  if ! .venv/bin/python -c 'import torchvision' 2>/dev/null; then
-    sed -i '/^@torch.library.register_fake/d' .venv/lib/python3*/site-packages/torchvision/_meta_registrations.py
-    .venv/bin/python -c 'import torchvision'
+  if ! "$venv"/bin/python -c 'import torchvision' 2>/dev/null; then
+    sed -i '/^@torch.library.register_fake/d' "$venv"/lib/python3*/site-packages/torchvision/_meta_registrations.py
+    "$venv"/bin/python -c 'import torchvision'
   fi
 else
-  # The cuda extra without Transformer Engine, which is compiled: --with-te does that against the torch installed here.
-  install --constraint run_scripts/constraints-cuda.txt --editable ".[dev,study]" torch sglang
+  install --constraint run_scripts/constraints-cuda.txt --editable ".[cuda,dev,study]"
 fi
 
 # Compile against the torch in .venv: pip's isolated build environment would install another one.
 check_compiler() {
   local built found
-  built=$(.venv/bin/python -c 'import torch; print(torch.version.cuda or "")')
+  built=$("$venv"/bin/python -c 'import torch; print(torch.version.cuda or "")')
   if [ -z "$built" ]; then
     echo "setup.sh: the torch in .venv is built for CPU, so $1 cannot be compiled against it" >&2
     exit 2
@@ -86,10 +109,12 @@ check_compiler() {
 if [ -n "$with_te" ]; then
   check_compiler "Transformer Engine"
   echo "setup: building Transformer Engine $TE_VERSION"
-  major=$(.venv/bin/python -c 'import torch; print(torch.version.cuda.split(".")[0])')
-  NVTE_FRAMEWORK=pytorch install --no-build-isolation "transformer-engine[pytorch,core_cu$major]==$TE_VERSION"
-  .venv/bin/python -c 'import transformer_engine.pytorch' || {
-    echo "setup.sh: Transformer Engine was built but cannot be imported; .venv/bin/mugrpo doctor says why" >&2
+  # pip's cudnn.h lies where no compiler looks; the toolkit need not have one.
+  cudnn=$(find "$venv"/lib/python3*/site-packages/nvidia -name cudnn.h -printf '%h:' -quit || true)
+  CPATH=$cudnn${CPATH:-} NVTE_FRAMEWORK=pytorch install --constraint run_scripts/constraints-cuda.txt \
+    --no-build-isolation "transformer-engine[pytorch,core_cu13]==$TE_VERSION"
+  "$venv"/bin/python -c 'import transformer_engine.pytorch' || {
+    echo "setup.sh: Transformer Engine was built but cannot be imported; $venv/bin/mugrpo doctor says why" >&2
     exit 2
   }
 fi
@@ -97,14 +122,21 @@ fi
 if [ -n "$with_apex" ]; then
   check_compiler apex
   # The registry's package of this name is unrelated: remove it if it is installed.
-  .venv/bin/pip uninstall --quiet --yes apex 2>/dev/null || true
+  "$venv"/bin/pip uninstall --quiet --yes apex 2>/dev/null || true
   echo "setup: building NVIDIA apex $APEX_TAG"
   APEX_CPP_EXT=1 APEX_CUDA_EXT=1 install --no-build-isolation --no-deps "git+https://github.com/NVIDIA/apex@$APEX_TAG"
-  .venv/bin/python -c 'import amp_C; from apex.multi_tensor_apply import multi_tensor_applier' || {
+  "$venv"/bin/python -c 'import torch, amp_C; from apex.multi_tensor_apply import multi_tensor_applier' || {
     echo "setup.sh: apex was built without its CUDA extensions; the compiler's output above says why" >&2
     exit 2
   }
 fi
 
-echo "$stamp" > .venv/.ready
+echo "$stamp" > "$venv/.ready"
+use
+# The former environment stays, as runs on other machines may use it, and older ones that a process here uses.
+for other in .venvs/*/; do
+  other=$PWD/${other%/}
+  if [ "$other" = "$venv" ] || [ "$other" = "$former" ] || grep -qsF "$other/" /proc/[0-9]*/maps; then continue; fi
+  rm -rf "$other"
+done
 echo "setup: ready; run_scripts/quickstart.sh trains a small model, .venv/bin/mugrpo doctor reports what was found"

@@ -8,6 +8,7 @@
 #   --node K         number of this node; node 0 is the master
 #   --master HOST    address of node 0: HOST or HOST:PORT (29500)
 #   --restarts R     restart all ranks up to R times when one fails; the run continues from its newest checkpoint
+#   --grace S        seconds that ranks get to save and exit when they are asked to stop (600)
 #   --logs DIR       a log for every rank under DIR; only the node's first rank prints to the console then
 #   --interface IF   network interface of the ranks' rendezvous and of gloo (and of NCCL, where it uses sockets)
 #
@@ -19,7 +20,7 @@ usage() {
   exit 2
 }
 
-nodes=1 node=0 master='' restarts=0 logs='' interface=''
+nodes=1 node=0 master='' restarts=0 grace=600 logs='' interface=''
 while [[ ${1:-} == --* ]]; do
   [ $# -ge 2 ] || usage
   case $1 in
@@ -27,6 +28,7 @@ while [[ ${1:-} == --* ]]; do
     --node) node=$2 ;;
     --master) master=$2 ;;
     --restarts) restarts=$2 ;;
+    --grace) grace=$2 ;;
     --logs) logs=$2 ;;
     --interface) interface=$2 ;;
     *) echo "torchrun.sh: unknown option $1" >&2; usage ;;
@@ -36,13 +38,15 @@ done
 [ $# -ge 2 ] || usage
 ranks=$1
 shift
-for number in "$nodes" "$node" "$restarts" "$ranks"; do
+for number in "$nodes" "$node" "$restarts" "$grace" "$ranks"; do
   [[ $number =~ ^[0-9]+$ ]] || { echo "torchrun.sh: $number is not a number" >&2; usage; }
 done
 
 options=(--nproc-per-node "$ranks")
 if [ "$nodes" -eq 1 ]; then
-  options+=(--standalone --max-restarts "$restarts")
+  # The ranks' store (launch.py), gloo and NCCL listen on loopback only.
+  options+=(--rdzv-backend loopback --rdzv-endpoint 127.0.0.1:0 --rdzv-id mugrpo --max-restarts "$restarts")
+  export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 else
   [ -n "$master" ] || { echo "torchrun.sh: --nodes $nodes needs --master, the address of node 0" >&2; exit 2; }
   [ "$node" -lt "$nodes" ] || { echo "torchrun.sh: --node counts from 0 to $((nodes - 1))" >&2; exit 2; }
@@ -74,9 +78,10 @@ fi
 if [ -n "$interface" ]; then
   export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
 fi
-# On SIGTERM ranks finish the current update and save; by default torchrun would kill them after 30 seconds.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}
 # With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-exec "$(dirname "$0")/../.venv/bin/torchrun" "${options[@]}" -m mugrpo_megatron "$@"
+# The link's target: setup.sh may move the link while this runs.
+scripts=$(dirname "$0") python=$(readlink -f "$(dirname "$0")/../.venv")/bin/python
+# -P: a random.py in the current directory is not imported in place of Python's.
+exec "$python" -P "$scripts/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"

@@ -1,7 +1,8 @@
-"""The one maker of tiny models: random float32 checkpoints of every family, as transformers writes them."""
+"""The one maker of random models for tests and benches: checkpoints of every family, as transformers writes them."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True)
+class Storage:
+    """How a checkpoint is drawn and stored."""
+
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    """Where its random numbers are drawn."""
+    shard_size: str = "5GB"
+    """The largest file of its weights."""
+
+
+IN_FLOAT32 = Storage()
+
+
 def save_model(
-    directory: Path, family: str = "qwen2", *, seed: int = 0, scale: float | None = 6.0, **config: Any
+    directory: Path,
+    family: str = "qwen2",
+    storage: Storage = IN_FLOAT32,
+    /,
+    *,
+    seed: int = 0,
+    scale: float | None = 6.0,
+    **config: Any,
 ) -> PreTrainedModel:
     """Write a random checkpoint of the family and return the model; `config` overrides `SIZES` and `FAMILIES`.
 
@@ -40,10 +62,11 @@ def save_model(
     """
     settings = CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], **config})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager")
+    with torch.device(storage.device):
+        model = AutoModelForCausalLM.from_config(settings, dtype=storage.dtype, attn_implementation="eager").cpu()
     if scale is not None:
         _randomise(model, scale)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size=storage.shard_size)
     return model.eval()
 
 

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import devices, installed, usable_cores
+from mugrpo_megatron.observe.toolchain import Tool, driver_answers, tools_here
 
 SETUP = "run_scripts/setup.sh"
 
@@ -95,7 +96,7 @@ PACKAGES = (
         "transformer-engine",
         "transformer_engine",
         "context parallelism, fused Adam",
-        'CUDA only: pip install --no-build-isolation "transformer-engine[pytorch]"',
+        f"CUDA only: {SETUP} --cuda --with-te",
         "never",
     ),
     Package(
@@ -141,6 +142,9 @@ def findings() -> Generator[Finding, None, None]:
 
         cuda = torch.cuda.is_available()
         yield from _torch(cuda)
+        has_gpu = driver_answers()
+        if torch.version.cuda or has_gpu:
+            yield from (_tool(tool, needed=has_gpu) for tool in tools_here())
         for package in PACKAGES:
             error = next(errors) if package.module in present else ""
             yield _package(package, error, cuda)
@@ -187,7 +191,7 @@ def _told(process: subprocess.Popen[str]) -> Iterator[str]:
 def apex() -> Finding:
     """NVIDIA's apex, told apart from the unrelated package that the registry calls `apex`."""
     use = "fused Adam of Megatron's optimizer; torch's is used without"
-    remedy = "CUDA only: build it from https://github.com/NVIDIA/apex"
+    remedy = f"CUDA only: {SETUP} --cuda --with-apex"
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return Finding("apex", "absent", "not installed", use, needed=False, remedy=remedy)
@@ -236,6 +240,11 @@ def _torch(cuda: bool) -> list[Finding]:
         Finding("gloo", gloo, "in torch" if gloo == "ok" else "not in torch", "collectives on CPU", needed=True),
         Finding("NCCL", nccl, nccl_found, "collectives on CUDA", needed=cuda, remedy=f"{SETUP} --cuda"),
     ]
+
+
+def _tool(tool: Tool, needed: bool) -> Finding:
+    missing: State = "absent" if tool.found.startswith("not ") else "broken"
+    return Finding(tool.part, "ok" if tool.fits else missing, tool.found, tool.use, needed, tool.remedy)
 
 
 def _package(package: Package, error: str, cuda: bool) -> Finding:

@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.sums import write_sums
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
 
@@ -32,8 +32,8 @@ TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_
 
 
 def runs_on_cuda(recipe: Recipe) -> bool:
-    """Whether `run.device` means CUDA on this machine."""
-    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and torch.cuda.is_available())
+    """Whether `run.device` means CUDA on this machine; UserError as in `finds_cuda`."""
+    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and finds_cuda())
 
 
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:

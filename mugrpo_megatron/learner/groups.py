@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.heartbeat import Heartbeat, named
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)
@@ -138,7 +139,8 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
 
 
 def _device(recipe: Recipe) -> torch.device:
-    wanted, found = recipe.run.device, torch.cuda.is_available()
+    wanted = recipe.run.device
+    found = finds_cuda() if wanted == "auto" else torch.cuda.is_available()
     if wanted == "cuda" and not found:
         raise UserError(
             'run.device = "cuda" but torch finds no CUDA device; set it to "auto" or "cpu", or fix the driver'

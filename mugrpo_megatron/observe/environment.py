@@ -10,6 +10,9 @@ from pathlib import Path
 
 import psutil
 
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.toolchain import DRIVER, driver_answers
+
 PACKAGES = (
     "mugrpo-megatron",
     "torch",
@@ -52,6 +55,25 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
         limit, period = map(int, quota.read_text(encoding="ascii").split())
         cores = max(1, min(cores, -(-limit // period)))
     return cores
+
+
+def finds_cuda() -> bool:
+    """Whether torch finds a CUDA device.
+
+    Raises UserError if nvidia-smi finds a GPU that a CUDA build of torch does not, unless CUDA_VISIBLE_DEVICES hides
+    it: a run that was meant for the GPU would train on the CPU, without a word.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return True
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
+    if torch.version.cuda and not hidden and driver_answers():
+        raise UserError(
+            f"nvidia-smi finds a GPU but torch {torch.__version__} does not: update NVIDIA's driver to {DRIVER} or "
+            'newer; to train on the CPU, set CUDA_VISIBLE_DEVICES=""'
+        )
+    return False
 
 
 def devices() -> str:

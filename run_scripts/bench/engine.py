@@ -1,6 +1,6 @@
 """Compares responses per second of the project's engine process with `sglang.Engine.generate` on one batch.
 
-    python run_scripts/bench/engine.py [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7]
+    python -m run_scripts.bench.engine [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7]
 
 Both engines have the same arguments and take turns, so that a busy machine slows both; CPU time is affected least. The
 bare engine gets all prompts, repeated n times, in one call and returns Python objects. Ours streams groups of n back as
@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
+from tests.models import save_model
 
 
 def main() -> None:
@@ -101,19 +100,17 @@ def _prompt_ids(index: int) -> list[int]:
 
 
 def _small_model(directory: Path) -> Path:
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    save_model(
+        directory,
+        scale=None,
         vocab_size=512,
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(directory)
     return directory
 
 

@@ -1,6 +1,6 @@
 """Parts of run_scripts/bench/gpu.py: each measures one thing, in its own process.
 
-Every part takes `small` (tiny shapes, for a first try or a CPU) and returns figures as JSON values.
+Every part takes a `How` and returns figures as JSON values.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,16 @@ SHAPES = {
 RESPONSES = 8
 """Responses to each prompt in the engines' parts."""
 Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class How:
+    """How to run the parts."""
+
+    small: bool = False
+    """Tiny shapes, for a first try or a CPU."""
+    attention_backend: str = "auto"
+    """`engine.attention_backend` of the recipes."""
 
 
 def device() -> torch.device:
@@ -50,9 +60,9 @@ def seconds(work: Callable[[], object], repeats: int = 10) -> float:
     return statistics.median(found[1:])
 
 
-def ceilings(small: bool) -> Result:
+def ceilings(how: How) -> Result:
     """Bytes/s read and written by a device copy, FLOP/s of a large product."""
-    size, n = (1 << 22, 256) if small else (4 << 30, 16384)
+    size, n = (1 << 22, 256) if how.small else (4 << 30, 16384)
     source = torch.ones(size, dtype=torch.uint8, device=device())
     target = torch.empty_like(source)
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device=device()) for _ in range(2))
@@ -62,12 +72,12 @@ def ceilings(small: bool) -> Result:
     }
 
 
-def loss(small: bool) -> Result:
+def loss(how: How) -> Result:
     """Seconds and peak MiB of every installed implementation of the loss, at Qwen2.5-7B's output layer."""
     from run_scripts.bench import loss_path
 
     shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 2048)
-    if small:
+    if how.small:
         shape = loss_path.Shape(256, 32, 512, 64, "float32", device().type, 64)
     ways = ["floor", "fused", "fused_without_veto", "fused_two_passes", "logprobs_only", "liger", "trl_fused_head"]
     found: Result = {"shape": asdict(shape)}
@@ -84,10 +94,14 @@ def loss(small: bool) -> Result:
 
 def save_random(name: str, directory: Path) -> Path:
     """A random checkpoint of one of SHAPES, in bfloat16."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from tests.models import Storage, save_model
 
     hidden, feed_forward, layers, heads, kv_heads, vocab = SHAPES[name]
-    config = Qwen2Config(
+    save_model(
+        directory,
+        "qwen2",
+        Storage(torch.bfloat16, device().type),
+        scale=None,
         vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=feed_forward,
@@ -98,24 +112,19 @@ def save_random(name: str, directory: Path) -> Path:
         tie_word_embeddings=True,
         eos_token_id=None,
     )
-    with device():
-        torch.set_default_dtype(torch.bfloat16)
-        model = Qwen2ForCausalLM(config)
-        torch.set_default_dtype(torch.float32)
-    model.cpu().save_pretrained(directory)
     return directory
 
 
-def recipe_of(model: Path, small: bool, layers: str = "local", fp8: str = "none") -> Any:
+def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -> Any:
     from mugrpo_megatron.recipe import Recipe
 
-    length = 64 if small else 1024
+    length = 64 if how.small else 1024
     table: dict[str, Any] = {
         "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
         "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 256},
+        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": how.attention_backend},
     }
     return Recipe.model_validate(table)
 
@@ -142,23 +151,23 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
     return samples, rng.normal(size=16).astype(np.float32)
 
 
-def learner(small: bool) -> Result:
+def learner(how: How) -> Result:
     """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed."""
-    peak_flops = ceilings(small)["matmul_flops"]
-    names = ["small"] if small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
+    peak_flops = ceilings(how)["matmul_flops"]
+    names = ["small"] if how.small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
     kinds = [("local", "none")]
     if engine:
         kinds += [("transformer_engine", fp8) for fp8 in ("none", "tensorwise", "blockwise")]
     measured = {
-        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, small, peak_flops, layers, fp8)
+        f"{name}, {layers} layers, fp8 {fp8}": one_learner(name, how, peak_flops, layers, fp8)
         for name in names
         for layers, fp8 in kinds
     }
     return {"matmul_flops": peak_flops, **measured}
 
 
-def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str) -> Result:
+def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -> Result:
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
@@ -172,10 +181,10 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with tempfile.TemporaryDirectory() as folder:
-        recipe = recipe_of(save_random(name, Path(folder)), small, layers, fp8)
+        recipe = recipe_of(save_random(name, Path(folder)), how, layers, fp8)
         mine = build_learner(recipe)
     samples, advantages = sample_update(recipe, SHAPES[name][-1])
-    taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if small else 5)
+    taken = seconds(lambda: update(mine, samples, advantages), repeats=2 if how.small else 5)
     shutdown()
     tokens = sum(sample.tokens for sample in samples)
     trained = sum(len(sample.response_ids) for sample in samples)
@@ -191,13 +200,13 @@ def one_learner(name: str, small: bool, peak_flops: float, layers: str, fp8: str
     }
 
 
-def engine_bare(small: bool) -> Result:
+def engine_bare(how: How) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
     from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
         cuda = runs_on_cuda(recipe)
         os.environ.update(engine_environment(recipe, model, cuda))
         import sglang  # reads the environment at import
@@ -205,7 +214,7 @@ def engine_bare(small: bool) -> Result:
         bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
         limit = recipe.rollout.max_response_tokens
         settings = {"temperature": 1.0, "max_new_tokens": limit}
-        inputs = [ids for ids in prompt_ids(small) for _ in range(RESPONSES)]
+        inputs = [ids for ids in prompt_ids(how.small) for _ in range(RESPONSES)]
         taken = seconds(
             lambda: bare.generate(input_ids=inputs, sampling_params=settings, return_logprob=True), repeats=2
         )
@@ -213,16 +222,16 @@ def engine_bare(small: bool) -> Result:
     return {"tokens_per_s": len(inputs) * limit / taken}
 
 
-def engine_ours(small: bool) -> Result:
+def engine_ours(how: How) -> Result:
     """Tokens/s of the project's engine process on the same prompts."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.engine.wire import Sampling
     from mugrpo_megatron.samples import Problem, Prompt
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
-        prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(small))]
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
+        prompts = [Prompt(i, Problem(str(i), "", ""), ids) for i, ids in enumerate(prompt_ids(how.small))]
         sampling = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, ())
         mine = Engine.start(recipe, model, Path(folder) / "engine.log")
         try:
@@ -236,7 +245,7 @@ def prompt_ids(small: bool) -> list[list[int]]:
     return [[3 + (index * step) % 500 for step in (1, 7, 31, 57, 111)] for index in range(8 if small else 128)]
 
 
-def switch(small: bool) -> Result:
+def switch(how: How) -> Result:
     """Seconds of the switch from learner to engine and back, as in phases/generate.py."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
@@ -244,8 +253,8 @@ def switch(small: bool) -> Result:
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
     with tempfile.TemporaryDirectory() as folder:
-        model = save_random("small" if small else "Qwen2.5-1.5B", Path(folder) / "model")
-        recipe = recipe_of(model, small)
+        model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
+        recipe = recipe_of(model, how)
         engine = Engine.start(recipe, model, Path(folder) / "engine.log")
         try:
             engine.wait_ready()
@@ -257,7 +266,7 @@ def switch(small: bool) -> Result:
         finally:
             engine.stop()
     found = {name: statistics.median(round_[name] for round_ in rounds) for name in rounds[0]}
-    copy = ceilings(small)["copy_bytes_per_s"]
+    copy = ceilings(how)["copy_bytes_per_s"]
     return {**found, "bridge_bytes_per_s": bridge.plan.bytes / found["sync"], "copy_bytes_per_s": copy}
 
 

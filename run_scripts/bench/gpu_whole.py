@@ -16,23 +16,25 @@ from typing import Any
 
 import torch
 
+from run_scripts.bench.gpu_parts import How
+
 Result = dict[str, Any]
 SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
 """Run -> stages, updates per stage."""
 SMALL_SCHEDULES = {"mu_grpo": (1, 8), "mu_4": (2, 4)}
 
 
-def whole(small: bool) -> Result:
+def whole(how: How) -> Result:
     """Seconds per phase and accuracies of both runs, and the ratio of their times.
 
     `wall_clock_ratio` compares total times; `ratio_after_start` is without the start of learner and engine.
     Raises RuntimeError with the last line of a command's errors.
     """
-    schedules = SMALL_SCHEDULES if small else SCHEDULES
+    schedules = SMALL_SCHEDULES if how.small else SCHEDULES
     with tempfile.TemporaryDirectory() as folder:
         recipe = Path(folder) / "recipe.toml"
-        recipe.write_text(recipe_text(Path(folder), small), encoding="utf-8")
-        mugrpo("sft", recipe)
+        recipe.write_text(recipe_text(Path(folder), how), encoding="utf-8")
+        mugrpo("sft", recipe, Path(folder) / "sft.log")
         found = {name: one_run(recipe, Path(folder) / name, *schedule) for name, schedule in schedules.items()}
     taken, taken_by_4 = found["mu_grpo"]["seconds"], found["mu_4"]["seconds"]
     return {
@@ -42,10 +44,11 @@ def whole(small: bool) -> Result:
     }
 
 
-def recipe_text(folder: Path, small: bool) -> str:
+def recipe_text(folder: Path, how: How) -> str:
     """The quickstart's task as TOML without the schedule; in bfloat16 on CUDA, whose attention needs it."""
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
+    small = how.small
     warm_start = {"layers": 2, "hidden": 64, "ffn": 128, "max_updates": 25, "batch": 16} if small else {}
     table = {
         "model": {
@@ -60,7 +63,11 @@ def recipe_text(folder: Path, small: bool) -> str:
         },
         "objective": {"name": "mu_grpo"},
         "optimizer": {"lr": 2e-4, "decay": "linear"},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 64 if small else 2048},
+        "engine": {
+            "memory_fraction": 0.6,
+            "max_running_requests": 64 if small else 2048,
+            "attention_backend": how.attention_backend,
+        },
         "eval": {"every_stages": 0},
         "track": {"tensorboard": False},
         "sft": {"output": str(folder / "warm-start"), "target_accuracy": 0.4, **warm_start},
@@ -71,19 +78,21 @@ def recipe_text(folder: Path, small: bool) -> str:
 def one_run(recipe: Path, directory: Path, stages: int, updates_per_stage: int) -> Result:
     """Run `mugrpo train` with this schedule; returns figures of its summary.json."""
     schedule = {"stages": stages, "updates_per_stage": updates_per_stage}
-    mugrpo("train", recipe, f"run.dir={directory}", *(f"schedule.{key}={value}" for key, value in schedule.items()))
+    settings = [f"run.dir={directory}", *(f"schedule.{key}={value}" for key, value in schedule.items())]
+    mugrpo("train", recipe, directory.with_suffix(".log"), *settings)
     summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
     kept = ("stages", "updates", "tokens", "accuracy_before", "accuracy_after", "accuracy_interval", "seconds")
     return {name: summary[name] for name in kept}
 
 
-def mugrpo(command: str, recipe: Path, *overrides: str) -> None:
-    """Run one `mugrpo` command."""
+def mugrpo(command: str, recipe: Path, log: Path, *overrides: str) -> None:
+    """Run one `mugrpo` command, with all that it prints in `log`."""
     settings = [word for override in overrides for word in ("--set", override)]
     call = [sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *settings]
-    done = subprocess.run(call, capture_output=True, text=True)
+    with log.open("w") as file:
+        done = subprocess.run(call, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        said = log.read_text(errors="replace").strip().splitlines()
         raise RuntimeError(f"mugrpo {command} ended with code {done.returncode}: {said[-1] if said else 'no output'}")
 
 

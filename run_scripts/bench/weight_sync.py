@@ -1,7 +1,7 @@
 """Compares weight sync and conversion with a plain memory copy of the same bytes.
 
-    python run_scripts/bench/weight_sync.py [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
-    python run_scripts/bench/weight_sync.py --convert --megabytes 1000      # both conversions instead, with memory
+    python -m run_scripts.bench.weight_sync [--megabytes 200] [--dtype float32] [--repeats 7] [--bucket-megabytes 512]
+    python -m run_scripts.bench.weight_sync --convert --megabytes 1000      # both conversions instead, with memory
 
 `check` is what `engine.check_weights` does: it compares checksums of every tensor.
 
@@ -27,9 +27,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from mugrpo_megatron.recipe import Recipe
+from tests.models import Storage, save_model
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCAB = 1024, 2816, 16, 4, 32000
 ROOT = Path(__file__).parents[2]
@@ -42,8 +42,11 @@ def make_model(directory: Path, megabytes: int, dtype: str) -> int:
     embedding = VOCAB * HIDDEN
     layer = HIDDEN * (2 * HIDDEN + 2 * KV_HEADS * head_dim + 3 * FFN)
     layers = max(2, round((megabytes * 1e6 / ITEM[dtype] - embedding) / layer))
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    model = save_model(
+        directory,
+        "qwen2",
+        Storage(getattr(torch, dtype), shard_size="300MB"),
+        scale=None,
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
         intermediate_size=FFN,
@@ -53,8 +56,6 @@ def make_model(directory: Path, megabytes: int, dtype: str) -> int:
         max_position_embeddings=512,
         tie_word_embeddings=True,
     )
-    model = Qwen2ForCausalLM(config).to(getattr(torch, dtype))
-    model.save_pretrained(directory, max_shard_size="300MB")
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -24,11 +25,11 @@ def program(path: Path, text: str = SAY_ARGUMENTS) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose torchrun prints how it was called."""
+    """A checkout whose Python prints how it was called."""
     for name in ("torchrun.sh", "slurm.sbatch"):
         (tmp_path / "run_scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / name, tmp_path / "run_scripts")
-    program(tmp_path / ".venv" / "bin" / "torchrun")
+    program(tmp_path / ".venv" / "bin" / "python")
     return tmp_path
 
 
@@ -53,23 +54,19 @@ def option(words: list[str], name: str) -> str:
 
 def test_one_node(checkout: Path) -> None:
     words = said(call(checkout, "torchrun.sh", "4", "train", "recipe.toml", "--set", "a.b=c"))
-    assert "--standalone" in words
+    assert words[:3] == ["-P", "run_scripts/launch.py", "600"]
+    assert option(words, "--rdzv-backend") == "loopback"
     assert option(words, "--nproc-per-node") == "4"
-    assert words[words.index("-m") :] == [
-        "-m",
-        "mugrpo_megatron",
-        "train",
-        "recipe.toml",
-        "--set",
-        "a.b=c",
-        "interface=",
-    ]
+    ranks = ["-P", "-u", "-m", "mugrpo_megatron", "train", "recipe.toml", "--set", "a.b=c"]
+    assert words[words.index("--no-python") + 2 :] == [*ranks, "interface=lo"]
+    assert said(call(checkout, "torchrun.sh", "--interface", "ib0", "1", "train", "r"))[-1] == "interface=ib0"
+    assert said(call(checkout, "torchrun.sh", "--grace", "90", "1", "train", "r"))[2] == "90"
 
 
 def test_many_nodes_use_the_master_as_rendezvous(checkout: Path) -> None:
     where = ["--nodes", "16", "--node", "3", "--master", "head.cluster:29400", "--interface", "ib0", "--logs", "logs/1"]
     words = said(call(checkout, "torchrun.sh", *where, "8", "train", "recipe.toml"))
-    assert "--standalone" not in words
+    assert "--rdzv-backend" not in words
     found = {name: option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")}
     assert list(found.values()) == ["16", "3", "head.cluster", "29400"]
     assert option(words, "--log-dir") == "logs/1"
@@ -108,7 +105,10 @@ def test_torchrun_refuses_what_it_does_not_understand(checkout: Path, arguments:
 def test_slurm_starts_each_node_with_its_number(checkout: Path) -> None:
     tools = checkout / "tools"
     program(tools / "scontrol", "#!/usr/bin/env bash\nprintf 'gpu-%s\\n' 07 08\n")
-    program(tools / "srun", '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do shift; done\nSLURM_NODEID=1 exec "$@"\n')
+    program(
+        tools / "srun",
+        '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do echo "srun $1"; shift; done\nSLURM_NODEID=1 exec "$@"\n',
+    )
     done = call(
         checkout,
         "slurm.sbatch",
@@ -118,8 +118,10 @@ def test_slurm_starts_each_node_with_its_number(checkout: Path) -> None:
         SLURM_JOB_NODELIST="gpu-[07-08]",
         SLURM_NNODES="2",
         SLURM_GPUS_ON_NODE="4",
+        SLURM_CPUS_PER_TASK="96",
     )
     words = said(done)
+    assert "srun --cpus-per-task=96" in words
     assert [option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")] == [
         "2",
         "1",
@@ -129,6 +131,16 @@ def test_slurm_starts_each_node_with_its_number(checkout: Path) -> None:
     assert option(words, "--nproc-per-node") == "4"
     assert option(words, "--log-dir") == "logs/20017/node-1"
     assert words[-4:-1] == ["recipe.toml", "--set", "a.b=two words"]
+
+
+def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder() -> None:
+    settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (SCRIPTS / "slurm.sbatch").read_text(), re.MULTILINE))
+    grace = re.search(r" grace=(\d+) ", (SCRIPTS / "torchrun.sh").read_text())
+    signal, seconds = settings["signal"].split("@")
+    assert grace
+    assert signal == "TERM"
+    assert int(seconds) >= int(grace[1]) + 60
+    assert "/" not in settings["output"]  # Slurm makes no folder: a job whose log cannot be opened fails in silence
 
 
 def test_slurm_without_a_recipe(checkout: Path) -> None:
@@ -156,3 +168,7 @@ def test_the_container_copies_what_there_is() -> None:
     assert [path for path in copied if not (SCRIPTS.parent / path).exists()] == []
     kept = (SCRIPTS / "container" / "Dockerfile.dockerignore").read_text().splitlines()
     assert {f"!{path}" for path in copied} <= set(kept)
+
+
+def test_apex_is_imported_after_torch_whose_libraries_it_needs() -> None:
+    assert "'import torch, amp_C;" in (SCRIPTS / "setup.sh").read_text()

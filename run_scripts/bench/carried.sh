@@ -1,0 +1,14 @@
+# Installs .gpu/ (carry.sh) into ~/site, once, and sets this shell's environment. Source it in the checkout's root.
+site=$HOME/site
+if [ ! -f "$site/.complete" ]; then
+  python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .gpu/wheels/*.whl &&
+    tar xJf .gpu/sgl_kernel.tar.xz -C "$site" && cp -rn .gpu/stubs/. "$site/" &&
+    mkdir -p ~/.cache/tvm-ffi && cp -r .gpu/tvm-ffi/. ~/.cache/tvm-ffi/ && touch "$site/.complete" || exit
+fi
+export PYTHONPATH=$site:$PWD PYTHONUNBUFFERED=1 TORCHINDUCTOR_COMPILE_THREADS=8
+PATH=$(dirname "$(python3 -c 'import sys; print(sys.executable)')"):$PATH
+# flashinfer is a stub, and sgl_kernel's version is not asked of its metadata.
+export SGLANG_IS_FLASHINFER_AVAILABLE=false SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK=1
+# torch_memory_saver's library, which SGLang preloads, needs libcudart.
+LD_LIBRARY_PATH=$(python3 -c 'import nvidia; print(list(nvidia.__path__)[0])')/cu13/lib:${LD_LIBRARY_PATH:-}
+export PATH LD_LIBRARY_PATH

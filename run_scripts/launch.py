@@ -1,0 +1,137 @@
+"""torchrun, with time for the ranks to stop, and without a port that other machines can reach.
+
+    python -P run_scripts/launch.py GRACE [torchrun's options] PROGRAM [ARGUMENTS]
+
+run_scripts/torchrun.sh starts this with the torch of .venv. What differs from torchrun:
+
+- Ranks get GRACE seconds between the signal that asks them to stop and SIGKILL, also when they are stopped because
+  another rank failed. torchrun gives them 30. `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` changes that since torch 2.12 only
+  (CUDA machines have 2.11), and never after a failure. A second Ctrl-C kills them at once.
+- It exits with 0 if a signal stopped it and every rank ended with 0. With torchrun's 1, `srun --kill-on-bad-exit`
+  would kill the nodes that are still saving. If a rank failed, it exits with that rank's code, without a traceback.
+- `--rdzv-backend loopback` is a rendezvous for one machine whose store listens on 127.0.0.1 alone. That of
+  `torchrun --standalone` listens on every interface, and nothing authenticates its clients.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore, run
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+LOOPBACK = "127.0.0.1"
+STORE_TIMEOUT = timedelta(minutes=10)
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of a single node: nothing to wait for, and a store for its ranks on a free port of loopback."""
+
+    def __init__(self, run_id: str) -> None:
+        listening = socket.create_server((LOOPBACK, 0))
+        self._run_id, self._port = run_id, listening.getsockname()[1]
+        self._store = TCPStore(
+            LOOPBACK, self._port, is_master=True, timeout=STORE_TIMEOUT, master_listen_fd=listening.detach()
+        )
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """This node as the only one; also after a restart, as ranks prefix their keys with the number of restarts."""
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def loopback(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Creator for torch's registry of rendezvous handlers."""
+    return LoopbackRendezvous(parameters.run_id)
+
+
+@contextmanager
+def patient(grace_s: float) -> Iterator[list[int]]:
+    """Make torchrun wait `grace_s` seconds for stopping ranks while the block runs; yields their exit codes at the end.
+
+    Every version of torch ends its ranks through `PContext.close`, but no option or variable reaches all calls of it.
+    """
+    close, codes = PContext.close, list[int]()
+
+    def waiting(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        deadline = time.monotonic() + grace_s  # not torchrun's `timeout`
+        while True:
+            try:
+                close(self, death_sig, max(0, round(deadline - time.monotonic())))
+                break
+            except SignalException as again:  # asked once more: Slurm repeats SIGTERM, an impatient user Ctrl-C
+                if again.sigval == signal.SIGINT:
+                    death_sig = signal.SIGKILL
+        if isinstance(self, SubprocessContext):
+            codes[:] = [handler.proc.returncode for handler in self.subprocess_handlers.values()]
+
+    PContext.close = waiting  # type: ignore[method-assign]
+    try:
+        yield codes
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
+def ended(code: int) -> str:
+    """What a process's exit code says."""
+    return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun with `arguments` after the grace in seconds; returns the exit code of the first rank that failed."""
+    rendezvous_handler_registry.register("loopback", loopback)
+    grace, *options = arguments
+    with patient(float(grace)) as codes:
+        try:
+            run.main(options)
+        except SignalException as stopped:
+            ranks = ", ".join(ended(code) for code in codes) or "none had started"
+            print(f"torchrun: stopped by {stopped.sigval.name}; ranks: {ranks}", file=sys.stderr)
+            return 0 if codes and not any(codes) else 1
+        except ChildFailedError as failed:
+            rank, failure = failed.get_first_failure()
+            print(
+                f"torchrun: rank {rank} failed first, with {ended(failure.exitcode)}; its log says why", file=sys.stderr
+            )
+            return failure.exitcode if failure.exitcode > 0 else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,133 @@
+"""What a CUDA machine needs besides Python packages, with stand-ins for its programs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.commands.doctor import findings
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.environment import finds_cuda
+from mugrpo_megatron.observe.toolchain import Tool, tools
+
+pytestmark = pytest.mark.process
+
+
+def program(folder: Path, name: str, prints: str = "", code: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\necho '{prints}'\nexit {code}\n")
+    (folder / name).chmod(0o755)
+
+
+def nvidia_smi(folder: Path, driver: str = "580.95.05", code: int = 0) -> None:
+    text = f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H200" || echo {driver}\nexit {code}\n'
+    program(folder, "nvidia-smi")
+    (folder / "nvidia-smi").write_text(text)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The PATH of a machine that has everything, and Python's headers in its `include`."""
+    tmp_path = tmp_path / "bin"
+    nvidia_smi(tmp_path)
+    program(tmp_path, "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    for name in ("c++", "gcc", "ninja"):
+        program(tmp_path, name)
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "Python.h").touch()
+    monkeypatch.setattr("mugrpo_megatron.observe.toolchain.TOOLKIT", str(tmp_path / "no-toolkit"))
+    return tmp_path
+
+
+def seen(machine: Path, glibc: str = "glibc 2.36", **environment: str) -> list[Tool]:
+    return tools({"PATH": str(machine), **environment}, machine / "include", glibc)
+
+
+def missing(found: list[Tool]) -> dict[str, str]:
+    return {tool.part: tool.found for tool in found if not tool.fits}
+
+
+def test_a_machine_that_has_everything(machine: Path) -> None:
+    found = seen(machine)
+    assert missing(found) == {}
+    assert [tool.part for tool in found] == ["driver", "glibc", "nvcc", "c++", "gcc", "ninja", "Python.h"]
+
+
+@pytest.mark.parametrize("name", ["nvcc", "c++", "gcc", "ninja"])
+def test_a_program_that_is_not_there(machine: Path, name: str) -> None:
+    (machine / name).unlink()
+    (lacking,) = (tool for tool in seen(machine) if not tool.fits)
+    assert (lacking.part, lacking.found) == (name, "not found")
+    assert "install" in lacking.remedy
+    assert not lacking.installs
+
+
+def test_what_is_too_old(machine: Path) -> None:
+    nvidia_smi(machine, "570.124.06")
+    program(machine, "nvcc", "Cuda compilation tools, release 12.8, V12.8.93")
+    found = seen(machine, "glibc 2.28")
+    assert missing(found) == {"driver": "570.124.06", "glibc": "2.28", "nvcc": f"release 12.8 ({machine}/nvcc)"}
+    assert [tool.part for tool in found if tool.installs] == ["driver", "glibc"]
+    assert "glibc" not in missing(seen(machine, "glibc 2.34"))
+    assert missing(seen(machine, ""))["glibc"] == "not found"
+
+
+def test_python_headers(machine: Path) -> None:
+    (machine / "include" / "Python.h").unlink()
+    (lacking,) = (tool for tool in seen(machine) if not tool.fits)
+    assert lacking.part == "Python.h"
+    assert f"python3.{sys.version_info.minor}-dev" in lacking.remedy
+
+
+def test_the_variables_that_name_compilers_are_followed(machine: Path) -> None:
+    for name in ("nvcc", "c++", "gcc"):
+        (machine / name).unlink()
+    program(machine / "cuda" / "bin", "nvcc", "release 13.1, V13.1.1")
+    program(machine, "clang")
+    program(machine, "g++-13")
+    assert missing(seen(machine, CUDA_HOME=str(machine / "cuda"), CXX="g++-13 -O2")) == {}
+    assert "nvcc" in missing(seen(machine, CUDA_HOME=str(machine / "elsewhere"), CXX="g++-13"))
+
+
+def test_without_a_driver_nothing_is_said_of_it(machine: Path) -> None:
+    nvidia_smi(machine, code=9)
+    assert seen(machine)[0].part == "glibc"
+    (machine / "nvidia-smi").unlink()
+    assert seen(machine)[0].part == "glibc"
+
+
+def test_a_gpu_that_torch_does_not_find_is_an_error(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("PATH", str(machine))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert not finds_cuda()  # a torch for CPU, installed as one
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    with pytest.raises(UserError, match=r"nvidia-smi finds a GPU but torch .* does not: update NVIDIA's driver to 580"):
+        finds_cuda()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not finds_cuda()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (machine / "nvidia-smi").unlink()
+    assert not finds_cuda()
+
+
+def test_doctor_tells_what_a_gpu_lacks(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (machine / "c++").unlink()
+    nvidia_smi(machine, "550.1")
+    monkeypatch.setenv("PATH", str(machine))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("mugrpo_megatron.commands.doctor.PACKAGES", ())
+    lacking = {found.part: found.state for found in findings() if found.needed and found.state != "ok"}
+    assert {"driver": "broken", "c++": "absent"}.items() <= lacking.items()
+
+
+def test_it_runs_before_anything_is_installed(machine: Path) -> None:
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.path.insert(0, sys.argv[1]); "]
+    command[-1] += "import mugrpo_megatron.observe.toolchain as t; t.driver_answers(); print('torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([*command, str(root)], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr

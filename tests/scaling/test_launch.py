@@ -1,0 +1,155 @@
+"""run_scripts/launch.py: how long ranks get to stop, how it exits, and what it listens on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
+
+from run_scripts.launch import patient
+from tests.torch211 import python_files
+
+LAUNCH = Path(__file__).parents[2] / "run_scripts" / "launch.py"
+RANK = Path(__file__).with_name("stopping_rank.py")
+WITH_OVERLAY = """
+import runpy, sys
+import torch.distributed
+assert "torch.distributed.elastic" not in sys.modules
+torch.distributed.__path__.insert(0, sys.argv[1])
+sys.argv = sys.argv[2:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script with the torchrun of another torch, whose files lie in the folder of the first argument."""
+
+
+def start(grace: int, *rank: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """Two ranks of RANK under launch.py, or under what `before` makes of it."""
+    options = ["--nproc-per-node", "2", "--rdzv-backend", "loopback", "--rdzv-endpoint", "127.0.0.1:0"]
+    command = [*before, str(LAUNCH), str(grace), *options, "--no-python", sys.executable, str(RANK), *rank]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> str:
+    """The next line of output that starts with `word`."""
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.strip()
+    raise AssertionError(f"no line {word!r}: {process.communicate()[1]}")
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    printed, errors = process.communicate(timeout=120)
+    return process.returncode, printed, errors
+
+
+@pytest.fixture
+def closing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[signal.Signals, int]]:
+    """What `PContext._close` is called with: signal, seconds until SIGKILL."""
+    called: list[tuple[signal.Signals, int]] = []
+
+    def close(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        called.append((death_sig, timeout))
+
+    monkeypatch.setattr(SubprocessContext, "_close", close)
+    return called
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> SubprocessContext:
+    context = SubprocessContext.__new__(SubprocessContext)
+    context.subprocess_handlers, context._tail_logs = {}, []
+    context.filtered_stdout = context.filtered_stderr = None
+    return context
+
+
+def test_every_way_in_which_torchrun_ends_its_ranks_gives_them_the_time(
+    closing: list[tuple[signal.Signals, int]], ranks: SubprocessContext
+) -> None:
+    before = PContext.close
+    with patient(600):
+        ranks.close()  # another rank failed
+        ranks.close(signal.SIGTERM)  # a signal, torch 2.11
+        ranks.close(signal.SIGTERM, 30)  # a signal, torch 2.13
+    assert closing == [(signal.SIGTERM, 600)] * 3
+    assert PContext.close is before
+
+
+@pytest.mark.parametrize(
+    ("again", "then"), [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGKILL)], ids=lambda s: s.name
+)
+def test_a_second_signal_ends_the_wait_only_if_it_is_ctrl_c(
+    again: signal.Signals, then: signal.Signals, ranks: SubprocessContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[signal.Signals] = []
+
+    def close(self: SubprocessContext, death_sig: signal.Signals, timeout: int = 30) -> None:
+        called.append(death_sig)
+        if len(called) == 1:
+            raise SignalException("once more", sigval=again)
+
+    monkeypatch.setattr(SubprocessContext, "_close", close)
+    with patient(600):
+        ranks.close(signal.SIGTERM)
+    assert called == [signal.SIGTERM, then]
+
+
+@pytest.mark.process
+def test_ranks_that_stop_when_asked_make_a_success_and_only_loopback_listens() -> None:
+    process = start(60, "stops", "0")
+    assert wait_for(process, "listening") == "listening 127.0.0.1"
+    process.send_signal(signal.SIGTERM)
+    code, printed, errors = end(process)
+    assert (code, printed.count("saved")) == (0, 2), errors
+    assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.process
+def test_ranks_that_do_not_stop_are_killed_after_the_grace() -> None:
+    process = start(1, "survives", "0")
+    wait_for(process, "listening")
+    process.send_signal(signal.SIGTERM)
+    code, printed, errors = end(process)
+    assert (code, printed.count("saved")) == (1, 0)
+    assert "ranks: SIGKILL, SIGKILL" in errors
+
+
+@pytest.mark.process
+def test_a_failed_rank_gives_its_code_to_the_command_and_its_peers_time() -> None:
+    process = start(60, "fails", "0")
+    code, printed, errors = end(process)
+    assert (code, printed.count("saved")) == (3, 1)
+    assert "rank 1 failed first, with exit code 3" in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.process
+@pytest.mark.night
+@pytest.mark.parametrize("mode", ["stops", "fails"])
+@pytest.mark.parametrize("torchrun", ["installed", "2.11"])
+def test_saving_may_take_longer_than_torchruns_30_seconds(
+    torchrun: str, mode: str, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    before: list[str] = []
+    if torchrun == "2.11":
+        found = python_files(pytestconfig.cache.mkdir("torch211")) / "torch" / "distributed"
+        for name in ("elastic", "launcher"):
+            shutil.copytree(found / name, tmp_path / name)
+        shutil.copy(found / "run.py", tmp_path)
+        before = ["-c", WITH_OVERLAY, str(tmp_path)]
+    process = start(120, mode, "33", before=before)
+    wait_for(process, "listening")
+    process.send_signal(signal.SIGTERM) if mode == "stops" else None
+    code, printed, errors = end(process)
+    assert (code, printed.count("saved")) == ((0, 2) if mode == "stops" else (3, 1)), errors

@@ -1,0 +1,79 @@
+"""The constraints: one version of every package, in the ranges that pyproject.toml and megatron-core ask for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LOCKED = {
+    "constraints-cpu.txt": ("cpu", "dev", "study", "compare"),
+    "constraints-cuda.txt": ("cuda", "dev", "study"),
+}
+"""File -> the extras that are installed with it."""
+
+
+def requirements(name: str) -> list[Requirement]:
+    lines = (ROOT / "run_scripts" / name).read_text(encoding="utf-8").splitlines()
+    return [Requirement(line) for line in lines if line.strip() and not line.startswith("#")]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Package -> version."""
+    found: dict[str, str] = {}
+    for requirement in requirements(name):
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "=="
+        assert found.setdefault(canonicalize_name(requirement.name), specifier.version) == specifier.version
+    return found
+
+
+@pytest.mark.parametrize(("name", "extras"), LOCKED.items(), ids=LOCKED)
+def test_every_requirement_is_pinned_in_its_range(name: str, extras: tuple[str, ...]) -> None:
+    locked = pins(name)
+    asked = [*PROJECT["dependencies"], *(line for e in extras for line in PROJECT["optional-dependencies"][e])]
+    for requirement in map(Requirement, asked):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version, f"{requirement} is not in {name}"
+        assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {name} has {version}"
+
+
+def test_the_cuda_lock_is_of_its_input() -> None:
+    locked = pins("constraints-cuda.txt")
+    for requirement in requirements("constraints-cuda.in"):
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
+
+
+def test_transformer_engine_is_in_megatrons_range_everywhere() -> None:
+    (extra,) = map(Requirement, PROJECT["optional-dependencies"]["te"])
+    built = re.search(r"^TE_VERSION=(\S+)", (ROOT / "run_scripts" / "setup.sh").read_text(), re.MULTILINE)
+    assert built
+    assert extra.specifier.contains(built[1])
+    assert not extra.specifier.contains("2.12.0")
+
+
+@pytest.mark.night
+@pytest.mark.process
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_cuda_lock_resolves(python: str) -> None:
+    """uv finds no other versions for pyproject.toml under the lock, and needs nothing that it lacks."""
+    if not shutil.which("uv"):
+        pytest.skip("uv is not installed")
+    command = ["uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--python-version", python]
+    command += ["--python-platform", "x86_64-manylinux_2_34", "--constraint", "run_scripts/constraints-cuda.txt"]
+    command += [word for extra in LOCKED["constraints-cuda.txt"] for word in ("--extra", extra)]
+    done = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
+    if "error sending request" in done.stderr or "dns error" in done.stderr:
+        pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    lines = (ROOT / "run_scripts" / "constraints-cuda.txt").read_text().splitlines()
+    assert set(done.stdout.splitlines()) <= set(lines)
