@@ -17,7 +17,7 @@ Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
 CELLS, CURVES = "cells.csv", "curves.csv"
 TEXT = {"method", "stage", "same_as", "commit"}
-WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update"}
+WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update", "seconds", "first_trigger"}
 
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """97.5 % quantile of Student's t by degrees of freedom."""
