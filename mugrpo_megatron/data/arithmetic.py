@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -14,8 +15,8 @@ from mugrpo_megatron.samples import Problem
 
 Split = Literal["train", "eval"]
 
-EVAL_SHARE = 8
-"""One question in this many belongs to the held-out split."""
+PARTS = 8
+"""A hash of a question's operands puts it into one of this many parts; a task's splits are made of whole parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,27 @@ MIX = (
 LONG_TERMS = (3, 48)
 """Fewest and most terms of an `arithmetic_long` sum; the number is Pareto-distributed in between."""
 
+CHAIN_TERMS = 6
+"""Two-digit terms of a `chain` sum."""
+
+Drawn = tuple[str, str, str]
+"""Question, answer and the key whose hash decides the split."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A generator of problems, and which parts of them belong to which split."""
+
+    draw: Callable[[np.random.Generator], Iterator[Drawn]]
+    held_out: int = 0
+    """The part that the `eval` split consists of."""
+    reserved: int = 1
+    """The first so many parts are never trained on."""
+
+    def holds(self, split: Split, part: int) -> bool:
+        """Whether the questions of a part belong to `split`."""
+        return part == self.held_out if split == "eval" else part >= self.reserved
+
 
 def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[Problem]:
     """Return `n` problems of `split`, the same for the same arguments on every machine.
@@ -51,29 +73,34 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
     if task not in TASKS:
         raise UserError(f"{task!r} is not a bundled task: choose one of {', '.join(TASKS)}")
     rng = np.random.default_rng([seed, 0 if split == "train" else 1])
+    kind = TASKS[task]
     found: list[Problem] = []
     asked: set[str] = set()
-    for question, answer, key in TASKS[task](rng):
+    for question, answer, key in kind.draw(rng):
         if len(found) == n:
             break
-        if _is_held_out(key) == (split == "eval") and (split == "train" or question not in asked):
+        if kind.holds(split, _part(key)) and (split == "train" or question not in asked):
             found.append(Problem(f"{task}-{split}-{seed}:{len(found) + 1}", question, answer, task))
             asked.add(question)
     return found
 
 
 def demonstration(problem: Problem) -> str:
-    """The target response of a warm start: the bare answer, or for a long sum running totals and a boxed answer."""
-    if problem.source != "arithmetic_long":
+    """The target response of a warm start: the bare answer, or the steps of a sum and a boxed answer.
+
+    The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`.
+    """
+    if problem.source == "arithmetic":
         return problem.answer
-    total, totals = 0, []
-    for term in problem.question.rstrip("=").split("+"):
-        total += int(term)
-        totals.append(str(total))
-    return f"{' '.join(totals[1:])} \\boxed{{{problem.answer}}}"
+    terms = [int(term) for term in problem.question.rstrip("=").split("+")]
+    totals = list(accumulate(terms))
+    steps = map(str, totals[1:])
+    if problem.source != "arithmetic_long":
+        steps = (f"{left}+{right}={left + right}" for left, right in zip(totals, terms[1:], strict=False))
+    return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
 
 
-def _short(rng: np.random.Generator) -> Iterator[tuple[str, str, str]]:
+def _short(rng: np.random.Generator) -> Iterator[Drawn]:
     """Endless (question, answer, key) of `MIX`; the larger operand of a difference comes first."""
     weights = np.array([kind.weight for kind in MIX])
     while True:
@@ -87,7 +114,7 @@ def _short(rng: np.random.Generator) -> Iterator[tuple[str, str, str]]:
             yield question, str(value), f"{kind.operator}{min(left, right)},{max(left, right)}"
 
 
-def _long(rng: np.random.Generator) -> Iterator[tuple[str, str, str]]:
+def _long(rng: np.random.Generator) -> Iterator[Drawn]:
     """Endless sums whose number of terms has a heavy tail, so that response lengths have one."""
     fewest, most = LONG_TERMS
     while True:
@@ -96,15 +123,25 @@ def _long(rng: np.random.Generator) -> Iterator[tuple[str, str, str]]:
         yield "+".join(map(str, operands)) + "=", str(sum(operands)), "+" + ",".join(map(str, sorted(operands)))
 
 
+def _chain(rng: np.random.Generator) -> Iterator[Drawn]:
+    """Endless sums of `CHAIN_TERMS` two-digit terms."""
+    while True:
+        operands = [_number(rng, 2) for _ in range(CHAIN_TERMS)]
+        yield "+".join(map(str, operands)) + "=", str(sum(operands)), "+" + ",".join(map(str, sorted(operands)))
+
+
 def _number(rng: np.random.Generator, digits: int) -> int:
     return int(rng.integers(10 ** (digits - 1), 10**digits))
 
 
-def _is_held_out(key: str) -> bool:
-    return hashlib.blake2b(key.encode(), digest_size=8).digest()[0] % EVAL_SHARE == 0
+def _part(key: str) -> int:
+    return hashlib.blake2b(key.encode(), digest_size=8).digest()[0] % PARTS
 
 
-TASKS: dict[str, Callable[[np.random.Generator], Iterator[tuple[str, str, str]]]] = {
-    "arithmetic": _short,
-    "arithmetic_long": _long,
+TASKS: dict[str, Task] = {
+    "arithmetic": Task(_short),
+    "arithmetic_long": Task(_long),
+    "chain": Task(_chain, reserved=2),
+    "chain_validation": Task(_chain, held_out=1, reserved=2),
 }
+"""By name. `chain_validation` has the training problems of `chain` and other held-out ones, to choose settings on."""

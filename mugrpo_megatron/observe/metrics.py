@@ -120,6 +120,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "high/mean", "as above", "Upper end of the mean's 95 % interval."),
     Metric("eval", "problems/SET", "problems", "Problems of the set that were evaluated."),
     Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
+    Metric("eval", "truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
     Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),

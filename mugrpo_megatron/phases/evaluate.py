@@ -20,8 +20,8 @@ from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.samples import Prompt
 
-Rewards = dict[int, tuple[list[float], int]]
-"""A held-out problem's place -> the rewards of its responses, and their tokens."""
+Rewards = dict[int, tuple[list[float], int, int]]
+"""A held-out problem's place -> the rewards of its responses, their tokens, and how many of them were truncated."""
 
 
 def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
@@ -98,11 +98,14 @@ def _evaluate(run: Run, generator: Generator | None, cursor: Cursor) -> bool:
 def _log(run: Run, cursor: Cursor, names: Sequence[str], rewards: Rewards, bar: Bar) -> None:
     """One row of the log, set by set; `names` holds the set's name for each problem."""
     measure = measure_of(run.recipe.reward)
-    sets = {}
+    sets, truncated = {}, {}
     for name in dict.fromkeys(names):
-        own = [rewards[place][0] for place, other in enumerate(names) if other == name]
+        answers = [rewards[place] for place, other in enumerate(names) if other == name]
+        own = [each for each, _, _ in answers]
         sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
-    figures = figures_of(measure, sets) | {"tokens": float(sum(tokens for _, tokens in rewards.values()))}
+        truncated[f"truncated/{name}"] = sum(cut for _, _, cut in answers) / (len(own) * len(own[0]))
+    tokens = float(sum(tokens for _, tokens, _ in rewards.values()))
+    figures = figures_of(measure, sets) | truncated | {"tokens": tokens}
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -120,7 +123,7 @@ def _score(run: Run, generator: Generator | None, name: str, places: Sequence[in
         run.world.barrier()
         found = {place: one for part in run.world.gather(own) for place, one in part.items()}
         rewards |= found
-        bar.advance(len(rewards) - bar.done, sum(tokens for _, tokens in rewards.values()) - bar.tokens)
+        bar.advance(len(rewards) - bar.done, sum(tokens for _, tokens, _ in rewards.values()) - bar.tokens)
         if not found or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
@@ -138,6 +141,7 @@ def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar
 
     groups = sampled(run, generator, queue, take, samples, how)
     for group in scored(groups, generator.verifier, generator.tokenizer, run.stop.heard):
-        rewards[group.prompt.index] = [score.reward for score in group.scores], group.tokens
+        truncated = sum(response.finish_reason == "length" for response in group.responses)
+        rewards[group.prompt.index] = [score.reward for score in group.scores], group.tokens, truncated
         bar.advance(tokens=group.tokens)
     return rewards

@@ -1,10 +1,10 @@
 """Compares our GRPO and mu-GRPO with TRL's GRPOTrainer: same checkpoint, problems, rewards, number of updates.
 
     pip install --target DIR --no-deps trl accelerate datasets pandas multiprocess xxhash dill
-    PYTHONPATH=DIR python -m run_scripts.bench.trl --model runs/study/warm-start/hf --updates 128 --rates 2e-4 8e-4
+    PYTHONPATH=DIR python -m run_scripts.bench.trl --model runs/trl/warm-start/hf --updates 128 --rates 2e-4 8e-4
 
 TRL generates every µ updates (`steps_per_generation`) with `transformers`, takes the token-mean loss with clip
-[0.8, 1.2], no KL term, AdamW with the same betas and the same linear decay; ours runs run_scripts/study/base.toml.
+[0.8, 1.2], no KL term, AdamW with the same betas and the same linear decay; ours runs run_scripts/bench/trl.toml.
 Both train on the same problems in the same order, in the same precision, with the same verifier. Accuracy is greedy, on
 the same held-out problems. Start-up and evaluations do not count as training time. Each side runs in its own process,
 on all cores.
@@ -36,12 +36,10 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
-from run_scripts.study.collect import curve_of
-from run_scripts.study.processes import CPU_FILE, CpuMeter, read_cpu_clock
-from run_scripts.study.results import CPU, WALL, arrival
+from run_scripts.bench.clock import CPU, CPU_FILE, WALL, CpuMeter, arrival, points, read_cpu_clock
 
 ROOT = Path(__file__).parents[2]
-BASE = ROOT / "run_scripts" / "study" / "base.toml"
+BASE = Path(__file__).with_name("trl.toml")
 EVALUATIONS = 4
 
 
@@ -96,8 +94,8 @@ def _run_ours(options: argparse.Namespace, side: str, rate: float) -> Result:
         if process.returncode:
             raise SystemExit(f"mugrpo train ended with {process.returncode}")
         run = read_run(directory)
-        points = curve_of(run, read_cpu_clock(directory), updates=False)["evals"]
-        return Result(f"ours, {side}, µ={mu}", rate, points, seconds_by_phase(run.phases))
+        found = points(run, read_cpu_clock(directory))
+        return Result(f"ours, {side}, µ={mu}", rate, found, seconds_by_phase(run.phases))
 
 
 def _trl_process(options: argparse.Namespace, rate: float) -> Result:
@@ -160,7 +158,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
             return right / len(held_out)
 
         clock = _Stopwatch()
-        points: list[list[float]] = []
+        taken: list[list[float]] = []
 
         class Evaluate(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -173,7 +171,7 @@ def _run_trl(options: argparse.Namespace) -> Result:
 
             def _take(self, update: int) -> None:
                 with clock.paused():
-                    points.append([update, round(clock.wall(), 2), round(clock.cpu(), 2), accuracy()])
+                    taken.append([update, round(clock.wall(), 2), round(clock.cpu(), 2), accuracy()])
 
         trainer = GRPOTrainer(
             model=model,
@@ -217,8 +215,8 @@ def _run_trl(options: argparse.Namespace) -> Result:
         )
         with _stdout_to_stderr():
             trainer.train()
-    parts["optimize and the rest"] = points[-1][1] - sum(parts.values())
-    return Result("TRL", rate, points, parts)
+    parts["optimize and the rest"] = taken[-1][1] - sum(parts.values())
+    return Result("TRL", rate, taken, parts)
 
 
 class _Stopwatch:
@@ -308,7 +306,7 @@ def _print(results: Sequence[Result], options: argparse.Namespace) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("runs/study/warm-start/hf"), help="checkpoint to start from")
+    parser.add_argument("--model", type=Path, default=Path("runs/trl/warm-start/hf"), help="checkpoint to start from")
     parser.add_argument("--updates", type=int, default=128)
     parser.add_argument("--mu", type=int, default=4, help="updates between two generations, of TRL and of our GRPO")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-4, 4e-4, 8e-4], help="learning rates")

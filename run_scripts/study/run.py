@@ -1,15 +1,14 @@
-"""Run the study's grid: every cell is one `mugrpo train`. Finished cells are skipped, interrupted ones continue.
+"""Run the study's cells, in the order of docs/study/plan.md. Finished cells are skipped, interrupted ones continue.
 
-    python -m run_scripts.study.run                        # everything, the main question first
-    python -m run_scripts.study.run --part headline        # one part
-    python -m run_scripts.study.run --cells 'kappa_*'      # cells whose name matches
-    python -m run_scripts.study.run --dry-run              # every cell with its state, and the time that is left
-    python -m run_scripts.study.run --kept docs/study      # only cells that the kept results lack
-    python -m run_scripts.study.run --clock 3              # the tuned headline 3 more times, for its wall-clock
-    python -m run_scripts.study.run --restart 3            # GRPO and mu-GRPO with an engine that ends between stages
+    python -m run_scripts.study.run --out DIR                  # everything
+    python -m run_scripts.study.run --out DIR --dry-run        # every cell with its state, and the time that is left
+    python -m run_scripts.study.run --out DIR --seeds 1 3      # these seeds; a second process can run others
+    python -m run_scripts.study.run --out DIR --kept docs/study    # count the cells of a kept cells.csv as finished
 
-Run it in the repository's root. It makes the warm start first if it is missing. It names a cell that fails and goes on
-with the others; the next call tries that cell again. On Ctrl-C and SIGTERM, running cells save before they end.
+Run it in the repository's root. The stage that the cells of a seed share is generated once (`mugrpo generate`). A cell
+is a branch of it, as `mugrpo optimize --from` makes one, on which `mugrpo train` takes the updates: unlike `optimize`,
+`train` has an engine and evaluates inside the stage. A cell that fails is named, and the others go on; the next call
+tries it again. On Ctrl-C and SIGTERM the running command saves before it ends.
 """
 
 from __future__ import annotations
@@ -21,108 +20,112 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from hashlib import sha256
 from pathlib import Path
 from types import FrameType
-from typing import IO
-
-import psutil
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.stages.store import StageStore
 from run_scripts.study.grid import (
     GRID,
     Cell,
     Grid,
-    State,
+    Outcome,
     Waiting,
-    accuracies,
-    best_rate,
+    draw_name,
     load_grid,
-    minutes_of,
-    overrides,
-    state_of,
+    of_twin,
+    settings,
+    stage_settings,
     wanted,
 )
-from run_scripts.study.processes import CPU_FILE, CpuMeter
-from run_scripts.study.results import CLOCK, COMPARED, RESTART, read_results
+from run_scripts.study.results import read_kept
 
+ROOT = Path(__file__).parents[2]
 BASE = Path(__file__).with_name("base.toml")
-BULK = ("checkpoints", "stages", "hf")
+BULK = ("checkpoints", "stages", "hf", "reference")
 """Directories that are deleted from a finished cell."""
-SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2"}
-"""Environment in which PyTorch sums in the same order on every x86-64 machine. By default it uses AVX-512 if the
-processor has it, and the warm start becomes another model: 45.7 % instead of 50.8 %."""
-AGAIN: dict[str, tuple[str, ...]] = {CLOCK: (), RESTART: ("engine.between_stages=restart",)}
-"""Kinds of runs that are repeated for their wall-clock, and the settings that they add to their cell's."""
-
-
-@dataclass(frozen=True, slots=True)
-class Study:
-    """The study's directories, grid and program."""
-
-    grid: Grid
-    base: Path
-    out: Path
-    model: Path
-    program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
-    kept: Mapping[Cell, float] = field(default_factory=dict)
-    """Accuracies of cells that ran elsewhere and are not run again."""
-
-    def accuracies(self) -> dict[Cell, float]:
-        """Accuracies of all finished cells."""
-        return {**self.kept, **accuracies(self.grid, self.out)}
-
-    def directory(self, cell: Cell) -> Path:
-        return self.out / cell.name
-
-    def state(self, cell: Cell, directory: Path | None = None) -> State:
-        """State of the cell's run, or of its run in another directory."""
-        if directory is None and cell in self.kept:
-            return State.DONE
-        return state_of(directory or self.directory(cell), self.grid.variants()[cell.variant].updates)
-
-
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A cell whose process is running."""
-
-    cell: Cell
-    directory: Path
-    process: subprocess.Popen[bytes]
-    meter: CpuMeter
-    console: IO[bytes]
-    started: float
+SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
+"""Environment in which PyTorch sums in the same order on every x86-64 machine."""
+CODE = "code.txt"
+"""The commits that a cell ran with, one a line."""
 
 
 class Interrupted(Exception):
     """SIGINT or SIGTERM was received."""
 
 
+@dataclass(frozen=True, slots=True)
+class Study:
+    """The study's grid, directory and program."""
+
+    grid: Grid
+    out: Path
+    base: Path = BASE
+    program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
+    kept: Mapping[Cell, tuple[str, Outcome]] = field(default_factory=dict)
+    """Finished cells of an earlier place: the fingerprint of their stage, and their outcome."""
+
+    def warm_start(self, seed: int) -> Path:
+        """The warm start that a seed starts from; the tuning seed has the first."""
+        number = 0 if seed == self.grid.tuning_seed else seed % self.grid.warm_starts
+        return self.out / f"warm-start-{number}"
+
+    def stage(self, cell: Cell) -> Path:
+        """The run whose stage the cell shares with others."""
+        return self.out / "stages" / draw_name(cell.seed, cell.repeat)
+
+    def directory(self, cell: Cell) -> Path:
+        return self.out / "cells" / cell.name
+
+    def fingerprint(self, cell: Cell) -> str:
+        """Twelve digits that tell the cell's stage from any other; empty without a sealed stage."""
+        store = self.stage(cell) / "stages" / "00000"
+        if not self.grid.shares_stage(cell.method) or not StageStore(store).sealed:
+            return ""
+        return sha256((store / "manifest.json").read_bytes()).hexdigest()[:12]
+
+    def outcome(self, cell: Cell) -> Outcome | None:
+        """The cell's outcome; None until it has finished."""
+        directory = self.directory(cell)
+        if (directory / "summary.json").exists():
+            run = read_run(directory)
+            own = run.evals if not self.grid.shares_stage(cell.method) else read_run(self.stage(cell)).evals
+            if len(run.updates) >= self.grid.updates:
+                name, last = self.grid.set_of(cell.seed), run.evals[-1]
+                before, after = (row[f"accuracy/{name}"] for row in (own[0], last))
+                least = min(row.get("ratio_neg_min", 1.0) for row in run.updates)
+                return Outcome(before, after, last[f"problems/{name}"], least)
+        stage, outcome = self.kept.get(cell, ("", None))
+        return outcome if self.fingerprint(cell) in ("", stage) else None  # another stage is no pair for other cells
+
+    def outcomes(self) -> dict[Cell, Outcome]:
+        """All finished cells; looks at each that may be asked for, until no outcome asks for another."""
+        found: dict[Cell, Outcome] = {}
+        while True:
+            cells = {one for one in wanted(self.grid, found) if isinstance(one, Cell)} - found.keys()
+            new = {cell: one for cell in cells if (one := self.outcome(cell) or of_twin(self.grid, found, cell))}
+            if not new:
+                return found
+            found |= new
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     try:
-        grid = load_grid(options.grid)
-        model = options.model or options.out / "warm-start" / "hf"
-        kept = read_results(grid, options.kept).accuracies() if options.kept else {}
-        study = Study(grid, options.base, options.out, model, kept=kept)
-        known = [part.name for part in grid.parts]
-        if unknown := sorted(set(options.part) - set(known)):
-            raise UserError(f"--part {', '.join(unknown)}: the grid has {', '.join(known)}")
+        kept = read_kept(options.kept) if options.kept else {}
+        study = Study(load_grid(options.grid), options.out.resolve(), options.base, kept=kept)
         if options.dry_run:
-            _show(study, _chosen(study, options))
+            _show(study, options.seeds)
             return 0
         signal.signal(signal.SIGTERM, _interrupt)
         signal.signal(signal.SIGINT, _interrupt)
-        _warm_start(study, given=options.model is not None)
-        again = {CLOCK: options.clock, RESTART: options.restart}
-        if any(again.values()):
-            return max(remeasure(study, times, kind) for kind, times in again.items())
-        return run_all(study, options)
+        return run_all(study, options.seeds)
     except UserError as error:
         print(f"study: {error}", file=sys.stderr)
         return 2
@@ -131,145 +134,104 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _chosen(study: Study, options: argparse.Namespace) -> list[Cell | Waiting]:
-    found = wanted(study.grid, study.accuracies(), options.part, options.seeds)
-    return [one for one in found if not options.cells or any(fnmatch(one.name, glob) for glob in options.cells)]
-
-
-def run_all(study: Study, options: argparse.Namespace) -> int:
-    """Run all unfinished cells, `jobs` at a time; the results of tuning decide which cells follow.
+def run_all(study: Study, seeds: Sequence[int] = ()) -> int:
+    """Run all unfinished cells one after the other; outcomes of the tuning seed decide which follow.
 
     Returns 1 when a cell failed or waits for one that did, else 0.
     """
-    running: list[Running] = []
     failed: list[Cell] = []
-    try:
-        while True:
-            tried = {one.cell for one in running} | set(failed)
-            waiting = [
-                one
-                for one in _chosen(study, options)
-                if isinstance(one, Cell) and one not in tried and study.state(one) is not State.DONE
-            ]
-            while waiting and len(running) < options.jobs:
-                cell = waiting.pop(0)
-                running.append(_start(study, cell, study.directory(cell)))
-            if not running:
-                break
-            _watch(study, running, failed, keep=options.keep)
-    finally:
-        _stop(running)
-    left = [one for one in _chosen(study, options) if isinstance(one, Waiting)]
-    for cell in failed:
-        print(f"failed: {cell.name}, see {study.directory(cell) / 'console.log'}")
+    while True:
+        done = study.outcomes()
+        chosen = [one for one in dict.fromkeys(wanted(study.grid, done)) if _chosen(study, one, seeds)]
+        left = [one for one in chosen if isinstance(one, Waiting) or one not in done]
+        cells = [one for one in left if isinstance(one, Cell) and one not in failed]
+        if not cells:
+            break
+        if not run_cell(study, cells[0]):
+            failed.append(cells[0])
     for one in left:
-        print(f"not run: {one.name}, its variant is not tuned")
-    return 1 if failed or left else 0
+        print(f"not done: {one.name}" + ("" if one in failed else ", its rate is not known"))
+    return 1 if left else 0
 
 
-def _watch(study: Study, running: list[Running], failed: list[Cell], *, keep: bool) -> None:
-    """Wait up to a second for the first running cell, sample all, and remove those that ended from the list."""
-    with suppress(subprocess.TimeoutExpired):
-        running[0].process.wait(timeout=1.0)
-    for one in list(running):
-        one.meter.sample()
-        code = one.process.poll()
-        if code is None:
-            continue
-        running.remove(one)
-        one.console.close()
-        done = study.state(one.cell, one.directory) is State.DONE
-        if code or not done:
-            failed.append(one.cell)
-            print(f"{one.cell.name}: FAILED with exit code {code}", flush=True)
-            continue
-        if not keep:
-            for folder in BULK:
-                shutil.rmtree(one.directory / folder, ignore_errors=True)
-        accuracy = accuracies(study.grid, one.directory.parents[1]).get(one.cell, float("nan"))
-        print(f"{one.cell.name}: {100 * accuracy:.1f} % in {duration(time.time() - one.started)}", flush=True)
+def run_cell(study: Study, cell: Cell) -> bool:
+    """Run one cell with what it needs; whether it finished."""
+    from mugrpo_megatron.commands.separate import branch  # imports Megatron, which --dry-run does not need
 
-
-def _start(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = ()) -> Running:
+    directory, model = study.directory(cell), study.warm_start(cell.seed)
     directory.mkdir(parents=True, exist_ok=True)
-    console = (directory / "console.log").open("ab")
-    settings = [f"run.dir={directory}", f"model.path={study.model}", *overrides(study.grid, cell), *extra]
-    process = subprocess.Popen(
-        [*study.program, "train", str(study.base), *(word for setting in settings for word in ("--set", setting))],
-        stdin=subprocess.DEVNULL,
-        stdout=console,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches this process, which terminates the cells
-        env=os.environ | SAME_SUMS,
-    )
-    meter = CpuMeter(psutil.Process(process.pid), directory / CPU_FILE)
-    meter.sample()
-    return Running(cell, directory, process, meter, console, time.time())
+    start = [f"model.path={model / 'hf'}"]
+    own = [*start, *settings(study.grid, cell), f"run.dir={directory}"]
+    if not (model / "hf" / "config.json").exists():
+        number = model.name.removeprefix("warm-start-")
+        if not _call(study, "sft", [f"run.seed={number}", f"sft.output={model}"], study.out / f"{model.name}.log"):
+            return False
+    if study.grid.shares_stage(cell.method):
+        stage = study.stage(cell)
+        if not StageStore(stage / "stages" / "00000").sealed:
+            draw = stage_settings(study.grid, cell.seed, cell.repeat, study.grid.updates)
+            stage.mkdir(parents=True, exist_ok=True)
+            if not _call(study, "generate", [*start, *draw, f"run.dir={stage}"], stage / "console.log"):
+                return False
+        branch(load_recipe(study.base, own), stage, 0)
+    with (directory / CODE).open("a", encoding="utf-8") as file:
+        file.write(f"{commit()}\n")
+    if not _call(study, "train", own, directory / "console.log") or not (outcome := study.outcome(cell)):
+        return False
+    for folder in BULK:
+        shutil.rmtree(directory / folder, ignore_errors=True)
+    print(f"{cell.name}: {100 * outcome.before:.1f} -> {100 * outcome.after:.1f} %", flush=True)
+    return True
 
 
-def _stop(running: list[Running]) -> None:
-    """Terminate every cell and wait; each saves a checkpoint first."""
-    for one in running:
-        one.process.terminate()
-    for one in running:
-        one.process.wait()
-        one.console.close()
+def commit() -> str:
+    """The commit of this repository, with `+` when files differ from it."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    found = subprocess.run(asked, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
-def remeasure(study: Study, times: int, kind: str = CLOCK) -> int:
-    """Run the tuned cells of the first part again, one at a time, below `kind`, which is one of `AGAIN`."""
-    first = study.grid.parts[0]
-    variants = [variant for variant in first.variants if kind == CLOCK or variant.name in COMPARED]
-    done, failed = study.accuracies(), False
-    for turn in range(times):
-        for variant in variants:
-            rate = best_rate(study.grid, variant.name, done)
-            if rate is None:
-                raise UserError(f"{variant.name} is not tuned yet; run --part {first.name} first")
-            cell = Cell(variant.name, rate, turn)
-            directory = study.out / kind / cell.name
-            if study.state(cell, directory) is State.DONE:
-                continue
-            failed |= not run_alone(study, cell, directory, AGAIN[kind])
-    return int(failed)
+def _call(study: Study, command: str, overrides: Sequence[str], log: Path) -> bool:
+    """Run a `mugrpo` command to its end, its output into `log`; when interrupted, it saves first."""
+    words = [*study.program, command, str(study.base), *(word for one in overrides for word in ("--set", one))]
+    with log.open("ab") as console:
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process, which terminates the command
+            env=os.environ | SAME_SUMS,
+        )
+        try:
+            code = process.wait()
+        except Interrupted:
+            process.terminate()
+            process.wait()
+            raise
+    if code:
+        print(f"mugrpo {command} FAILED with exit code {code}: see {log}", flush=True)
+    return code == 0
 
 
-def run_alone(study: Study, cell: Cell, directory: Path, extra: Sequence[str] = (), *, keep: bool = False) -> bool:
-    """Run one cell from its beginning, with `extra` settings; whether it finished."""
-    shutil.rmtree(directory, ignore_errors=True)  # an interrupted run has no wall-clock to measure
-    failed: list[Cell] = []
-    running = [_start(study, cell, directory, extra)]
-    try:
-        while running:
-            _watch(study, running, failed, keep=keep)
-    finally:
-        _stop(running)
-    return not failed
+def _chosen(study: Study, one: Cell | Waiting, seeds: Sequence[int]) -> bool:
+    return not seeds or one.seed in (*seeds, study.grid.tuning_seed)
 
 
-def _warm_start(study: Study, *, given: bool) -> None:
-    if given or (study.model / "config.json").exists():
-        return
-    command = [*study.program, "sft", str(study.base), "--set", f"sft.output={study.model.parent}"]
-    subprocess.run(command, check=True, env=os.environ | SAME_SUMS)
-
-
-def _show(study: Study, cells: list[Cell | Waiting]) -> None:
-    """Print every cell with its state and accuracy, and the estimated time of those that are left."""
-    variants = study.grid.variants()
-    minutes = {cell: minutes_of(study.directory(cell)) for cell in accuracies(study.grid, study.out)}
-    done, left = study.accuracies(), 0
+def _show(study: Study, seeds: Sequence[int]) -> None:
+    """Print every cell with its state, and the estimated time of those that are left."""
+    done = study.outcomes()
+    cells = [one for one in dict.fromkeys(wanted(study.grid, done)) if _chosen(study, one, seeds)]
     for one in cells:
-        if isinstance(one, Cell) and one in done:
-            taken = f"{minutes[one]:5.1f} min" if one in minutes else " kept"
-            print(f"done     {one.name:40} {100 * done[one]:5.1f} %  {taken}")
-            continue
-        left += variants[one.variant].updates
-        state = study.state(one) if isinstance(one, Cell) else State.MISSING
-        print(f"{'waits' if isinstance(one, Waiting) else state.value:8} {one.name}")
-    pace = statistics.median(m / variants[c.variant].updates for c, m in minutes.items()) if minutes else None
-    print(f"{sum(isinstance(one, Cell) and one in done for one in cells)} of {len(cells)} cells done; ", end="")
-    print(f"the rest takes about {duration(60 * left * pace)} one at a time" if pace else "no pace known yet")
+        if isinstance(one, Cell) and (outcome := done.get(one)):
+            print(f"done     {one.name:32} {100 * outcome.before:5.1f} -> {100 * outcome.after:4.1f} %")
+        else:
+            begun = isinstance(one, Cell) and (study.directory(one) / "metrics.jsonl").exists()
+            print(f"{'begun' if begun else 'missing':8} {one.name}")
+    ran = [read_run(study.directory(cell)).seconds for cell in done if study.directory(cell).exists()]
+    left = sum(isinstance(one, Waiting) or one not in done for one in cells)
+    pace = f"about {duration(left * statistics.median(ran))}, one at a time" if ran else "an unknown time"
+    print(f"{len(cells) - left} of {len(cells)} cells done; the rest takes {pace}, without stages")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -278,19 +240,10 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", nargs="+", default=[], help="parts of the grid (default: all)")
-    parser.add_argument("--cells", nargs="+", default=[], metavar="GLOB", help="only cells whose name matches")
-    parser.add_argument("--seeds", type=int, default=0, help="seeds of the tuned cells, for all parts")
-    parser.add_argument("--jobs", type=int, default=1, help="cells at a time; use 1 to measure wall-clock")
+    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where the runs go")
     parser.add_argument("--dry-run", action="store_true", help="list cells and states, run nothing")
-    parser.add_argument(
-        "--clock", type=int, default=0, metavar="N", help="repeat the tuned headline N times, to time it"
-    )
-    parser.add_argument("--restart", type=int, default=0, metavar="N", help="the same, engine ended between stages")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[], help="only cells of these seeds, and tuning")
     parser.add_argument("--kept", type=Path, metavar="DOCS", help="directory whose cells.csv holds finished cells")
-    parser.add_argument("--keep", action="store_true", help="keep checkpoints and responses of finished cells")
-    parser.add_argument("--out", type=Path, default=Path("runs/study"), help="where results go")
-    parser.add_argument("--model", type=Path, help="checkpoint to start from instead of the study's own warm start")
     parser.add_argument("--base", type=Path, default=BASE, help="recipe that every cell shares")
     parser.add_argument("--grid", type=Path, default=GRID, help="the grid")
     return parser.parse_args(arguments)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.rewards.extract import answer_of
+from mugrpo_megatron.samples import Problem
 
 
 @given(st.integers(0, 2**31), st.integers(0, 2**31), st.sampled_from(sorted(TASKS)))
@@ -46,6 +47,27 @@ def test_a_long_training_set_keeps_the_mix() -> None:
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_a_demonstration_is_a_right_response(task: str) -> None:
     assert all(answer_of(demonstration(p)) == p.answer for p in problems(0, "eval", 200, task))
+
+
+def test_training_test_and_validation_problems_of_the_chain_are_disjoint() -> None:
+    splits = [("train", "chain"), ("train", "chain_validation"), ("eval", "chain"), ("eval", "chain_validation")]
+    train, same, test, validation = (
+        {sorted_operands(p.question) for p in problems(seed, split, 2000, task)}
+        for seed, (split, task) in enumerate(splits)
+    )
+    assert not (train | same) & (test | validation)
+    assert not test & validation
+    assert [p.question for p in problems(0, "train", 50, "chain")] == [
+        p.question for p in problems(0, "train", 50, "chain_validation")
+    ]
+
+
+def test_a_chain_restates_every_step() -> None:
+    made = Problem("1", "37+58+91+12+40+77=", "315", "chain")
+    assert demonstration(made) == r"37+58=95 95+91=186 186+12=198 198+40=238 238+77=315 \boxed{315}"
+    lengths = {len(demonstration(p)) for p in problems(0, "train", 500, "chain")}
+    assert min(lengths) >= 55
+    assert max(lengths) <= 75
 
 
 def test_long_sums_have_a_heavy_tail() -> None:

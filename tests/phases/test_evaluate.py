@@ -76,7 +76,8 @@ class Oracle:
                 self.asked.append((prompt.problem.source, n, sampling))
                 answer = "2" if prompt.problem.source == "two" else "4"
                 ids = np.array(TOKENIZER.encode(answer), dtype=np.int32)
-                yield prompt, [Response(ids, np.zeros(1, dtype=np.float32), "stop", 0)] * n
+                ends = ["length", *["stop"] * 3] if n == 4 else ["stop"]  # one of four is cut off
+                yield prompt, [Response(ids, np.zeros(1, dtype=np.float32), end, 0) for end in ends]
 
 
 @dataclass
@@ -164,6 +165,7 @@ def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None
     assert [row[f"accuracy/{name}"] for name in (*SETS, "mean")] == [1.0, 0.0, 0.0, pytest.approx(1 / 3)]
     assert [row[f"problems/{name}"] for name in SETS] == list(SETS.values())
     assert [row[f"samples/{name}"] for name in SETS] == [1, 4, 1]
+    assert [row[f"truncated/{name}"] for name in SETS] == [0.0, 0.25, 0.0]
     assert row["low/mean"] < row["accuracy/mean"] < row["high/mean"]
     assert row["tokens"] == 6 + 4 * 5 + 4
     assert {(name, n, s.temperature, s.top_p, s.max_tokens) for name, n, s in stand.engine.asked} == {

@@ -1,149 +1,113 @@
-"""The study's plan: what is tuned, in which order cells come, and that every cell is a recipe that can run."""
+"""The order of the cells: fixed by the plan, and by nothing but the outcomes of tuning and of twins."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
-from run_scripts.study.grid import Cell, Grid, Waiting, best_rate, load_grid, overrides, wanted
+from run_scripts.study.grid import GRID, Cell, Outcome, Waiting, load_grid, of_twin, settings, tuned_rate, wanted
 from run_scripts.study.run import BASE
 
-pytestmark = pytest.mark.night
-
-GRID = """
-updates = 8
-rates = [1e-3, 1e-4, 1e-2]
-reference = "a"
-
-[first]
-title = "First"
-seeds = 3
-[first.variants]
-a = { title = "A", mu = 4, objective = { name = "mu_grpo" } }
-b = { title = "B", mu = 2, objective = { name = "grpo" } }
-
-[second]
-title = "Second"
-seeds = 2
-[second.variants]
-c = { title = "C", mu = 8, objective = { name = "mu_grpo", trigger_ratio = 0.1 } }
-"""
+LADDER = (1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4, 3.2e-4, 6.4e-4, 1.28e-3)
 
 
-@pytest.fixture
-def make_grid(tmp_path: Path) -> Callable[[str], Grid]:
-    def make(text: str) -> Grid:
-        path = tmp_path / "grid.toml"
-        path.write_text(text)
-        return load_grid(path)
-
-    return make
+def outcome(after: float, least_ratio: float = 0.1) -> Outcome:
+    return Outcome(0.45, after, 500, least_ratio)
 
 
-@pytest.fixture
-def grid(make_grid: Callable[[str], Grid]) -> Grid:
-    return make_grid(GRID)
+@pytest.mark.parametrize("best", range(len(LADDER)))
+def test_tuning_climbs_to_the_best_rate_and_tries_both_its_neighbours(best: int) -> None:
+    """On a ladder with one summit, from any place."""
+    grid = load_grid()
+    done: dict[Cell, Outcome] = {}
+    while (search := tuned_rate(grid, done, "veto")).rate is None:
+        (left, *_) = [cell for cell in search.cells if cell not in done]
+        done[left] = outcome(0.6 - 0.01 * abs(LADDER.index(left.rate) - best))
+    assert search.rate == LADDER[best]
+    assert {cell.seed for cell in done} == {grid.tuning_seed}
+    tried = {cell.rate for cell in done}
+    assert {*LADDER[max(0, best - 1) : best + 2]} <= tried
+    assert len(tried) <= 2 + abs(best - 2) + 1
 
 
-def test_a_study_that_has_not_begun_tunes_every_variant_and_knows_no_rate_for_other_seeds(grid: Grid) -> None:
+def test_of_two_equal_rates_the_lower_is_tuned() -> None:
+    grid = load_grid()
+    done = {Cell(grid.tuning_seed, "veto", rate): outcome(0.5) for rate in LADDER}
+    assert tuned_rate(grid, done, "veto").rate == LADDER[0]
+
+
+def test_seeds_run_whole_and_tuned_cells_wait_for_their_rate() -> None:
+    grid = load_grid()
     cells = list(wanted(grid, {}))
-    assert cells[:6] == [Cell(v, r, 0) for r in (1e-4, 1e-3, 1e-2) for v in ("a", "b")]
-    assert cells[6:10] == [Waiting(v, seed) for seed in (1, 2) for v in ("a", "b")]
-    assert cells[10:] == [*(Cell("c", r, 0) for r in (1e-4, 1e-3, 1e-2)), Waiting("c", 1)]
+    fixed = [one for one in cells if isinstance(one, Cell) and one.seed != grid.tuning_seed and not one.repeat]
+    assert [cell.seed for cell in fixed] == sorted(cell.seed for cell in fixed)
+    assert len(fixed) == len(set(fixed)) == grid.seeds * (8 + 8 + 1)
+    waiting = {one for one in cells if isinstance(one, Waiting)}
+    assert len(waiting) == grid.seeds * 4
+    assert [one.repeat for one in cells if isinstance(one, Cell) and one.repeat] == [1, 2]
+    tuned = {Cell(grid.tuning_seed, method, rate): outcome(0.5) for method in grid.methods for rate in LADDER}
+    assert not any(isinstance(one, Waiting) for one in wanted(grid, tuned))
 
 
-def test_the_best_rate_of_the_first_seed_gets_the_other_seeds(grid: Grid) -> None:
-    done = {Cell("a", 1e-4, 0): 0.5, Cell("a", 1e-3, 0): 0.7, Cell("a", 1e-2, 0): 0.6, Cell("b", 1e-4, 0): 0.9}
-    assert best_rate(grid, "a", done) == 1e-3
-    assert best_rate(grid, "b", done) is None  # two of its rates are missing
-    cells = list(wanted(grid, done))
-    assert [c for c in cells if c.variant == "a" and c.seed] == [Cell("a", 1e-3, 1), Cell("a", 1e-3, 2)]
-    assert [c for c in cells if c.variant == "b" and c.seed] == [Waiting("b", 1), Waiting("b", 2)]
+def test_a_veto_that_had_no_trigger_has_the_outcome_of_its_twin() -> None:
+    grid = load_grid()
+    cell = Cell(0, "veto", 4e-5)
+    twin = replace(cell, method="none")
+    assert of_twin(grid, {twin: outcome(0.5, 1e-4)}, cell) == outcome(0.5, 1e-4)
+    assert of_twin(grid, {twin: outcome(0.5, 0.99e-4)}, cell) is None
+    assert of_twin(grid, {}, cell) is None
+    assert of_twin(grid, {twin: outcome(0.5)}, replace(cell, method="strict")) is None
+    assert of_twin(grid, {twin: outcome(0.5)}, replace(cell, method="veto_dual")) is None
 
 
-def test_once_the_reference_is_tuned_its_rate_is_tried_first(grid: Grid) -> None:
-    done = {Cell("a", rate, 0): accuracy for rate, accuracy in ((1e-4, 0.1), (1e-3, 0.2), (1e-2, 0.3))}
-    tuning = [c for c in wanted(grid, done, ["second"]) if isinstance(c, Cell)]
-    assert tuning == [Cell("c", rate, 0) for rate in (1e-2, 1e-3, 1e-4)]
+def test_a_collapse_is_more_than_evaluation_noise() -> None:
+    half = 1.96 * (2 * 0.25 / 500) ** 0.5
+    assert not Outcome(0.5, 0.5 - 0.99 * half, 500, 1.0).collapsed
+    assert Outcome(0.5, 0.5 - 1.01 * half, 500, 1.0).collapsed
+    assert not Outcome(0.1, 0.9, 500, 1.0).collapsed
 
 
-def test_a_part_may_run_every_seed_at_every_rate_and_the_first_one_beyond_them(
-    make_grid: Callable[[str], Grid],
-) -> None:
-    grid = make_grid(
-        GRID.replace(
-            'title = "Second"\n', 'title = "Second"\nevery_rate = true\nbeyond = [1.0, 0.1]\nbeyond_seeds = 2\n'
-        )
-    )
-    cells = list(wanted(grid, {}, ["second"]))
-    assert cells == [
-        *(Cell("c", rate, seed) for seed in (0, 1) for rate in (1e-4, 1e-3, 1e-2)),
-        *(Cell("c", rate, seed) for seed in (0, 1) for rate in (0.1, 1.0)),
-    ]
-    assert grid.all_rates() == (1e-4, 1e-3, 1e-2, 0.1, 1.0)
-    done = {cell: cell.rate for cell in cells if isinstance(cell, Cell)}
-    assert best_rate(grid, "c", done) == 1e-2  # those beyond do not tune
-
-
-def test_a_part_may_have_a_budget_of_its_own(make_grid: Callable[[str], Grid]) -> None:
-    grid = make_grid(GRID.replace('title = "Second"\n', 'title = "Second"\nupdates = 32\n'))
-    assert [variant.updates for variant in grid.variants().values()] == [8, 8, 32]
-    schedule = load_recipe(BASE, overrides(grid, Cell("c", 1e-4, 0))).schedule
-    assert (schedule.stages, schedule.updates_per_stage) == (4, 8)
-
-
-def test_a_variant_may_set_fields_of_other_sections(make_grid: Callable[[str], Grid]) -> None:
-    grid = make_grid(
-        GRID.replace("trigger_ratio = 0.1 } }", 'trigger_ratio = 0.1 }, settings = { "schedule.min_ess" = 0.3 } }')
-    )
-    assert load_recipe(BASE, overrides(grid, Cell("c", 1e-4, 0))).schedule.min_ess == 0.3
-
-
-def test_other_seeds_do_not_tune(grid: Grid) -> None:
-    done = {Cell("a", rate, 0): 0.5 for rate in grid.rates} | {Cell("a", 1e-2, 1): 0.99}
-    assert best_rate(grid, "a", done) == 1e-4  # of equal ones the lowest
-
-
-def test_every_cell_is_wanted_once_and_seeds_can_be_told(grid: Grid) -> None:
-    done = {Cell(v, rate, 0): 0.5 for rate in grid.rates for v in "abc"}
-    cells = list(wanted(grid, done, seeds=5))
-    assert len(cells) == len(set(cells)) == 3 * (len(grid.rates) + 4)
+def test_every_cell_is_a_recipe_and_cells_of_a_stage_differ_in_objective_and_rate_only() -> None:
+    grid = load_grid()
+    recipes = {name: load_recipe(BASE, settings(grid, Cell(0, name, 4e-5))) for name in grid.methods}
+    for name, recipe in recipes.items():
+        assert recipe.schedule.total_updates == grid.updates
+        assert recipe.objective.reduction == "token_mean"
+        assert recipe.objective.trigger_ratio == grid.trigger_ratio
+        assert recipe.data.eval == "chain"
+        if grid.shares_stage(name):
+            assert recipe.schedule.stages == 1
+            assert recipe.model_copy(update={"objective": None}) == recipes["none"].model_copy(
+                update={"objective": None}
+            )
+    for name, method in grid.methods.items():
+        if method.twin:
+            assert recipes[name].objective.model_copy(update={"veto": "none"}) == recipes[method.twin].objective
+    assert {recipe.objective.dual_clip for recipe in recipes.values()} == {None, 3.0}
+    assert load_recipe(BASE, settings(grid, Cell(100, "veto", 4e-5))).data.eval == "chain_validation"
+    (fresh,) = [name for name in grid.methods if not grid.shares_stage(name)]
+    evaluations = recipes[fresh].schedule.stages / recipes[fresh].eval.every_stages
+    assert evaluations == grid.updates / grid.every
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("old", "new", "says"),
     [
-        (("mu = 4", "mu = 3"), "mu = 3 of a does not divide updates = 8"),
-        (("c = {", "a = {"), "variants a appear twice"),
-        (('reference = "a"', 'reference = "z"'), "reference = 'z' is not a variant; take one of a, b, c"),
+        ("updates = 512", "updates = 510", "mu = 4 of grpo does not divide"),
+        ('"veto_dual"]\n\n[blocks.hot]', '"unknown"]\n\n[blocks.hot]', "unknown is not in"),
+        ("start = [4e-5", "start = [5e-5", "rates of the ladder"),
+        ("[noise]", "[noise", "not valid TOML"),
     ],
 )
-def test_a_grid_that_cannot_be_says_why(make_grid: Callable[[str], Grid], change: tuple[str, str], says: str) -> None:
-    with pytest.raises(UserError, match=re.escape(says)):
-        make_grid(GRID.replace(*change))
-
-
-def test_every_cell_of_the_real_grid_is_a_valid_recipe_with_the_same_budget() -> None:
-    grid = load_grid()
-    base = load_recipe(BASE)
-    for name, variant in grid.variants().items():
-        recipe = load_recipe(BASE, overrides(grid, Cell(name, grid.rates[0], 7)))
-        schedule = recipe.schedule
-        assert schedule.updates_per_stage == variant.mu
-        assert schedule.stages * schedule.updates_per_stage == variant.updates
-        assert (recipe.optimizer.lr, recipe.run.seed) == (grid.rates[0], 7)
-        assert (recipe.rollout, recipe.data, recipe.model) == (base.rollout, base.data, base.model)
-        assert recipe.objective.reduction == "token_mean"
-        assert schedule.stages % recipe.eval.every_stages == 0
-
-
-def test_variants_of_the_real_grid_differ() -> None:
-    grid = load_grid()
-    recipes = [load_recipe(BASE, overrides(grid, Cell(name, 1e-4, 0))) for name in grid.variants()]
-    computed = [(r.schedule, r.optimizer, r.objective.model_dump(exclude={"name"})) for r in recipes]
-    assert all(one != other for place, one in enumerate(computed) for other in computed[:place])
+def test_a_grid_that_cannot_be_run_is_the_users_mistake(tmp_path: Path, old: str, new: str, says: str) -> None:
+    text = GRID.read_text(encoding="utf-8")
+    assert old in text
+    (tmp_path / "grid.toml").write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=says):
+        load_grid(tmp_path / "grid.toml")
+    with pytest.raises(UserError, match="no such grid"):
+        load_grid(tmp_path / "none.toml")

@@ -1,46 +1,87 @@
-"""The runner: finished cells are skipped, interrupted ones continue, a failed one does not stop the others."""
+"""The runner: one stage a seed, finished cells are skipped, a failed one does not stop the others."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.errors import UserError
 from run_scripts.study import run
-from run_scripts.study.grid import Cell, Grid, State, accuracies, load_grid, state_of
+from run_scripts.study.collect import main as collect
+from run_scripts.study.grid import Cell, load_grid
+from run_scripts.study.results import read_kept, read_results
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
 
 GRID = """
-updates = 4
-rates = [1e-4, 1e-3]
-reference = "a"
-[first]
-title = "First"
+updates = 64
+every = 32
 seeds = 2
-[first.variants]
-a = { title = "A", mu = 2, objective = { name = "mu_grpo" } }
-b = { title = "B", mu = 4, objective = { name = "grpo" } }
+warm_starts = 2
+trigger_ratio = 1e-4
+tuning_seed = 100
+ladder = [1e-4, 1e-3]
+start = [1e-4]
+order = [["one"], ["best"]]
+[blocks.one]
+rate = 1e-3
+methods = ["none", "veto", "grpo"]
+[blocks.best]
+methods = ["none"]
+[noise]
+block = "one"
+method = "none"
+seed = 0
+times = 1
+[methods]
+grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }
+none = { title = "none", objective = { name = "mu_grpo", veto = "none" } }
+veto = { title = "veto", twin = "none", objective = { name = "mu_grpo" } }
 """
 
 PROGRAM = """
 import json, sys
 from pathlib import Path
+from mugrpo_megatron.files.durable import Span
+from mugrpo_megatron.recipe import dump_recipe, load_recipe
+from mugrpo_megatron.stages.manifest import Manifest, Sealed, write_manifest
+command, base = sys.argv[1:3]
 given = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-directory = Path(given["run.dir"])
-with (directory.parents[1] / "calls").open("a") as calls:
-    calls.write(f"{directory.parent.name}/{directory.name}\\n")
-(directory / "metrics.jsonl").touch()
-broken = directory.parents[1] / "broken"
-if broken.exists() and given["objective.name"] in broken.read_text().split():
+recipe = load_recipe(Path(base), [word for word in sys.argv[3:] if word != "--set"])
+if command == "sft":
+    recipe.sft.output.joinpath("hf").mkdir(parents=True)
+    recipe.sft.output.joinpath("hf", "config.json").write_text("{}")
+    out = recipe.sft.output.parent
+else:
+    out = recipe.run.dir.parents[1]
+with (out / "calls").open("a") as calls:
+    calls.write(f"{command} {recipe.run.dir.name if command != 'sft' else recipe.sft.output.name}\\n")
+if command == "sft":
+    sys.exit()
+if (out / "broken").exists() and (out / "broken").read_text() == recipe.run.dir.name:
     sys.exit(1)
-rate = float(given["optimizer.lr"])
-summary = {"updates": 4, "stages": 4, "accuracy_after": 100 * rate, "seconds": {"total": 60.0}}
-(directory / "summary.json").write_text(json.dumps(summary))
+recipe.run.dir.mkdir(parents=True, exist_ok=True)
+recipe.run.dir.joinpath("recipe.toml").write_text(dump_recipe(recipe))
+name, place = recipe.data.eval, {"stage": 0, "age": 0}
+def evaluation(update, value):
+    figures = {f"{kind}/{name}": value for kind in ("accuracy", "low", "high", "truncated")}
+    return {"kind": "eval", "time": float(update), "update": update, **place, **figures, f"problems/{name}": 500}
+if command == "generate":
+    stage = recipe.run.dir / "stages" / "00000"
+    stage.mkdir(parents=True)
+    write_manifest(stage, Manifest([], Sealed("stage.parquet", 64, 8, [], Span(0, 1, ""), {"seed": recipe.run.seed})))
+    rows = [evaluation(0, 0.4)]
+else:
+    least = 1e-3 if recipe.optimizer.lr < 1e-3 else 1e-5
+    metrics = {"clipped_fraction": 0.5, "ratio_neg_mean": 1.0, "ratio_neg_min": least, "ess": 0.9}
+    first = [evaluation(0, 0.4)] if recipe.schedule.stages > 1 else []
+    updates = [{"kind": "update", "time": float(n), "update": n, **place, **metrics} for n in range(64)]
+    rows = [*first, *updates, evaluation(32, 0.45), evaluation(64, 0.5 if recipe.optimizer.lr == 1e-3 else 0.3)]
+    recipe.run.dir.joinpath("summary.json").write_text('{"updates": 64}')
+with (recipe.run.dir / "metrics.jsonl").open("a") as file:
+    file.writelines(json.dumps(row) + "\\n" for row in rows)
 """
 
 
@@ -48,99 +89,67 @@ summary = {"updates": 4, "stages": 4, "accuracy_after": 100 * rate, "seconds": {
 def study(tmp_path: Path) -> run.Study:
     (tmp_path / "grid.toml").write_text(GRID)
     (tmp_path / "program.py").write_text(PROGRAM)
-    grid = load_grid(tmp_path / "grid.toml")
-    program = (sys.executable, str(tmp_path / "program.py"))
-    return run.Study(grid, run.BASE, tmp_path, tmp_path / "model", program)
-
-
-def options(**changed: object) -> argparse.Namespace:
-    chosen = {"part": [], "cells": [], "seeds": 0, "jobs": 1, "keep": False}
-    return argparse.Namespace(**chosen | changed)
+    out = tmp_path / "out"
+    out.mkdir()
+    return run.Study(load_grid(tmp_path / "grid.toml"), out, program=(sys.executable, str(tmp_path / "program.py")))
 
 
 def calls(study: run.Study) -> list[str]:
-    return (study.out / "calls").read_text().split()
+    """What was called since the last look."""
+    found: list[str] = []
+    for path in sorted(study.out.rglob("calls")):
+        found += path.read_text().splitlines()
+        path.unlink()
+    return sorted(found)
 
 
-def test_the_whole_grid_runs_once_tuning_first(study: run.Study) -> None:
-    assert run.run_all(study, options()) == 0
-    assert calls(study) == [
-        *("a/lr0.0001-seed0", "b/lr0.0001-seed0", "a/lr0.001-seed0", "b/lr0.001-seed0"),
-        *("a/lr0.001-seed1", "b/lr0.001-seed1"),
+def test_a_seed_generates_once_and_finished_cells_are_not_run_again(study: run.Study, tmp_path: Path) -> None:
+    assert run.run_all(study) == 0
+    first = calls(study)
+    assert [one for one in first if one.startswith(("sft", "generate"))] == [
+        *("generate seed0", "generate seed0-again1", "generate seed1", "generate seed100"),
+        *("sft warm-start-0", "sft warm-start-1"),
     ]
-    assert accuracies(study.grid, study.out)[Cell("a", 1e-3, 1)] == pytest.approx(0.1)
-    assert run.run_all(study, options()) == 0
-    assert len(calls(study)) == 6
+    trained = ["train grpo-0.001"] * 2 + ["train none-0.0001"] + ["train none-0.001"] * 4 + ["train veto-0.001"] * 2
+    assert [one for one in first if one.startswith("train")] == trained  # tuning climbed to a rate that had run already
+    assert not (study.directory(Cell(0, "none", 1e-3)) / "stages").exists()
+    assert run.run_all(study) == 0
+    assert calls(study) == []
+
+    docs = tmp_path / "docs"
+    words = ["--out", str(study.out), "--docs", str(docs), "--grid", str(tmp_path / "grid.toml")]
+    assert collect(words) == 0
+    results = read_results(study.grid, docs)
+    assert results.tuned("none").rate == 1e-3
+    assert results.complete("one", ["none", "veto", "grpo"]) == [0, 1]
+    assert [point["accuracy"] for point in results.curve(results.rows[0])] == [0.4, 0.45, 0.5]
+    elsewhere = replace(study, out=tmp_path / "elsewhere", kept=read_kept(docs))
+    assert run.run_all(elsewhere) == 0
+    assert not elsewhere.out.exists()
+    before = (docs / "cells.csv").read_bytes()
+    words[1] = str(elsewhere.out)
+    assert collect(words) == 0
+    assert (docs / "cells.csv").read_bytes() == before
 
 
-def test_a_cell_that_fails_is_named_and_tried_again_by_the_next_call(
-    study: run.Study, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (study.out / "broken").write_text("mu_grpo")
-    assert run.run_all(study, options(jobs=2)) == 1
-    said = capsys.readouterr().out
-    assert "failed: a/lr0.0001-seed0" in said
-    assert "not run: a/lr?-seed1, its variant is not tuned" in said
-    assert "b/lr0.001-seed1: 10.0 %" in said  # the other variant went on
-    (study.out / "broken").unlink()
-    assert run.run_all(study, options()) == 0
-    assert sorted(calls(study)[-3:]) == ["a/lr0.0001-seed0", "a/lr0.001-seed0", "a/lr0.001-seed1"]
+def test_a_cell_that_fails_is_named_and_tried_again(study: run.Study, capsys: pytest.CaptureFixture[str]) -> None:
+    (study.out / "cells").mkdir()
+    for seed in (0, 1):
+        (study.out / "cells" / "broken").write_text("veto-0.001")
+        assert run.run_all(study, [seed]) == 1
+        assert f"not done: seed{seed}/veto-0.001\n" in capsys.readouterr().out
+    (study.out / "cells" / "broken").unlink()
+    calls(study)
+    assert run.run_all(study, [0, 1]) == 0
+    assert calls(study) == ["train veto-0.001"] * 2
 
 
-def test_cells_parts_and_seeds_can_be_chosen(study: run.Study) -> None:
-    assert run.run_all(study, options(cells=["b/*"], seeds=4)) == 0
-    assert calls(study)[2:] == [f"b/lr0.001-seed{seed}" for seed in (1, 2, 3)]
-
-
-def test_a_finished_cell_keeps_its_numbers_and_loses_its_bulk(study: run.Study) -> None:
-    directory = study.directory(Cell("a", 1e-4, 0))
-    for folder in run.BULK:
-        (directory / folder).mkdir(parents=True)
-    assert run.run_all(study, options(cells=["a/lr0.0001-seed0"])) == 0
-    assert {path.name for path in directory.iterdir()} == {"console.log", "cpu.jsonl", "metrics.jsonl", "summary.json"}
-
-
-def test_wall_clock_is_taken_again_in_directories_of_its_own(study: run.Study) -> None:
-    with pytest.raises(UserError, match="a is not tuned yet; run --part first first"):
-        run.remeasure(study, 1)
-    run.run_all(study, options())
-    assert run.remeasure(study, 2) == 0
-    assert (study.out / "clock" / "calls").read_text().split() == [
-        f"{variant}/lr0.001-seed{turn}" for turn in (0, 1) for variant in "ab"
-    ]
-    assert len(accuracies(study.grid, study.out)) == 6
-    assert run.remeasure(study, 1, "restart") == 0  # of the variants that are compared, and this grid has none
-    assert not (study.out / "restart").exists()
-
-
-def test_a_run_of_fewer_updates_than_the_grid_now_has_goes_on(study: run.Study) -> None:
-    run.run_all(study, options())
-    directory = study.directory(Cell("a", 1e-4, 0))
-    assert state_of(directory, study.grid.updates) is State.DONE
-    longer: Grid = replace(study.grid, updates=8)
-    assert state_of(directory, longer.updates) is State.BEGUN
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--part", "nothing"], "study: --part nothing: the grid has headline"),
-        (["--grid", "absent.toml"], "study: absent.toml: no such grid"),
-    ],
-)
-def test_a_wrong_word_is_one_sentence(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run.main([*arguments, "--out", str(tmp_path)]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_dry_run_lists_every_cell_and_the_time_left(study: run.Study, capsys: pytest.CaptureFixture[str]) -> None:
-    told = ["--grid", str(study.out / "grid.toml"), "--out", str(study.out), "--dry-run"]
-    assert run.main(told) == 0
-    assert "0 of 6 cells done; no pace known yet" in capsys.readouterr().out
-    run.run_all(study, options(cells=["*seed0"]))
-    assert run.main(told) == 0
-    said = capsys.readouterr().out
-    assert "4 of 6 cells done; the rest takes about 2:00" in said
-    assert "missing  b/lr0.001-seed1" in said
+def test_cells_of_another_stage_do_not_count(study: run.Study) -> None:
+    cell = Cell(0, "none", 1e-3)
+    assert run.run_cell(study, cell)
+    outcome = study.outcome(cell)
+    assert outcome
+    other = Cell(0, "veto", 1e-3)
+    for stage, counts in ((study.fingerprint(cell), True), ("another", False)):
+        assert bool(replace(study, kept={other: (stage, outcome)}).outcome(other)) is counts
+    assert replace(study, kept={Cell(0, "grpo", 1e-3): ("", outcome)}).outcome(Cell(0, "grpo", 1e-3))

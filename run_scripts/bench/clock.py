@@ -1,16 +1,26 @@
-"""Processor time of a run's whole process tree, which other work on the machine changes far less than wall-clock."""
+"""What a run's training took until each evaluation: wall-clock, and processor time of its whole process tree.
+
+Other work on the machine changes processor time far less than wall-clock.
+"""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 
+from mugrpo_megatron.report.rundata import RunData
+
 CPU_FILE = "cpu.jsonl"
+WALL, CPU = 1, 2
+"""Indices into a point of `points`."""
 
 
 @dataclass
@@ -78,6 +88,43 @@ def read_cpu_clock(run_dir: Path) -> CpuClock | None:
         cpu.append(before[0] + last[0])
         others.append(before[1] + last[1])
     return CpuClock(tuple(times), tuple(cpu), tuple(others)) if times else None
+
+
+def points(run: RunData, clock: CpuClock | None) -> list[list[Any]]:
+    """[update, wall seconds, processor seconds, accuracy] of every evaluation of the run.
+
+    Seconds are those of training until the evaluation began: without start-up, evaluations and pauses.
+    """
+    found = []
+    for row in run.evals:
+        begin = [one["start"] for one in run.phases if one["phase"] == "eval" and one["start"] <= row["time"]][-1]
+        cpu = None if clock is None else round(_training_cpu(run, clock, begin), 2)
+        found.append(
+            [row["update"], round(_training_seconds(run, begin), 2), cpu, float(f"{row['accuracy/mean']:.4g}")]
+        )
+    return found
+
+
+def arrival(evals: Sequence[Sequence[Any]], level: float, axis: int) -> float | None:
+    """Where on `axis`, WALL or CPU, the line through the points first reaches an accuracy; None if it does not."""
+    known = [(point[axis], point[3]) for point in evals if point[axis] is not None]
+    if known and known[0][1] >= level:
+        return float(known[0][0])
+    for (x0, y0), (x1, y1) in pairwise(known):
+        if y0 < level <= y1:
+            return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
+    return None
+
+
+def _training_seconds(run: RunData, when: float) -> float:
+    excluded = [row for row in run.phases if row["phase"] in ("start", "eval")]
+    return run.clock(when) - sum(max(0.0, min(row["end"], when) - row["start"]) for row in excluded)
+
+
+def _training_cpu(run: RunData, clock: CpuClock, when: float) -> float:
+    excluded = [row for row in run.phases if row["phase"] in ("start", "eval") and row["start"] < when]
+    imports = clock(run.phases[0]["start"])  # before the first phase; they belong to start-up
+    return clock(when) - sum(clock(min(row["end"], when)) - clock(row["start"]) for row in excluded) - imports
 
 
 def _machine_seconds() -> float:
