@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.segments import Segments, response_mean
+from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import Veto, VetoState, initial_state, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -32,7 +32,16 @@ def keep_mask(
     keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
     if config.sequence_mask is not None:
         keep = keep & ~_off_policy(log_ratio, advantage, segments, config.sequence_mask)
+    if config.reject != "none":
+        keep = keep & _accepted(log_ratio, segments, config)
     return Veto(keep, verdict.state)
+
+
+def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
+    """bool [T]: the ratio of the response, or its geometric mean a token, is in bounds (verl: rejection sampling)."""
+    level = (response_sum if config.reject == "sequence" else response_mean)(log_ratio, segments)
+    ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ((ratio >= config.reject_low) & (ratio <= config.reject_high))[segments.ids]
 
 
 def _off_policy(log_ratio: Tensor, advantage: Tensor, segments: Segments, delta: float) -> Tensor:

@@ -11,7 +11,14 @@ from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.algorithm.masks import keep_mask
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
-from mugrpo_megatron.algorithm.surrogates import SURROGATES, around, importance_ratio, log_ratios, total_variation
+from mugrpo_megatron.algorithm.surrogates import (
+    Tokens,
+    around,
+    importance_ratio,
+    log_ratios,
+    surrogate_of,
+    total_variation,
+)
 from mugrpo_megatron.algorithm.veto import VetoState, initial_state
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -50,8 +57,8 @@ def policy_loss(
         segments: the response of each token and its weight.
         statistics: of the whole update, where `config.needs_statistics` and these tokens are a part of it;
             by default computed from these tokens.
-        reference: [T], log-probabilities under the policy that `config.clip_centre = "reference"` clips around; by
-            default the current policy.
+        reference: [T], log-probabilities under the policy that `config.clip_centre` clips around; by default the
+            current policy.
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs`.
@@ -95,9 +102,11 @@ def token_losses(
     ratio = importance_ratio(log_ratio, segments, config)
     low = (-statistics.log_clip).exp().to(logprobs.dtype).clamp(min=config.clip_low)
     high = statistics.log_clip.exp().to(logprobs.dtype).clamp(max=config.clip_high)
-    if config.clip_centre == "reference":
-        low, high = around(_reference_ratio(ratio, reference, behaviour, segments, config), low, high)
-    terms = SURROGATES[config.surrogate](ratio, logprobs, advantage, low, high, config.dual_clip)
+    if config.clip_centre != "one":
+        low, high = around(_reference_ratio(ratio, reference, behaviour, segments, config), low, high, config)
+    sampled = behaviour.to(logprobs.dtype)
+    tokens = Tokens(logprobs, sampled, log_ratio, ratio, advantage, low, high, segments)
+    terms = surrogate_of(config)(tokens, config)
     loss = terms.loss + config.tv_penalty * total_variation(ratio) if config.tv_penalty else terms.loss
     verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
     weight = (segments.weights * statistics.scale).to(logprobs.dtype)[segments.ids]

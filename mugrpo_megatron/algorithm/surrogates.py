@@ -9,10 +9,36 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are held within this many nats before exp: exp(20) is 4.9e8, finite in every type but float16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What a surrogate sees of T tokens: of whole responses, or of the next chunk if it depends on less.
+
+    Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
+    """
+
+    logprobs: Tensor
+    """[T]: log-probabilities under the current policy."""
+    behaviour: Tensor
+    """[T]: the same under the policy that sampled."""
+    log_ratio: Tensor
+    """[T]: their difference, not clamped."""
+    ratio: Tensor
+    """[T]: importance ratio at the level that `objective.ratio` names."""
+    advantage: Tensor
+    """[T]"""
+    low: Tensor
+    """[] or [T]: lower end of the clip range."""
+    high: Tensor
+    """[] or [T]: upper end of the clip range."""
+    segments: Segments
+    """The response and the position of each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +48,10 @@ class Terms:
     loss: Tensor
     """[T]"""
     clipped: Tensor
-    """bool [T]: the clip takes the token's gradient away (`ppo`) or caps its weight (`cispo`, `topr`)."""
+    """bool [T]: the clip takes away the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
+
+
+Surrogate = Callable[[Tokens, ObjectiveSection], Terms]
 
 
 def log_ratios(logprobs: Tensor, behaviour: Tensor) -> Tensor:
@@ -41,7 +70,17 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
     return level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def around(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+def around(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
+    """The clip range at `centre` [T], the ratio of the reference policy; no gradient flows through it.
+
+    `reference` moves the range from 1 to it, `proximal` multiplies by it: with r_prox = pi_prox / beta,
+    r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A) is decoupled
+    PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
+    """
+    return moved_to(centre, low, high) if config.clip_centre == "reference" else (centre * low, centre * high)
+
+
+def moved_to(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """The clip range moved from 1 to `centre` [T]: [max(centre - (1 - low), 0), centre + (high - 1)], each [T].
 
     Off-policy GRPO's f_eps (arXiv 2505.22257): the ratio pi / beta is clipped within eps of pi_ref / beta, the ratio of
@@ -59,27 +98,94 @@ def total_variation(ratio: Tensor) -> Tensor:
     return (ratio - 1).abs() / 2
 
 
-def ppo(ratio: Tensor, logprobs: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Terms:
-    """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with `dual`, max(., dual A) where A < 0."""
+def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
+    ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
     gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     clipped = torch.where(advantage > 0, ratio > high, (advantage < 0) & (ratio < low))
-    if dual is not None:
-        gain = torch.where(advantage < 0, torch.maximum(gain, dual * advantage), gain)
-        clipped = clipped | ((advantage < 0) & (ratio > dual))
+    if config.dual_clip is not None:
+        gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)
+        clipped = clipped | ((advantage < 0) & (ratio > config.dual_clip))
     return Terms(-gain, clipped)
 
 
-def cispo(ratio: Tensor, logprobs: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Terms:
+def cispo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-sg(clip(r, low, high)) A log pi (CISPO, arXiv 2506.13585, eq. 4): every token keeps its gradient."""
-    weight = ratio.detach().clamp(low, high)
-    return Terms(-weight * advantage * logprobs, weight != ratio.detach())
+    ratio = tokens.ratio.detach()
+    weight = ratio.clamp(tokens.low, tokens.high)
+    return Terms(-weight * tokens.advantage * tokens.logprobs, weight != ratio)
 
 
-def topr(ratio: Tensor, logprobs: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Terms:
+def topr(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-A log pi where A > 0, -sg(clip(r, low, high)) A log pi where A < 0 (TOPR, arXiv 2503.14286)."""
-    tapered = ratio.detach().clamp(low, high)
+    ratio, advantage = tokens.ratio.detach(), tokens.advantage
+    tapered = ratio.clamp(tokens.low, tokens.high)
     weight = torch.where(advantage > 0, torch.ones_like(tapered), tapered)
-    return Terms(-weight * advantage * logprobs, (advantage < 0) & (tapered != ratio.detach()))
+    return Terms(-weight * advantage * tokens.logprobs, (advantage < 0) & (tapered != ratio))
+
+
+def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
+
+    A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
+    for A < 0, with p its probability now and m the behaviour policy's. Binary total variation |p - m|, or binary KL
+    m log(m / p) + (1 - m) log((1 - m) / (1 - p)).
+    """
+    ratio, advantage = tokens.ratio.detach(), tokens.advantage
+    now, before = tokens.logprobs.detach().clamp(max=0), tokens.behaviour.clamp(max=0)
+    probability, sampled = now.exp(), before.exp()
+    if config.divergence == "tv":
+        distance = (probability - sampled).abs()
+    else:
+        others = (-before.expm1()).clamp(min=1e-8).log() - (-now.expm1()).clamp(min=1e-8).log()
+        distance = sampled * (before - now) + (1 - sampled) * others
+    away = torch.where(advantage > 0, probability > sampled, (advantage < 0) & (probability < sampled))
+    outside = away & (distance > config.divergence_limit)
+    loss = -ratio.clamp(tokens.low, tokens.high) * advantage * tokens.logprobs
+    return Terms(torch.where(outside, 0.0, loss), outside)
+
+
+def sapo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the advantage's sign (SAPO, arXiv 2511.20347): no token is clipped."""
+    positive = tokens.advantage > 0
+    tau = _by_sign(positive, config.sapo_tau_positive, config.sapo_tau_negative, tokens.ratio)
+    gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
+    return Terms(-gate * tokens.advantage, torch.zeros_like(positive))
+
+
+def gmpo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """-exp(mean_t l'_t) A, l' the log-ratio clipped on PPO's side alone (GMPO, arXiv 2507.20673).
+
+    The geometric mean of a response's clipped ratios; min(l, log high) where A > 0, max(l, log low) where A < 0.
+    """
+    log_ratio, advantage = tokens.log_ratio, tokens.advantage
+    low, high = tokens.low.log(), tokens.high.log()
+    clipped = torch.where(advantage > 0, log_ratio > high, (advantage < 0) & (log_ratio < low))
+    held = torch.where(clipped, torch.where(advantage > 0, high, low), log_ratio)
+    level = response_mean(held, tokens.segments)[tokens.segments.ids]
+    return Terms(-level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * advantage, clipped)
+
+
+def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """-sg(r^k exp(lambda (1 - r))) A log pi, k and lambda by the advantage's sign (VESPO, arXiv 2602.10693).
+
+    r is the ratio of the whole response; the weight is 1 where r is 1 and falls to 0 on either side.
+    """
+    ratio, positive = tokens.ratio.detach(), tokens.advantage > 0
+    power = _by_sign(positive, config.vespo_k_positive, config.vespo_k_negative, ratio)
+    decay = _by_sign(positive, config.vespo_lambda_positive, config.vespo_lambda_negative, ratio)
+    weight = (decay * (1 - ratio) + power * ratio.log()).exp()
+    return Terms(-weight * tokens.advantage * tokens.logprobs, torch.zeros_like(positive))
+
+
+def surrogate_of(config: ObjectiveSection) -> Surrogate:
+    """The token loss that `config.surrogate` names. Raises UserError where the user's own cannot be loaded."""
+    return _SURROGATES[config.surrogate] if config.surrogate in _SURROGATES else load_function(config.surrogate)
+
+
+def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
+    """[T] of one of two numbers, in the type of `like`."""
+    return torch.where(positive, like.new_tensor(where_positive), like.new_tensor(elsewhere))
 
 
 _LEVELS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
@@ -87,8 +193,12 @@ _LEVELS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "sequence_mean": lambda log_ratio, segments: response_mean(log_ratio, segments)[segments.ids],
     "sequence": lambda log_ratio, segments: response_sum(log_ratio, segments)[segments.ids],
 }
-SURROGATES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float | None], Terms]] = {
+_SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "cispo": cispo,
     "topr": topr,
+    "dppo": dppo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "vespo": vespo,
 }

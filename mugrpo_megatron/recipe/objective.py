@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
@@ -42,6 +43,13 @@ ObjectiveName = Literal[
     "m2po",
     "m2po_drop",
     "off_policy_grpo",
+    "decoupled_ppo",
+    "dppo",
+    "sapo",
+    "gmpo",
+    "vespo",
+    "seq_mis",
+    "geo_rs",
 ]
 VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response"]
 Dependence = Literal["token", "prefix", "response"]
@@ -63,8 +71,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
     "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
+    "decoupled_ppo": GRPO | {"clip_centre": "proximal", "reference_every": 4},
+    "dppo": GRPO
+    | {"surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant"},
+    "sapo": GRPO | {"surrogate": "sapo"},
+    "gmpo": GRPO | {"surrogate": "gmpo", "clip_low": 0.67032, "clip_high": 1.49182},
+    "vespo": GRPO | {"surrogate": "vespo", "ratio": "sequence", "reduction": "token_mean"},
+    "seq_mis": GRPO
+    | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
+    "geo_rs": GRPO | {"reject": "sequence_mean", "reject_low": 0.999, "reject_high": 1.001},
 }
 """Defaults of each objective name; a field set in the recipe wins over its preset."""
+SURROGATES: dict[str, Dependence] = {
+    "ppo": "token",
+    "cispo": "token",
+    "topr": "token",
+    "dppo": "token",
+    "sapo": "token",
+    "gmpo": "response",
+    "vespo": "token",
+}
+"""What decides a token's gradient in each surrogate, beyond its importance ratio and its own log-probability."""
+OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""`module:function`"""
 KAPPA = (
     "`kappa` is now `trigger_ratio`, default 1e-4: in the mu-GRPO paper κ is the position of the first trigger, not a "
     "threshold, and the paper's example has a threshold of 1e-4; the old default was 0.5; remove the key, or set "
@@ -86,18 +115,36 @@ class ObjectiveSection(Section):
     """How token terms add up to the loss of an update."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
     """Importance ratio: of each token, of the response normalised by its length, or of the whole response."""
-    surrogate: Literal["ppo", "cispo", "topr"] = "ppo"
-    """Token loss: clipped surrogate, truncated weight times log-probability, or tapered weight on negatives only."""
+    surrogate: str = "ppo"
+    """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
+    surrogate_depends_on: Literal["token", "response"] | None = None
+    """What decides a token's gradient in your own surrogate: its own fields, or those of its whole response."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
     """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
-    clip_centre: Literal["one", "reference"] = "one"
-    """Centre of the clip range: 1, or the ratio of a reference policy, which is the learner at the last refresh."""
+    clip_centre: Literal["one", "reference", "proximal"] = "one"
+    """Clip range around 1, moved by the ratio of a reference policy (the learner at the last refresh), or times it."""
     reference_every: PositiveInt = 1
     """Updates between refreshes of the clip's reference policy, from a stage's start; at 1 the clip binds no token."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate is not pushed down; off when left out (verl: 3)."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """What `dppo` measures between the policies at each token: total variation or KL of "this token" against "not"."""
+    divergence_limit: float = Field(0.15, gt=0.0)
+    """A token further than this from the behaviour policy gets no gradient that leads away (DPPO: 0.15 tv, 0.05 kl)."""
+    sapo_tau_positive: float = Field(1.0, gt=0.0)
+    """Temperature of SAPO's gate where the advantage is positive."""
+    sapo_tau_negative: float = Field(1.05, gt=0.0)
+    """Temperature of SAPO's gate elsewhere; a higher one lets stale tokens count less."""
+    vespo_k_positive: float = Field(2.0, ge=0.0)
+    """Power of the sequence ratio in VESPO's weight, positive advantage."""
+    vespo_lambda_positive: float = Field(3.0, gt=0.0)
+    """Decay of VESPO's weight in the sequence ratio, positive advantage."""
+    vespo_k_negative: float = Field(3.0, ge=0.0)
+    """Power of the sequence ratio in VESPO's weight, negative advantage."""
+    vespo_lambda_negative: float = Field(2.0, gt=0.0)
+    """Decay of VESPO's weight in the sequence ratio, negative advantage."""
     veto: VetoScope = "suffix_non_trigger"
     """What a negative response with triggers T, the first at κ, loses: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
@@ -108,6 +155,12 @@ class ObjectiveSection(Section):
     """Divide by what the masks leave instead of by all tokens, so that a dropped token makes the others count more."""
     sequence_mask: float | None = Field(None, ge=0.0)
     """Drop a negative response whose mean log-ratio is below minus this many nats; off when left out."""
+    reject: Literal["none", "sequence", "sequence_mean"] = "none"
+    """Drop responses by the ratio of the whole response, or by its geometric mean a token."""
+    reject_low: float = Field(0.5, ge=0.0)
+    """A response below this ratio is dropped."""
+    reject_high: float = Field(2.0, gt=0.0)
+    """A response above this ratio is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
     """Hold the second moment of the log-ratios under a budget by a data-dependent clip range, or by dropping tokens."""
     second_moment_budget: float = Field(0.04, gt=0.0)
@@ -157,6 +210,33 @@ class ObjectiveSection(Section):
             raise ValueError("is below mismatch_low, so no token would be kept")
         return value
 
+    @field_validator("surrogate")
+    @classmethod
+    def _check_surrogate_exists(cls, value: str) -> str:
+        if value not in SURROGATES and not OWN_FUNCTION.fullmatch(value):
+            raise ValueError(f"there are {', '.join(SURROGATES)}, or your own function as module:function")
+        return value
+
+    @field_validator("surrogate_depends_on")
+    @classmethod
+    def _check_dependence_is_declared(cls, value: str | None, info: ValidationInfo) -> str | None:
+        own = ":" in info.data.get("surrogate", "")
+        if own and value is None:
+            raise ValueError(
+                'your own surrogate needs it, to run fused: "token" when a token\'s gradient follows from its own '
+                'fields, "response" when it follows from those of its whole response'
+            )
+        if not own and value is not None:
+            raise ValueError("it goes with a surrogate of your own (module:function); leave it out")
+        return value
+
+    @field_validator("reject_high")
+    @classmethod
+    def _check_something_is_kept(cls, value: float, info: ValidationInfo) -> float:
+        if value <= info.data.get("reject_low", 0.0):
+            raise ValueError("it must be above reject_low, or every response is dropped")
+        return value
+
     @property
     def dependence(self) -> Dependence:
         """What decides a token's gradient, besides numbers known before the update; the loss path is fused accordingly.
@@ -165,7 +245,9 @@ class ObjectiveSection(Section):
         `response` needs the log-probabilities of whole responses first. A trigger (scope T) depends on the token
         itself, or by prefix mean on its prefix; a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
         """
-        if self.ratio != "token" or self.sequence_mask is not None or self.veto == "response":
+        of_loss = self.surrogate_depends_on or SURROGATES[self.surrogate]
+        whole = self.ratio != "token" or self.sequence_mask is not None or self.reject != "none"
+        if whole or of_loss == "response" or self.veto == "response":
             return "response"
         return "token" if self.veto == "none" or (self.veto == "trigger" and self.trigger == "token") else "prefix"
 

@@ -22,6 +22,7 @@ from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
@@ -39,6 +40,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     if rank_of_environment() == 0:  # the others would see what rank 0 is writing
         check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    _check_own_loss(recipe)
     config = read_model_config(recipe.model.path)
     say(_model(architecture(config, str(recipe.model.path / CONFIG)), str(recipe.model.path)))
     check_tokenizer(recipe.model.path)
@@ -57,6 +59,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     """`check_run` as far as it goes without a download and on as many ranks as the layout needs; `--dry-run`."""
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    _check_own_loss(recipe)
     config, source = _config(recipe)
     if config is None:
         say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.path}")
@@ -95,6 +98,11 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
         check_tokenizer(directory)
         return config, str(directory / CONFIG)
     return bundled().get(directory.name), f"the bundled shape of {directory.name}"
+
+
+def _check_own_loss(recipe: Recipe) -> None:
+    if recipe.objective.surrogate_depends_on is not None:
+        load_function(recipe.objective.surrogate)
 
 
 def _check_layers(recipe: Recipe) -> None:

@@ -96,6 +96,11 @@ VARIANTS: list[dict[str, object]] = [
     {"reduction": "sequence_mean"},
     {"clip_centre": "reference"},
     {"clip_centre": "reference", "reference_every": 4},
+    {"clip_centre": "proximal"},
+    {"clip_centre": "proximal", "reference_every": 4},
+    {"reject": "sequence", "reject_low": 0.5},
+    {"reject": "sequence_mean", "reject_low": 0.8, "reject_high": 1.1},
+    {"divergence": "kl", "divergence_limit": 0.05},
 ]
 
 configs = st.builds(

@@ -43,6 +43,12 @@ def objective(
         for i, logs in enumerate(ratios):
             if logs and advantages[i] < 0 and -sum(logs) / len(logs) > config.sequence_mask:
                 kept[i] = [False] * len(logs)
+    if config.reject != "none":
+        for i, logs in enumerate(ratios):
+            share = 1 / max(len(logs), 1) if config.reject == "sequence_mean" else 1.0
+            level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
+            if not config.reject_low <= level <= config.reject_high:
+                kept[i] = [False] * len(logs)
     scale = 1.0
     if config.renormalise:
         everything = sum(w * len(row) for w, row in zip(weights, kept, strict=True))
@@ -52,17 +58,23 @@ def objective(
     for i, logs in enumerate(ratios):
         level_gradient = [0.0] * len(logs)
         clipped.append([False] * len(logs))
+        from_reference = [lp - b for lp, b in zip((reference or logprobs)[i], behaviour[i], strict=True)]
+        ranges = [clip_range(from_reference, t, low, high, config) for t in range(len(logs))]
         for t in range(len(logs)):
             level, reach = level_of(logs, t, config.ratio)
             inside = abs(level) <= 20
             ratio = math.exp(min(max(level, -20), 20))
             a = advantages[i]
-            reach_of_clip = (low, high)
-            if config.clip_centre == "reference":
-                from_reference = [lp - b for lp, b in zip((reference or logprobs)[i], behaviour[i], strict=True)]
-                centre = math.exp(min(max(level_of(from_reference, t, config.ratio)[0], -20), 20))
-                reach_of_clip = (max(centre - (1 - low), 0), centre + (high - 1))
-            value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *reach_of_clip, config)
+            if config.surrogate == "gmpo":
+                level, reach, clipped[i][t] = geometric_mean(logs, t, a, ranges)
+                inside, ratio = abs(level) <= 20, math.exp(min(max(level, -20), 20))
+                value, d_ratio, d_logprob = -ratio * a, -a, 0.0
+            elif config.surrogate == "dppo":
+                value, d_ratio, d_logprob, clipped[i][t] = dppo(
+                    ratio, logprobs[i][t], behaviour[i][t], a, low, high, config
+                )
+            else:
+                value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *ranges[t], config)
             weight = weights[i] * scale * (correction[i][t] if correction else 1.0) * kept[i][t]
             loss += weight * value
             level_gradient[t] += weight * d_logprob
@@ -81,6 +93,46 @@ def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[in
     return math.fsum(logs) * share, [(s, share) for s in range(len(logs))]
 
 
+def clip_range(
+    from_reference: list[float], t: int, low: float, high: float, config: ObjectiveSection
+) -> tuple[float, float]:
+    """Clip range of token t: around 1, moved to the reference policy's ratio, or times it."""
+    centre = math.exp(min(max(level_of(from_reference, t, config.ratio)[0], -20), 20))
+    if config.clip_centre == "one":
+        return low, high
+    if config.clip_centre == "proximal":
+        return centre * low, centre * high
+    return max(centre - (1 - low), 0), centre + (high - 1)
+
+
+def geometric_mean(
+    logs: list[float], t: int, a: float, ranges: list[tuple[float, float]]
+) -> tuple[float, list[tuple[int, float]], bool]:
+    """GMPO: mean of the log-ratios held below log high (A > 0) or above log low (A < 0), its derivative, and whether
+    token t is held."""
+    bounds = [high if a > 0 else low for low, high in ranges]
+    bounds = [math.log(bound) if bound > 0 else -math.inf for bound in bounds]
+    beyond = [log > bound if a > 0 else a < 0 and log < bound for log, bound in zip(logs, bounds, strict=True)]
+    held = [bound if out else log for log, bound, out in zip(logs, bounds, beyond, strict=True)]
+    level = math.fsum(held) / len(logs)
+    return level, [(s, 1 / len(logs)) for s, out in enumerate(beyond) if not out], beyond[t]
+
+
+def dppo(
+    ratio: float, logprob: float, sampled: float, a: float, low: float, high: float, config: ObjectiveSection
+) -> tuple[float, float, float, bool]:
+    """DPPO: truncated weight times log-probability, zero where the binary divergence is beyond the limit and grows."""
+    p, m = math.exp(min(logprob, 0.0)), math.exp(min(sampled, 0.0))
+    if config.divergence == "tv":
+        distance = abs(p - m)
+    else:
+        distance = m * (min(sampled, 0.0) - min(logprob, 0.0))
+        distance += (1 - m) * math.log(max(1 - m, 1e-8) / max(1 - p, 1e-8))
+    outside = distance > config.divergence_limit and ((a > 0 and p > m) or (a < 0 and p < m))
+    weight = 0.0 if outside else min(max(ratio, low), high)
+    return -weight * a * logprob, 0.0, -weight * a, outside
+
+
 def token(
     ratio: float, logprob: float, a: float, low: float, high: float, config: ObjectiveSection
 ) -> tuple[float, float, float, bool]:
@@ -94,6 +146,16 @@ def token(
         if config.dual_clip is not None and a < 0 and ratio > config.dual_clip:
             gain, d_ratio, clipped = config.dual_clip * a, 0.0, True
         value = -gain
+    elif config.surrogate == "sapo":
+        tau = config.sapo_tau_positive if a > 0 else config.sapo_tau_negative
+        gate = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700.0)))
+        value, d_ratio = -4 / tau * gate * a, -4 * gate * (1 - gate) * a
+    elif config.surrogate == "vespo":
+        k, decay = config.vespo_k_negative, config.vespo_lambda_negative
+        if a > 0:
+            k, decay = config.vespo_k_positive, config.vespo_lambda_positive
+        weight = ratio**k * math.exp(max(decay * (1 - ratio), -700.0))
+        value, d_logprob = -weight * a * logprob, -weight * a
     else:
         tapered = min(max(ratio, low), high)
         clipped = tapered != ratio

@@ -1,4 +1,4 @@
-"""grpo, dapo, dr_grpo, gspo, cispo and opsm against the losses that TRL's GRPOTrainer publishes.
+"""grpo, dapo, dr_grpo, gspo, cispo, opsm, sapo and vespo against the losses that TRL's GRPOTrainer publishes.
 
 The formulas on padded [B, T] tensors stand here in our own words; where TRL is installed its own code runs too.
 """
@@ -28,6 +28,8 @@ CASES: dict[str, tuple[str, str, float, float, float | None, float | None]] = {
     "opsm": ("grpo", "token", 0.2, 0.2, 1e-4, None),
     "mu_grpo_without_veto": ("dapo", "token", 1.0, 4.0, None, None),
     "dual_clip": ("grpo", "token", 0.2, 0.2, None, 2.0),
+    "sapo": ("sapo", "token", 0.2, 0.2, None, None),
+    "vespo": ("vespo", "token", 0.2, 0.2, None, None),
 }
 FIELDS: dict[str, dict[str, Any]] = {
     "mu_grpo_without_veto": {"name": "mu_grpo", "veto": "none"},
@@ -51,6 +53,13 @@ def formula(name: str, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, 
     ratio = log_ratio.exp()
     if loss_type == "cispo":
         loss = -ratio.clamp(max=high).detach() * advantage * logprobs
+    elif loss_type == "sapo":
+        tau = 1.0 + 0.05 * (advantage <= 0).to(advantage.dtype)
+        loss = -4 / tau / (1 + (-tau * (ratio - 1)).exp()) * advantage
+    elif loss_type == "vespo":
+        whole = (log_ratio * mask).sum(1, keepdim=True).exp().detach()
+        k, decay = torch.where(advantage < 0, 3, 2), torch.where(advantage < 0, 2, 3)
+        loss = -(whole**k) * (decay * (1 - whole)).exp() * advantage * logprobs
     else:
         bounded = ratio if delta is None else ratio.clamp(max=delta)
         loss = -torch.minimum(bounded * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
@@ -58,7 +67,7 @@ def formula(name: str, logprobs: Tensor, behaviour: Tensor, advantages: Tensor, 
         drift = ((behaviour - logprobs).detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
         loss = loss * ((advantage >= 0) | (drift <= threshold))
     loss = loss * mask
-    if loss_type == "grpo":
+    if loss_type in ("grpo", "sapo"):
         return (loss.sum(1) / mask.sum(1).clamp(min=1)).mean()
     if loss_type == "dr_grpo":
         return loss.sum() / (len(loss) * LONGEST)
@@ -84,7 +93,18 @@ def trl_loss(name: str, logprobs: Tensor, behaviour: Tensor, advantages: Tensor,
         current_gradient_accumulation_steps=1,
         aux_loss_enabled=False,
         _entropy_bonus_enabled=False,
-        args=SimpleNamespace(delta=delta, steps_per_generation=1, use_bias_correction_kl=False),
+        args=SimpleNamespace(
+            delta=delta,
+            steps_per_generation=1,
+            use_bias_correction_kl=False,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
+        ),
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         model=SimpleNamespace(training=True),
         _metrics={"train": defaultdict(list)},
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
@@ -119,7 +139,9 @@ def test_equals_published_loss(seed: int, name: str, published: Any) -> None:
     ours, _ = policy_loss(logprobs, behaviour, advantages, batch.segments(config), config)
     mask = padded(torch.ones_like(behaviour), batch.lengths)
     theirs = published(name, padded(logprobs, batch.lengths), padded(behaviour, batch.lengths), advantages, mask)
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    # TRL rounds SAPO's temperatures to float32.
+    tolerance = 1e-6 if name == "sapo" and published is trl_loss else 1e-12
+    assert ours.item() == pytest.approx(theirs.item(), rel=tolerance)
     torch.testing.assert_close(
-        torch.autograd.grad(ours, logprobs)[0], torch.autograd.grad(theirs, logprobs)[0], rtol=1e-12, atol=1e-15
+        torch.autograd.grad(ours, logprobs)[0], torch.autograd.grad(theirs, logprobs)[0], rtol=tolerance, atol=1e-15
     )

@@ -36,6 +36,16 @@ OBJECTIVES |= {
     f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
 }
+OBJECTIVES |= {
+    f"own {function}": ObjectiveSection(
+        name=name, surrogate=f"tests.algorithm.own:{function}", surrogate_depends_on=dependence
+    )
+    for name, function, dependence in (
+        ("grpo", "again_ppo", "token"),
+        ("mu_grpo", "early_tokens", "token"),
+        ("grpo", "whole_response", "response"),
+    )
+}
 
 
 @dataclass

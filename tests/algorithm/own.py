@@ -1,0 +1,35 @@
+"""Surrogates of a user's own, as docs/own-loss.md describes them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mugrpo_megatron.algorithm.segments import response_mean
+from mugrpo_megatron.algorithm.surrogates import Terms, Tokens
+from mugrpo_megatron.recipe import ObjectiveSection
+
+NOT_A_FUNCTION = 3
+
+
+def none_clipped(tokens: Tokens) -> Tensor:
+    return torch.zeros_like(tokens.advantage, dtype=torch.bool)
+
+
+def again_ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """`ppo` in other words."""
+    ratio, advantage = tokens.ratio, tokens.advantage
+    gain = torch.minimum(ratio * advantage, ratio.clamp(tokens.low, tokens.high) * advantage)
+    beyond = (ratio < tokens.low) & (advantage < 0) | (ratio > tokens.high) & (advantage > 0)
+    return Terms(-gain, beyond)
+
+
+def early_tokens(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """Weights that fall along the response."""
+    return Terms(-tokens.ratio * tokens.advantage / (1 + tokens.segments.positions), none_clipped(tokens))
+
+
+def whole_response(tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """The squared mean log-ratio of the response as a penalty."""
+    drift = response_mean(tokens.log_ratio, tokens.segments)[tokens.segments.ids]
+    return Terms(-tokens.ratio * tokens.advantage + 0.1 * drift.square(), none_clipped(tokens))
