@@ -240,14 +240,17 @@ def _rollouts(options: Options) -> int:
     return 0
 
 
-def _takes_run_dir(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path)
+def _takes_report(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
+    parser.add_argument("--port", type=int, default=0, help="of --live; a free one by default")
 
 
 def _report(options: Options) -> int:
-    from mugrpo_megatron.report.report import write_report
+    from mugrpo_megatron.commands.report import report
 
-    print(visible(str(write_report(options.run_dir))))
+    report(options.run_dir, options.out, options.live, options.port)
     return 0
 
 
@@ -289,6 +292,6 @@ COMMANDS = (
         _takes_rollouts,
         _rollouts,
     ),
-    Command("report", "write report.html of a run directory", _takes_run_dir, _report),
+    Command("report", "a page about a run, or about several; live while a run goes on", _takes_report, _report),
     Command("doctor", "what this machine has, what it is used for, what is missing", lambda parser: None, _doctor),
 )

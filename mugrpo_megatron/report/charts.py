@@ -96,6 +96,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
         scale="log",
         rule=run.recipe.get("objective", {}).get("clip_high"),
         rule_label="clip",
+        unit="π/β",
     )
     yield Chart(
         "ess",
@@ -112,6 +113,7 @@ def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
             over_updates(buckets, "k3", "violet", "kl_k3", restarts=True),
             over_updates(buckets, "k1", "orange", "kl_k1", restarts=True),
         ],
+        unit="nats",
     )
     if any(row["age"] for row in run.updates) and run.updates[0]["stage"] < run.updates[-1]["stage"]:
         yield _by_age(run, "ess", "ESS by age", "Effective sample size against the age of the data in updates.", "teal")
@@ -137,6 +139,7 @@ def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart
         "Entropy",
         "Mean entropy of the next-token distribution at response tokens, in nats.",
         [over_updates(buckets, "entropy", "teal", "entropy", smooth=True)],
+        unit="nats",
     )
     yield Chart(
         "loss",
@@ -164,6 +167,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
         [steps("longest", "orange", "response_length_max"), steps("mean", "blue", "response_length_mean")],
         format="tokens",
         zero=True,
+        unit="tokens",
     )
     yield Chart(
         "groups",
@@ -186,6 +190,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
             steps("mean", "blue", "mismatch_mean"),
         ],
         scale="log",
+        unit="nats",
     )
     rates = {
         (row["phase"], row["stage"]): row["tokens"] / (row["end"] - row["start"])
@@ -201,6 +206,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
             for label, color, phase in (("sampled", "blue", "generate"), ("trained", "teal", "optimize"))
         ],
         zero=True,
+        unit="tokens/s",
     )
 
 
@@ -213,7 +219,7 @@ def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) ->
     if len(curves) <= MAX_LINES_BY_AGE:
         series = [
             Series(
-                f"stage {place + 1}",
+                f"stage {place}",
                 f"ramp-{round(7 * place / max(len(curves) - 1, 1))}",
                 "age",
                 [c.get(a) for a in ages],

@@ -52,6 +52,8 @@ class Chart:
     rule_label: str = ""
     rule_in_view: bool = False
     """The vertical axis includes `rule`, even if the curves are far from it."""
+    unit: str = ""
+    """Of the vertical axis, where its numbers do not show it."""
     wide: bool = False
     """As wide as the page."""
 

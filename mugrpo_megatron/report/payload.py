@@ -13,8 +13,8 @@ from mugrpo_megatron.report.charts import charts
 from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.rundata import RunData
 
-MAX_POINTS = 4096
-"""With more updates than this, a point stands for several, which keeps the page small."""
+MAX_POINTS = 800
+"""With more updates than this, a point stands for several: about as many as a panel has pixels, in a page of 400 kB."""
 MAX_SPANS = 1500
 """With more phases than this, the time line shows shares of time slices."""
 SLICES = 500

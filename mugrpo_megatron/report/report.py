@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
-from mugrpo_megatron import __version__
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.report.evaluations import between, difference, shown
+from mugrpo_megatron.report.html import render
 from mugrpo_megatron.report.paper_charts import paper_remark
 from mugrpo_megatron.report.payload import Drawing, draw
 from mugrpo_megatron.report.rundata import RunData, read_run
@@ -88,20 +84,16 @@ def _is_report(path: Path) -> bool:
     return path.is_file() and BRAND.encode() in path.read_bytes()
 
 
-def page(run: RunData) -> str:
-    """The report's HTML: it loads nothing, and its own script draws the curves."""
+def page(run: RunData, live_s: int = 0) -> str:
+    """The report's HTML; with `live_s` it asks its server for itself again after so many seconds."""
     drawing, summary = draw(run), summary_of(run)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment.from_string(_source("report.html.j2")).render(
+    return render(
         name=run.path.resolve().name,
-        path=run.path,
         brand=BRAND,
-        version=__version__,
-        style=Markup(_source("report.css")),
-        script=Markup(_source("plot.js") + _source("report.js")),
+        source=str(run.path),
+        status="finished" if run.summary is not None else "unfinished",
+        live_s=live_s,
         drawing={**drawing.as_json(), "colors": PHASE_COLORS},
-        finished=run.summary is not None,
         facts=_facts(run, summary),
         warnings=_warnings(run, drawing, summary),
         tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(summary)],
@@ -113,10 +105,6 @@ def page(run: RunData) -> str:
         environment=list(run.processes[-1]["environment"].items()) if run.processes else [],
         recipe=recipe_sections(run),
     )
-
-
-def _source(name: str) -> str:
-    return files("mugrpo_megatron.report").joinpath("page", name).read_text(encoding="utf-8")
 
 
 def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:

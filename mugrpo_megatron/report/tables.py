@@ -96,7 +96,7 @@ def _by_stage(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
 
 def _stage_row(stage: int, updates: Sequence[Row], sampled: Row, seconds: dict[str, float]) -> tuple[str, ...]:
     return (
-        str(stage + 1),
+        str(stage),
         f"{len(updates):,}",
         _number(sampled.get("reward_mean", _mean(updates, "reward_mean"))),
         _number(sampled.get("response_length_mean")),

@@ -57,9 +57,12 @@ def test_page_is_self_contained_and_names_the_run(tmp_path: Path) -> None:
     assert "my &amp; run" in html
     assert '<span class="status finished">' in html
     outside = re.findall(
-        r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\(|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", html
+        r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\((?!#)|fetch\((?!"/")|https?://(?!www\.w3\.org/2000/svg)""",
+        html,
     )
     assert outside == []
+    policy = re.findall(r'Content-Security-Policy" content="([^"]*)"', html)
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"]
 
 
 @pytest.mark.parametrize(("stages", "updates"), [(1, 3), (3, 5), (20, 2)])
@@ -250,7 +253,7 @@ def test_many_short_stages_stay_small_and_lose_no_extreme(tmp_path: Path) -> Non
     busy = [sum(column) for column in zip(*drawing.timeline["slices"], strict=True)]
     assert len(busy) == SLICES
     assert all(0 <= share <= 1.01 for share in busy)
-    assert [series.label for series in chart(drawing, "ess_by_age").series] == ["median of 2,048 stages"]
+    assert [series.label for series in chart(drawing, "ess_by_age").series] == [f"median of {MAX_POINTS // 2} stages"]
 
 
 def test_phases_cover_the_time_line(tmp_path: Path) -> None:

@@ -52,10 +52,12 @@ function linearTicks(low, high, count) {
   return ticks;
 }
 
-function timeTicks(high, count) {
+function timeTicks(low, high, count) {
   const steps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
-  const step = steps.find((s) => high / s <= count) || 86400 * Math.ceil(high / 86400 / count);
-  return Array.from({ length: Math.floor(high / step) + 1 }, (_, k) => k * step);
+  const span = high - low;
+  const step = steps.find((s) => span / s <= count) || 86400 * Math.ceil(span / 86400 / count);
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.max(Math.floor(high / step) - first + 1, 0) }, (_, k) => (first + k) * step);
 }
 
 function logTicks(low, high) {
@@ -69,14 +71,14 @@ function logTicks(low, high) {
   return ticks.filter((t) => t >= low * 0.999 && t <= high * 1.001);
 }
 
-function verticalScale(chart, top, bottom) {
+/** The vertical axis of a chart that has to hold the numbers of `all`, lists with gaps. */
+function verticalScale(chart, all, top, bottom) {
   let low = Infinity, high = -Infinity;
   const take = (v) => {
     if (v === null || v === undefined || (chart.scale === "log" && v <= 0)) return;
     low = Math.min(low, v);
     high = Math.max(high, v);
   };
-  const all = chart.series.flatMap((s) => [s.y, s.low || [], s.high || [], s.average || []]);
   for (const values of all) values.forEach(take);
   if (chart.rule_in_view) take(chart.rule);
   const empty = low === Infinity;
@@ -84,7 +86,7 @@ function verticalScale(chart, top, bottom) {
   if (chart.scale === "log") {
     if (high / low < 4) { low /= 2; high *= 2; }
     const a = Math.log(low * 0.9), b = Math.log(high * 1.1);
-    const least = Math.exp(a), foot = chart.zero && all.some((values) => values.includes(0)) ? 24 : 0;
+    const least = Math.exp(a), foot = all.some((values) => values.includes(0)) ? 24 : 0;
     const to = (v) => { // with a foot, the axis is linear from the smallest value to 0
       if (v >= least) return bottom - foot - ((Math.log(v) - a) / (b - a)) * (bottom - foot - top);
       return foot ? bottom - (Math.max(v, 0) / least) * foot : v > 0 ? bottom : null;

@@ -1,0 +1,226 @@
+"""Several runs on one page: their curves in the same panels, their figures in one table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.data.sets import MEAN
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, rounded
+from mugrpo_megatron.report.evaluations import between, interval_in, measure_in, sets_in, shown
+from mugrpo_megatron.report.html import render
+from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.summary import mean_of, summary_of
+
+BRAND = "mu-GRPO comparison"
+"""Every such page says this; a page that does not is not replaced."""
+COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey")
+"""One for each run; with more runs they repeat."""
+MAX_POINTS = 1024
+"""Of one run's curve; with more updates a point stands for several."""
+LEFT_OUT = {"run.dir", "run.device", "data.generated_problems"}
+"""Settings that do not tell runs apart."""
+
+SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")
+"""Settings that the page's head shows where all runs have the same."""
+
+PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    ("reward_mean", "Training reward", "Mean reward of each update's responses.", {}),
+    ("ess", "Effective sample size", "(Σr)² / TΣr² of the token ratios; 1 on policy.", {"format": "percent"}),
+    (
+        "ratio_neg_mean",
+        "E[ρ | A < 0]",
+        "Mean importance ratio of tokens with negative advantage; it stays at 1 in the paper's stable runs.",
+        {"rule": 1.0, "rule_label": "on policy", "unit": "π/β"},
+    ),
+    ("clipped_fraction", "Clipped", "Share of response tokens that the clip holds.", {"format": "percent"}),
+    ("vetoed_fraction", "Vetoed", "Share of response tokens that the veto or a mask drops.", {"format": "percent"}),
+    ("kl_k3", "KL from the sampling policy", "KL(β‖π) per token, k3.", {"unit": "nats"}),
+    ("entropy", "Entropy", "Mean entropy of the next-token distribution at response tokens.", {"unit": "nats"}),
+    ("grad_norm", "Gradient norm", "Global norm before clipping.", {"scale": "log"}),
+)
+"""Metric, title, explanation and looks of the panels over updates."""
+
+
+def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
+    """Write a page that compares the runs to `path`.
+
+    Raises UserError when one is not a run directory, or when two of them are the same.
+    """
+    if len({directory.resolve() for directory in run_dirs}) < len(run_dirs):
+        raise UserError("the same run directory is named twice; name each run once")
+    runs = [read_run(directory) for directory in run_dirs]
+    check_output(path, f"--out {path}", own=_is_comparison(path), remedy="it is not a comparison, so choose another")
+    write_text(path, comparison(runs))
+    return path
+
+
+def _is_comparison(path: Path) -> bool:
+    return path.is_file() and BRAND.encode() in path.read_bytes()
+
+
+def comparison(runs: Sequence[RunData]) -> str:
+    """The page's HTML."""
+    labels = labels_of(runs)
+    charts = [chart for chart in _charts(runs, labels) if chart.series]
+    axes = {name: axis for number, run in enumerate(runs) for name, axis in _axes(number, run).items()}
+    drawing = {
+        "axes": axes,
+        "boundaries": [],
+        "end": {
+            "u": max((run.updates[-1]["update"] + 1 for run in runs if run.updates), default=1),
+            "t": max(run.seconds for run in runs),
+        },
+        "charts": [asdict(chart) for chart in charts],
+        "timeline": {"phases": [], "spans": [], "slices": []},
+        "colors": {},
+    }
+    cards = [{"id": c.id, "title": c.title, "explains": c.explains, "wide": c.wide} for c in charts]
+    return render(
+        name=" · ".join(run.path.resolve().name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        brand=BRAND,
+        progress=f"{len(runs)} runs",
+        source=", ".join(str(run.path) for run in runs),
+        drawing=drawing,
+        facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in _shared(runs)],
+        runs=_table(runs, labels),
+        sections=[{"title": "Curves", "remark": "", "charts": cards, "table": None}],
+    )
+
+
+def labels_of(runs: Sequence[RunData]) -> list[str]:
+    """What tells each run from the others: the fewest settings that do, or the directories' names."""
+    labels = [", ".join(f"{key.rpartition('.')[2]} {_setting(run, key)}" for key in telling(runs)) for run in runs]
+    return labels if len(set(labels)) == len(labels) else [run.path.resolve().name for run in runs]
+
+
+def telling(runs: Sequence[RunData]) -> list[str]:
+    """Some of `differences`, each of which tells more of the runs apart."""
+    chosen: list[str] = []
+
+    def apart(keys: Sequence[str]) -> int:
+        return len({tuple(_setting(run, key) for key in keys) for run in runs})
+
+    for key in differences(runs):
+        if apart([*chosen, key]) > apart(chosen):
+            chosen.append(key)
+    return chosen
+
+
+def differences(runs: Sequence[RunData]) -> list[str]:
+    """The settings in which the runs' recipes differ, as `section.key`, in the recipe's order."""
+    flat = [_flat(run.recipe) for run in runs]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    return [key for key in keys if key not in LEFT_OUT and len({str(one.get(key)) for one in flat}) > 1]
+
+
+def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
+    first, differing = _flat(runs[0].recipe), set(differences(runs))
+    keys = (
+        "objective.name",
+        "schedule.stages",
+        "schedule.updates_per_stage",
+        "data.train",
+        "model.path",
+        "optimizer.lr",
+    )
+    return ((key, _value(first[key])) for key in keys if key in first and key not in differing)
+
+
+def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
+    measure = measure_in([row for run in runs for row in run.evals])
+    yield Chart(
+        "accuracy",
+        f"Held-out {measure}",
+        "Unweighted mean of the held-out sets with its 95 % interval.",
+        [one for number, run in enumerate(runs) for one in _evaluations(number, run, labels[number], measure)],
+        format="percent" if measure == "accuracy" else "number",
+        wide=True,
+    )
+    for metric, title, explains, looks in PANELS:
+        series = [
+            replace(
+                over_updates(
+                    _buckets(run), labels[number], COLORS[number % len(COLORS)], metric, smooth=True, restarts=True
+                ),
+                axis=f"update{number}",
+            )
+            for number, run in enumerate(runs)
+        ]
+        yield Chart(metric, title, explains, [one for one in series if has_values(one.y)], **looks)
+
+
+def _evaluations(number: int, run: RunData, label: str, measure: str) -> Iterable[Series]:
+    names = sets_in(run.evals)
+    name = MEAN if len(names) != 1 else names[0]
+    ends = [interval_in(row, name) for row in run.evals]
+    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
+    values = column(run.evals, f"{measure}/{name}")
+    if has_values(values):
+        yield Series(label, COLORS[number % len(COLORS)], f"eval{number}", values, draw="dots", low=low, high=high)
+
+
+def _axes(number: int, run: RunData) -> dict[str, dict[str, list[float]]]:
+    firsts = [rows[0] for rows in _buckets(run)]
+    return {
+        f"{name}{number}": {
+            "u": [row["update"] for row in rows],
+            "t": [round(run.clock(row["time"]), 2) for row in rows],
+            "starts": [row["update"] for row in run.stage_starts()],
+        }
+        for name, rows in (("update", firsts), ("eval", run.evals))
+    }
+
+
+def _buckets(run: RunData) -> list[list[Any]]:
+    size = math.ceil(len(run.updates) / MAX_POINTS) or 1
+    return [run.updates[start : start + size] for start in range(0, len(run.updates), size)]
+
+
+def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
+    """One row for each run: its colour, the settings that differ, and its figures."""
+    settings = telling(runs)
+    rows = []
+    for number, run in enumerate(runs):
+        summary = summary_of(run)
+        mean, measure, seconds = mean_of(summary), summary["measure"], summary["seconds"]
+        after = shown(mean["after"], measure)
+        rows.append(
+            {
+                "color": COLORS[number % len(COLORS)],
+                "name": run.path.resolve().name,
+                "settings": [_setting(run, key) for key in settings],
+                "figures": [
+                    shown(mean["before"], measure),
+                    f"{after} ({between(mean['interval'], measure)})" if mean["interval"] else after,
+                    f"{summary['updates']:,}",
+                    *(duration(seconds[name]) for name in ("total", "generate", "optimize")),
+                ],
+            }
+        )
+    measure = measure_in([row for run in runs for row in run.evals]).capitalize()
+    figures = (f"{measure} before", "after (95 %)", "Updates", "Wall-clock", "generate", "optimize")
+    also = [key for key in differences(runs) if key not in settings]
+    return {"settings": settings, "figures": figures, "rows": rows, "also": ", ".join(also)}
+
+
+def _setting(run: RunData, key: str) -> str:
+    return _value(_flat(run.recipe).get(key))
+
+
+def _flat(table: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{within}{key}.") if isinstance(value, dict) else {f"{within}{key}": value}
+    return flat
+
+
+def _value(value: object) -> str:
+    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,76 @@
+"""Several runs on one page: what tells them apart, and whose figures are whose."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.report.compare import comparison, differences, labels_of, telling, write_comparison
+from mugrpo_megatron.report.rundata import RunData, read_run
+from tests.report.synthetic import rows_of, write_run
+
+
+def runs_of(folder: Path, *sections: dict[str, Any]) -> list[RunData]:
+    return [
+        read_run(write_run(folder / f"run{k}", rows_of(2, 8, seed=k), validate(one, source="test")))
+        for k, one in enumerate(sections)
+    ]
+
+
+def test_the_fewest_settings_tell_runs_apart(tmp_path: Path) -> None:
+    runs = runs_of(
+        tmp_path,
+        {"objective": {"name": "mu_grpo"}, "run": {"dir": "a"}},
+        {"objective": {"name": "mu_grpo", "veto": "none"}, "run": {"dir": "b"}},
+        {"objective": {"name": "grpo"}, "run": {"dir": "c"}},
+    )
+    assert telling(runs) == ["objective.name", "objective.veto"]
+    assert {"objective.clip_low", "objective.clip_high"} < set(differences(runs))
+    assert not any(key.startswith("run.") for key in differences(runs))
+    assert labels_of(runs) == [
+        "name mu_grpo, veto suffix_non_trigger",
+        "name mu_grpo, veto none",
+        "name grpo, veto none",
+    ]
+
+
+def test_runs_of_one_recipe_have_their_directories_names(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {}, {})
+    assert differences(runs) == []
+    assert labels_of(runs) == ["run0", "run1"]
+
+
+def test_each_run_has_its_own_axes_and_values(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
+    html = comparison(runs)
+    drawing = json.loads(re.search(r'id="drawing">(.*?)</script>', html, re.DOTALL)[1])
+    reward = next(chart for chart in drawing["charts"] if chart["id"] == "reward_mean")
+    for number, (run, series) in enumerate(zip(runs, reward["series"], strict=True)):
+        assert series["axis"] == f"update{number}"
+        assert series["label"] == f"seed {number + 1}"
+        assert series["y"] == pytest.approx([row["reward_mean"] for row in run.updates], rel=1e-5)
+        assert drawing["axes"][series["axis"]]["u"] == [row["update"] for row in run.updates]
+    assert html.count('<td class="run">') == 2
+
+
+def test_names_and_settings_are_text_on_the_page(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    runs = runs_of(tmp_path, {"data": {"train": evil}}, {"data": {"train": "arithmetic"}})
+    html = comparison(runs)
+    assert evil not in html
+    assert html.count("<script") == 2
+
+
+def test_the_same_run_twice_and_a_folder_that_is_no_run_are_refused(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path, {})
+    with pytest.raises(UserError, match="named twice"):
+        write_comparison([run.path, run.path / ".." / run.path.name], tmp_path / "page.html")
+    with pytest.raises(UserError, match=r"is .* a run directory"):
+        write_comparison([run.path, tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
