@@ -47,10 +47,9 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
 
     try:
         return ThreadingHTTPServer((HOST, port), Handler)
-    except OSError as error:
-        raise UserError(
-            f"port {port} on {HOST} cannot be used: {error.strerror}; leave --port out for a free one"
-        ) from None
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--port {port} cannot be used ({reason}); leave --port out to take a free one") from None
 
 
 def serve(run_dir: Path, port: int) -> None:
