@@ -81,6 +81,9 @@ fi
 # With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
+# torch.compile would start 32 compilers for each rank of a node.
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
+
 # The link's target: setup.sh may move the link while this runs.
 scripts=$(dirname "$0") python=$(readlink -f "$(dirname "$0")/../.venv")/bin/python
 # -P: a random.py in the current directory is not imported in place of Python's.

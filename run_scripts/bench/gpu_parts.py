@@ -76,7 +76,7 @@ def loss(how: How) -> Result:
     """Seconds and peak MiB of every installed implementation of the loss, at Qwen2.5-7B's output layer."""
     from run_scripts.bench import loss_path
 
-    shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 2048)
+    shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 4096)
     if how.small:
         shape = loss_path.Shape(256, 32, 512, 64, "float32", device().type, 64)
     ways = ["floor", "fused", "fused_without_veto", "fused_two_passes", "logprobs_only", "liger", "trl_fused_head"]

@@ -329,7 +329,7 @@ def main() -> None:
         torch.set_num_threads(threads)
         print(json.dumps(asdict(measure(way, Shape(**shape), repeats))))
         return
-    sizes = (8192, 512, 32000, "float32", 1024) if given.device == "cpu" else (16384, 3584, 152064, "bfloat16", 2048)
+    sizes = (8192, 512, 32000, "float32", 1024) if given.device == "cpu" else (16384, 3584, 152064, "bfloat16", 4096)
     tokens, hidden, vocab, dtype, chunk = sizes
     shape = Shape(
         given.tokens or tokens,
