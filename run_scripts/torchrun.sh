@@ -72,8 +72,8 @@ fi
 #                                            nodes may not reach the default one (--interface sets both)
 #   NCCL_IB_HCA                              which InfiniBand adapters to use, e.g. mlx5; unset uses all that are up
 #   NCCL_DEBUG=INFO                          prints the transports in use: look for NET/IB and P2P, not Socket
-#   PYTORCH_CUDA_ALLOC_CONF                  leave expandable_segments off: the learner shares memory with the engine by
-#                                            handle, and the engine's memory saver does not work with it
+#   PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF    leave expandable_segments off: the learner shares memory with the engine
+#                                            by handle, and the engine's memory saver does not work with it
 # How long a collective may take is run.collective_timeout_s of the recipe, not an environment variable.
 if [ -n "$interface" ]; then
   export NCCL_SOCKET_IFNAME=$interface GLOO_SOCKET_IFNAME=$interface
@@ -81,7 +81,11 @@ fi
 # With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
+# torch.compile would start 32 compilers for each rank of a node.
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
+
 # The link's target: setup.sh may move the link while this runs.
 scripts=$(dirname "$0") python=$(readlink -f "$(dirname "$0")/../.venv")/bin/python
+[ -x "$python" ] || { echo "torchrun.sh: there is no $python: run run_scripts/setup.sh first" >&2; exit 2; }
 # -P: a random.py in the current directory is not imported in place of Python's.
 exec "$python" -P "$scripts/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"

@@ -74,15 +74,15 @@ def ceilings(how: How) -> Result:
 
 def loss(how: How) -> Result:
     """Seconds and peak MiB of every installed implementation of the loss, at Qwen2.5-7B's output layer."""
-    from run_scripts.bench import loss_path
+    from run_scripts.bench import loss_path, loss_ways
 
-    shape = loss_path.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 2048)
+    shape = loss_ways.Shape(16384, 3584, 152064, 1024, "bfloat16", "cuda", 4096)
     if how.small:
-        shape = loss_path.Shape(256, 32, 512, 64, "float32", device().type, 64)
+        shape = loss_ways.Shape(256, 32, 512, 64, "float32", device().type, 64)
     ways = ["floor", "fused", "fused_without_veto", "fused_two_passes", "logprobs_only", "liger", "trl_fused_head"]
     found: Result = {"shape": asdict(shape)}
     for way in ways:
-        if not find_spec(package := loss_path.NEEDS.get(way, "torch")):
+        if not find_spec(package := loss_ways.NEEDS.get(way, "torch")):
             found[way] = {"failed": f"{package} is not installed"}
             continue
         one = loss_path.run_alone(way, shape, repeats=3, threads=torch.get_num_threads())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,6 +34,26 @@ def test_the_attention_backend_reaches_every_recipe(tmp_path: Path) -> None:
     how = How(small=True, attention_backend="triton")
     assert recipe_of(tmp_path, how).engine.attention_backend == "triton"
     assert 'attention_backend = "triton"' in recipe_text(tmp_path, how)
+
+
+def test_the_prepared_commands_name_modules_options_and_files_that_exist() -> None:
+    page = (SCRIPTS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    block = page.split("## The first half hour on a GPU")[1].split("```")[1]
+    calls = re.findall(r"-m (run_scripts\.bench\.\w+)([^|;&]*)", block)
+    assert len(calls) == 5
+    for module, options in calls:
+        text = (SCRIPTS.parent / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
+        for option in re.findall(r"(--[\w-]+)", options):
+            assert f'"{option}"' in text, f"{module} has no {option}"
+    for name in re.findall(r"((?:tests|run_scripts)/[\w/.]+)", block):
+        assert (SCRIPTS.parent / name).exists(), name
+
+
+def test_everything_that_is_carried_is_pinned() -> None:
+    text = (SCRIPTS / "bench" / "carry.sh").read_text(encoding="utf-8")
+    packages = re.sub(r"\s+", " ", text.split("packages=(")[1].split(")")[0]).split()
+    pins = [line for name in ("cuda", "cpu") for line in (SCRIPTS / f"constraints-{name}.txt").read_text().splitlines()]
+    assert [package for package in packages if not any(pin.startswith(f"{package}==") for pin in pins)] == []
 
 
 @pytest.mark.process

@@ -75,6 +75,13 @@ def test_many_nodes_use_the_master_as_rendezvous(checkout: Path) -> None:
     assert option(words, "--master-port") == "29500"
 
 
+def test_without_an_environment_it_says_how_to_make_one(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".venv")
+    done = call(checkout, "torchrun.sh", "4", "train", "recipe.toml")
+    assert done.returncode == 2
+    assert "run run_scripts/setup.sh first" in done.stderr
+
+
 @pytest.mark.parametrize(("node", "is_host"), [("0", "true"), ("1", "false")])
 def test_restarts_need_a_rendezvous_that_nodes_can_come_back_to(checkout: Path, node: str, is_host: str) -> None:
     where = ["--nodes", "2", "--node", node, "--master", "head", "--restarts", "3"]
