@@ -90,9 +90,12 @@ class Engine:
         return self._section.tensor
 
     def stop(self) -> None:
-        """End the engine: with a stop message when it is idle, else by killing its process group."""
+        """End the engine: with a stop message when it is idle, else by killing its process group.
+
+        It is killed as well when the run was asked to stop.
+        """
         patience_s = 0.0
-        if self._host is not None and self._ready and self._host.alive:
+        if self._host is not None and self._ready and self._host.alive and not self._cancelled():
             with suppress(EngineFailure):  # it has just died, which ends it too
                 self._host.send(("stop", None), STOP_SECONDS, "stop")
                 patience_s = STOP_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,9 @@ SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
 LENGTH_MARGIN = 8
 """SGLang refuses the last few positions of its context; the window is this much longer than prompt and response."""
+LARGEST_GRAPH = 1024
+"""Most responses for which a decode step is captured as a CUDA graph; larger batches hide the launches anyway."""
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
@@ -80,7 +84,15 @@ def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:
         "mem_fraction_static": recipe.engine.memory_fraction,
         "enable_memory_saver": recipe.engine.between_stages == "sleep",
         "custom_weight_loader": [SUMMING],
+        # SGLang captures batches up to 256 on a GPU of this size, and runs larger ones launch by launch.
+        "cuda_graph_max_bs_decode": min(recipe.engine.max_running_requests, LARGEST_GRAPH),
+        # Prompts are short, and these graphs would keep their memory while the learner trains.
+        "cuda_graph_backend_prefill": "disabled",
+        # SGLang would compile FlashInfer's kernels for some mixtures of experts; not measured next to the memory saver.
+        "enforce_disable_flashinfer_allreduce_fusion": True,
     }
+    if recipe.model.dtype == "float32" and recipe.engine.attention_backend == "auto":
+        arguments["attention_backend"] = "triton"  # SGLang's choice, FlashAttention 3, takes half precision only
     if recipe.engine.max_total_tokens:
         arguments["max_total_tokens"] = recipe.engine.max_total_tokens
     return arguments
@@ -116,14 +128,21 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
-    """Environment of the host process: this one's without torchrun's variables, which SGLang would follow."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(TORCHRUN_PREFIXES)}
+    """Environment of the host process: this one's, with what SGLang and its compilers look for.
+
+    Without torchrun's variables, which SGLang would follow, and those of torch's allocator, which its memory saver and
+    CUDA's shared memory handles do not work with.
+    """
+    dropped = (*TORCHRUN_PREFIXES, *ALLOCATOR_VARIABLES)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
     environment |= {
         "PYTHONUNBUFFERED": "1",
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(read_model_config(model_dir))),
+        "PATH": _joined(os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)),  # ninja is installed here
     }
     if cuda:
-        return environment
+        libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
+        return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
     threads = str(recipe.engine.threads)
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
     if recipe.engine.tensor > 1:
@@ -132,6 +151,28 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
         shares = [cores[rank :: recipe.engine.tensor] or cores for rank in range(recipe.engine.tensor)]
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment
+
+
+def cuda_runtime_folders() -> list[str]:
+    """Where pip has put CUDA's runtime library, which the memory saver's library needs and does not find by itself."""
+    package = find_spec("nvidia")
+    roots = package.submodule_search_locations or [] if package else []
+    found = {str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")}
+    return sorted(found)
+
+
+def check_allocator() -> None:
+    """UserError when torch's allocator is set to expandable segments, whose memory another process cannot open."""
+    for name in ALLOCATOR_VARIABLES:
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            raise UserError(
+                f"{name}={os.environ[name]}: the engine cannot read the learner's weights from expandable segments; "
+                "unset the variable, or remove expandable_segments from it"
+            )
+
+
+def _joined(*folders: str) -> str:
+    return os.pathsep.join(filter(None, folders))
 
 
 def _other_models(config: Mapping[str, Any]) -> list[str]:

@@ -67,14 +67,15 @@ class EngineSection(Section):
     max_total_tokens: NonNegativeInt = 0
     """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
     attention_backend: str = "auto"
-    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA."""
+    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
     """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
     slow each other down."""
-    start_timeout_s: PositiveFloat = 300.0
-    """Seconds until an engine that has not started counts as failed."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Seconds until an engine that has not started counts as failed. One that ends is noticed at once; large models
+    from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds without any finished response until a generating engine counts as hung."""
+    """Seconds until an engine counts as hung: without a new token while it generates, else without an answer."""
     max_failures: PositiveInt = 3
     """End the run after this many engine failures in a row without a finished response between them."""
     bucket_bytes: PositiveInt = 512 * 1024 * 1024

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.launch import runs_on_cuda
+from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
@@ -105,6 +105,8 @@ def open_run(
     is_main = rank_of_environment() == 0
     found = found or check_run(recipe, generates=generates)  # read on rank 0 of a run that generates
     cuda = runs_on_cuda(recipe)
+    if cuda and generates:
+        check_allocator()
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
     tokenizer = load_tokenizer(recipe.model.path)
     problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None

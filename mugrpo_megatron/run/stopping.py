@@ -95,7 +95,8 @@ class StopRequest:
 def listening(is_main: bool) -> Iterator[StopRequest]:
     """Turn SIGTERM (pre-emption, a scheduler's time limit) and Ctrl-C into a request while the block runs.
 
-    The main rank says so. A second Ctrl-C raises KeyboardInterrupt.
+    The main rank says so. A second Ctrl-C raises KeyboardInterrupt. Ctrl-C stays ignored where it is, as in a command
+    that a script has put into the background.
     """
     request = StopRequest()
     since: list[float] = []
@@ -109,7 +110,10 @@ def listening(is_main: bool) -> Iterator[StopRequest]:
         since.append(now)
         request.ask(number == signal.SIGINT)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    heeded = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        heeded.remove(signal.SIGINT)
+    before = {number: signal.signal(number, ask) for number in heeded}
     try:
         yield request
     finally:

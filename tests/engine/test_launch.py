@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.engine.launch import CPU_KV_BYTES, engine_arguments, engine_environment, kv_bytes_per_token
+from mugrpo_megatron.engine import launch
+from mugrpo_megatron.engine.launch import (
+    CPU_KV_BYTES,
+    check_allocator,
+    engine_arguments,
+    engine_environment,
+    kv_bytes_per_token,
+)
 from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
@@ -22,6 +32,59 @@ def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: p
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & environment.keys()
     assert "TORCHELASTIC_RUN_ID" not in environment
     assert environment["HF_HOME"] == "/somewhere"
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+@pytest.mark.parametrize("path", ["/usr/bin:/bin", None])
+def test_the_engine_finds_the_tools_of_its_interpreter_first(
+    cuda: bool, path: str | None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang compiles kernels with the ninja that pip has put next to python."""
+    monkeypatch.delenv("PATH")
+    if path:
+        monkeypatch.setenv("PATH", path)
+    found = engine_environment(recipe(checkpoint), checkpoint, cuda)["PATH"]
+    assert found == f"{os.path.dirname(sys.executable)}:{path or os.defpath}"
+
+
+@pytest.mark.parametrize("before", ["/opt/lib", None])
+def test_the_memory_saver_finds_pip_s_cuda_runtime(
+    before: str | None, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cu13" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libcudart.so.13").touch()
+    spec = ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    whole = launch.find_spec
+    monkeypatch.setattr(launch, "find_spec", lambda name: spec if name == "nvidia" else whole(name))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    if before:
+        monkeypatch.setenv("LD_LIBRARY_PATH", before)
+    found = engine_environment(recipe(checkpoint), checkpoint, cuda=True)["LD_LIBRARY_PATH"]
+    assert found == (f"{before}:{folder}" if before else str(folder))
+    assert engine_environment(recipe(checkpoint), checkpoint, cuda=False).get("LD_LIBRARY_PATH") == before
+
+
+def test_nothing_is_made_up_where_pip_has_no_cuda_runtime(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty entry of the variable would be the current directory."""
+    whole = launch.find_spec
+    monkeypatch.setattr(launch, "find_spec", lambda name: None if name == "nvidia" else whole(name))
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    assert "LD_LIBRARY_PATH" not in engine_environment(recipe(checkpoint), checkpoint, cuda=True)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_reach_no_engine_and_are_refused_in_the_learner(
+    name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for harmless in ("max_split_size_mb:128", "expandable_segments:False"):
+        monkeypatch.setenv(name, harmless)
+        check_allocator()
+    monkeypatch.setenv(name, "max_split_size_mb:128,expandable_segments: True")
+    assert name not in engine_environment(recipe(checkpoint), checkpoint, cuda=True)
+    with pytest.raises(UserError, match=rf"{name}=.*unset the variable"):
+        check_allocator()
 
 
 def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from mugrpo_megatron.run import stopping
 from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening
+
+
+@pytest.fixture(autouse=True)
+def in_the_foreground() -> Iterator[None]:
+    """A suite that runs in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
@@ -25,6 +33,17 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
     assert signal.getsignal(number) is before
     stopped = request.stopped("this")
     assert (str(stopped), stopped.code) == ("this", code)
+
+
+def test_a_command_in_the_background_ignores_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with listening(is_main=True) as request:
+            signal.raise_signal(signal.SIGINT)
+        assert not request.asked
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_only_the_main_rank_says_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,125 @@
+"""The launch arguments as SGLang's own ServerArgs understands them on a simulated H200; one process for all cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.engine.launch import engine_arguments
+from mugrpo_megatron.engine.placement import ALONE
+from mugrpo_megatron.recipe import Recipe
+from tests.engine.simulated_cuda import NVIDIA_SMI
+
+pytestmark = pytest.mark.process
+
+QWEN2_7B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+QWEN3_MOE = QWEN2_7B | {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "512": (QWEN2_7B, "bfloat16", {"max_running_requests": 512}),
+    "tensor": (QWEN2_7B, "bfloat16", {"max_running_requests": 512, "tensor": 4}),
+    "2048": (QWEN2_7B, "bfloat16", {"max_running_requests": 2048, "between_stages": "restart"}),
+    "float32": (QWEN2_7B, "float32", {}),
+    "chosen": (QWEN2_7B, "float32", {"attention_backend": "flashinfer"}),
+    "experts": (QWEN3_MOE, "bfloat16", {"tensor": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("simulated")
+    smi = folder / "nvidia-smi"
+    smi.write_text(NVIDIA_SMI)
+    smi.chmod(0o755)
+    arguments = []
+    for name, (config, dtype, engine) in CASES.items():
+        model = folder / name
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(config))
+        (model / "model.safetensors").touch()
+        recipe = Recipe.model_validate(
+            {
+                "model": {"path": model, "dtype": dtype},
+                "data": {"max_prompt_tokens": 1024},
+                "rollout": {"max_response_tokens": 3000},
+                "engine": engine,
+            }
+        )
+        arguments.append(engine_arguments(recipe, model, cuda=True, slot=replace(ALONE, gpu=2)))
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engine.simulated_cuda"],
+        input=json.dumps(arguments),
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_decode_graphs_reach_what_is_decoded_together(found: dict[str, dict[str, Any]]) -> None:
+    assert {name: found[name]["largest_decode_graph"] for name in CASES} == {
+        "512": 512,
+        "tensor": 512,
+        "2048": 1024,
+        "float32": 1024,
+        "chosen": 1024,
+        "experts": 1024,
+    }
+    assert {one["decode_graph"] for one in found.values()} == {"full"}
+    assert max(one["decode_graphs"] for one in found.values()) < 80, "each is captured at every start"
+
+
+def test_no_graphs_of_prefills(found: dict[str, dict[str, Any]]) -> None:
+    assert {one["prefill_graph"] for one in found.values()} == {"disabled"}
+
+
+def test_half_precision_attention_is_not_given_float32(found: dict[str, dict[str, Any]]) -> None:
+    assert [found[name]["attention"] for name in ("512", "float32", "chosen")] == ["fa3", "triton", "flashinfer"]
+
+
+def test_no_fused_all_reduce(found: dict[str, dict[str, Any]]) -> None:
+    assert {one["fused_all_reduce"] for one in found.values()} == {None}
+
+
+def test_devices_and_memory(found: dict[str, dict[str, Any]]) -> None:
+    assert {(one["device"], one["base_gpu_id"], one["overlap"]) for one in found.values()} == {("cuda", 2, True)}
+    assert [found[name]["memory_saver"] for name in ("512", "2048")] == [True, False]
