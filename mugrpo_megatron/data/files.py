@@ -23,9 +23,16 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: check the path")
+    if not _is_file(path):
+        raise UserError(f"{path} does not exist or is not a file: check the path")
     yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a name that is too long, a directory that this user may not enter
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from None
 
 
 def field_at(row: dict[str, Any], path: str) -> Any:
@@ -73,7 +80,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 for row in _python_rows(batch):
                     line += 1
                     yield line, row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(f"{path} is not a readable Parquet file ({error}): write it again") from error
 
 

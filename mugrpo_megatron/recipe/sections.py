@@ -25,7 +25,8 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 
 def _own_directory(path: Path) -> Path:
     """A directory that a command fills; ValueError for one that cannot be its own."""
-    if os.path.abspath(path) == os.sep or "\0" in str(path):
+    whole = Path(os.path.abspath(path))
+    if whole == whole.parent or "\0" in str(path):
         raise ValueError("name a directory of its own")
     return path
 
