@@ -24,7 +24,7 @@ from mugrpo_megatron.evaluation.scoring import scored
 from mugrpo_megatron.files.durable import write_json, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.json_values import json_value
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -113,7 +113,7 @@ class Record:
             )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, f"--out {directory}")
         write_json(settings_file, settings)
 
     def read(self) -> list[Graded]:
