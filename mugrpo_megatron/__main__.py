@@ -1,6 +1,12 @@
 """`python -m mugrpo_megatron` is `mugrpo`; torchrun starts it as a module."""
 
+import os
 import sys
+
+# `python -m` looks for modules in the current directory first. A file next to the data must neither replace a library
+# nor stand in for an optional one; what imports a user's function adds the directory itself.
+if not sys.flags.safe_path and sys.path[0] == os.getcwd():
+    del sys.path[0]
 
 from mugrpo_megatron.cli import main
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -170,3 +172,18 @@ def test_after_an_interrupt_only_what_continues_is_said_to_continue(
     assert (ended.code, ended.err) == (130, "mugrpo: interrupted; nothing was written, the same command starts over\n")
     continuing = {one.name for one in COMMANDS if "continues" in one.interrupted}
     assert continuing == {"train", "generate", "optimize", "eval"}
+
+
+@pytest.mark.process
+def test_a_file_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
+    """Neither in place of a library nor of a module that libraries try to import and Linux lacks (msvcrt)."""
+    for name in ("json", "pyarrow", "rich", "pydantic", "psutil", "msvcrt", "winreg", "_winapi", "apex", "colorama"):
+        (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'imported\\n')\n")
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    command = [sys.executable, "-m", "mugrpo_megatron", "score", "in.jsonl", "--out", "out.jsonl"]
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mean reward 0.5000" in done.stdout
