@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
+from mugrpo_megatron.data.prompts import shown
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -64,11 +65,13 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
+    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
-        evaluation = _evaluate(recipe, tokenizer, problems, record, display, output)
+        display.say(f"the first prompt as the model sees it: {shown(tokenizer, prompts[0].ids)}")
+        evaluation = _evaluate(recipe, tokenizer, prompts, record, display, output)
         display.say(table(evaluation))
     write_text(output / "table.md", table(evaluation) + "\n")
     summary = {
@@ -137,8 +140,9 @@ def _graded(row: dict[str, Any] | str, place: str) -> Graded:
     try:
         if isinstance(row, str):
             raise TypeError(row)
-        return Graded(**{**row, "problem": Problem(**row["problem"])})
-    except (KeyError, TypeError) as error:
+        messages = tuple((role, text) for role, text in row["problem"].get("messages", ()))
+        return Graded(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
 
@@ -169,14 +173,13 @@ def table(evaluation: Evaluation) -> str:
 def _evaluate(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    problems: list[Problem],
+    prompts: list[Prompt],
     record: Record,
     display: Display,
     output: Path,
 ) -> Evaluation:
-    """Evaluate the problems that the record lacks; the engine starts only where there are some."""
+    """Evaluate the prompts whose problems the record lacks; the engine starts only where there are some."""
     known = {graded.problem.id: graded for graded in record.read()}
-    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
     by_set: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_set.setdefault(prompt.problem.source, []).append(prompt)
