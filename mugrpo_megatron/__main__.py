@@ -3,9 +3,10 @@
 import os
 import sys
 
-# `python -m` looks for modules in the current directory first; a file next to the data must not replace a library.
+# `python -m` looks for modules in the current directory first. A file next to the data must neither replace a library
+# nor stand in for an optional one; what imports a user's function adds the directory itself.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
-    sys.path.append(sys.path.pop(0))
+    del sys.path[0]
 
 from mugrpo_megatron.cli import main
 

@@ -8,6 +8,9 @@ import numpy as np
 
 from mugrpo_megatron.errors import EngineFailure
 
+Message = tuple[str, str]
+"""A chat message: role and text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -19,6 +22,8 @@ class Problem:
     answer: str
     """The gold answer as the data has it, not yet wrapped for the verifier."""
     source: str = ""
+    messages: tuple[Message, ...] = ()
+    """The chat that asks the question: system turn, history, and the user's last turn; empty for a bare question."""
 
 
 @dataclass(frozen=True, slots=True)

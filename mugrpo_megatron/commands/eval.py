@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
+from mugrpo_megatron.data.prompts import shown
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -24,7 +25,7 @@ from mugrpo_megatron.evaluation.scoring import scored
 from mugrpo_megatron.files.durable import write_json, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.json_values import json_value
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -64,11 +65,13 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
+    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
-        evaluation = _evaluate(recipe, tokenizer, problems, record, display, output)
+        display.say(f"the first prompt as the model sees it: {shown(tokenizer, prompts[0].ids)}")
+        evaluation = _evaluate(recipe, tokenizer, prompts, record, display, output)
         display.say(table(evaluation))
     write_text(output / "table.md", table(evaluation) + "\n")
     summary = {
@@ -113,7 +116,7 @@ class Record:
             )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, f"--out {directory}")
         write_json(settings_file, settings)
 
     def read(self) -> list[Graded]:
@@ -137,8 +140,9 @@ def _graded(row: dict[str, Any] | str, place: str) -> Graded:
     try:
         if isinstance(row, str):
             raise TypeError(row)
-        return Graded(**{**row, "problem": Problem(**row["problem"])})
-    except (KeyError, TypeError) as error:
+        messages = tuple((role, text) for role, text in row["problem"].get("messages", ()))
+        return Graded(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
 
@@ -169,14 +173,13 @@ def table(evaluation: Evaluation) -> str:
 def _evaluate(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
-    problems: list[Problem],
+    prompts: list[Prompt],
     record: Record,
     display: Display,
     output: Path,
 ) -> Evaluation:
-    """Evaluate the problems that the record lacks; the engine starts only where there are some."""
+    """Evaluate the prompts whose problems the record lacks; the engine starts only where there are some."""
     known = {graded.problem.id: graded for graded in record.read()}
-    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
     by_set: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         by_set.setdefault(prompt.problem.source, []).append(prompt)

@@ -17,7 +17,7 @@ from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_values import json_value
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
@@ -73,7 +73,7 @@ def run(
     first = next(source, None)
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
-    output_path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(chain([first], source), verifier):
             found = {name: value for name, value in asdict(score).items() if value is not None}

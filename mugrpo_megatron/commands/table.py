@@ -171,7 +171,7 @@ def _eval(options: Options) -> int:
 
 
 def _takes_score(parser: Parser) -> None:
-    parser.add_argument("input", type=Path, help=".jsonl or .parquet")
+    parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
     parser.add_argument("--out", type=Path, required=True, help="the same rows in the same order, with their scores")
     parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists; never the input")
     parser.add_argument("--skip-malformed", action="store_true", help="count malformed rows instead of stopping at one")

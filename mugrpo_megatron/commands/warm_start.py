@@ -10,7 +10,7 @@ from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers
 from mugrpo_megatron.files.hf_config import CONFIG
-from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import locked
 
@@ -48,7 +48,7 @@ def locked_warm_start(out: Path) -> Iterator[None]:
     if rank_of_environment() != 0:
         yield
         return
-    out.mkdir(parents=True, exist_ok=True)
+    make_directory(out, f"sft.output = {out}")
     with locked(out / ".lock"):
         for name in (RECIPE, "hf"):
             remove_leftovers(out, name)

@@ -1,8 +1,9 @@
-"""Reads JSONL and Parquet files row by row, with line numbers."""
+"""Reads JSON, Parquet and CSV files row by row, with line numbers."""
 
 from __future__ import annotations
 
 import codecs
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,48 +14,77 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
+"""`.json` is an array of objects, or JSON lines like `.jsonl`."""
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line from 1, row or why it is malformed); a Parquet row's line is its number from 1.
+    """Yield (line from 1, row or why it is malformed); for Parquet and a JSON array the line is the row's number.
 
     Raises UserError for a file that is missing, unreadable or of another format.
     """
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: check the path")
-    yield from _parquet_rows(path) if path.suffix == ".parquet" else _json_rows(path)
-
-
-def field_at(row: dict[str, Any], path: str) -> Any:
-    """Value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
-
-    Raises KeyError naming the part that is missing.
-    """
-    if path in row:
-        return row[path]
-    value: Any = row
-    for part in path.split("."):
-        if isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
-            value = value[int(part)]
+    if not _is_file(path):
+        raise UserError(f"{path} does not exist or is not a file: check the path")
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix in (".csv", ".tsv"):
+            yield from _csv_rows(path, "," if path.suffix == ".csv" else "\t")
         else:
-            raise KeyError(part)
-    return value
+            yield from _array_rows(path) if _is_array(path) else _json_rows(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # a name that is too long, a directory that this user may not enter
+        raise UserError(f"{path} cannot be read ({error.strerror}): check the path") from None
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a `.json` file begins with a bracket."""
+    if path.suffix != ".json":
+        return False
+    with path.open("rb") as file:
+        return file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    try:
+        found = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise UserError(f"{path} is not a JSON array ({error})") from None
+    for number, row in enumerate(found, start=1):
+        yield number, row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
+
+
+def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Rows by the names in the first line; a missing field is left out."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            names = reader.fieldnames or []
+            if len(set(names)) < len(names):
+                raise UserError(f"{path}:1: two columns have one name; rename one of them")
+            for row in reader:
+                if None in row:
+                    yield reader.line_num, "has more fields than the first line has names"
+                else:
+                    yield reader.line_num, {name: value for name, value in row.items() if value is not None}
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not a readable {path.suffix[1:].upper()} file ({error})") from None
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    try:
-        with path.open("rb") as file:
-            for line, raw in enumerate(file, start=1):
-                text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
-                if text.strip():
-                    yield line, _json_row(text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+            if text.strip():
+                yield line, _json_row(text)
 
 
 def _json_row(raw: bytes) -> dict[str, Any] | str:
@@ -73,7 +103,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 for row in _python_rows(batch):
                     line += 1
                     yield line, row
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
         raise UserError(f"{path} is not a readable Parquet file ({error}): write it again") from error
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.overlap import contamination, without_duplicates
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each
+from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each, shown
 from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -61,6 +61,8 @@ def prepare(
     for name, fit in zip(("training", "held-out"), fits, strict=True):
         if fit.too_long:
             notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
+    if fits[0].prompts:
+        notes.append(f"the first prompt as the model sees it: {shown(tokenizer, fits[0].prompts[0])}")
     return PreparedData(*fits, notes)
 
 
@@ -114,7 +116,7 @@ def usable_problems(
 ) -> list[Problem]:
     """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
     read = load(source, data, split)
-    notes += _few(read.malformed)
+    notes += [*read.notes, *_few(read.malformed)]
     if reward.function != "math" or source in TASKS:
         return read.problems
     unusable = unusable_golds(read.problems, reward)

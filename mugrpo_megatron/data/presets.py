@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from mugrpo_megatron.data.columns import Columns
 from mugrpo_megatron.errors import UserError
 
+PLAIN = Columns("problem", "answer")
 PARQUET_BRANCH = "refs/convert/parquet"
 """Branch on which the hub keeps every data set as Parquet files."""
 
@@ -16,19 +18,14 @@ class Preset:
     """How to find and read one data set."""
 
     repository: str
-    question: str = "problem"
-    answer: str = "answer"
-    """Column, or path inside one; a worked solution is read for its `####` line or its last box."""
+    columns: Columns = PLAIN
+    """A gold that is a worked solution is read for its `####` line or its last box."""
     config: str = "default"
     """Folder of the hub's Parquet branch; `*` takes all."""
     train: str = "train"
     """Split to train on."""
     eval: str = "test"
     """Split to evaluate on."""
-    question_prefix: str = ""
-    """Text that the data set puts before every question; it is cut off."""
-    question_suffix: str = ""
-    """Text after every question, cut off as well."""
 
 
 _DAPO_PREFIX = (
@@ -38,24 +35,21 @@ _DAPO_PREFIX = (
 _DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 PRESETS: dict[str, Preset] = {
-    "gsm8k": Preset("openai/gsm8k", question="question", config="main"),
-    "math": Preset("EleutherAI/hendrycks_math", answer="solution", config="*"),
+    "gsm8k": Preset("openai/gsm8k", Columns("question", "answer"), config="main"),
+    "math": Preset("EleutherAI/hendrycks_math", Columns("problem", "solution"), config="*"),
     "deepscaler": Preset("agentica-org/DeepScaleR-Preview-Dataset", eval="train"),
     "dapo-math-17k": Preset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
-        question="prompt.0.content",
-        answer="reward_model.ground_truth",
+        Columns("prompt.0.content", "reward_model.ground_truth", _DAPO_PREFIX, _DAPO_SUFFIX),
         eval="train",
-        question_prefix=_DAPO_PREFIX,
-        question_suffix=_DAPO_SUFFIX,
     ),
-    "amc23": Preset("math-ai/amc23", question="question", train="test"),
+    "amc23": Preset("math-ai/amc23", Columns("question", "answer"), train="test"),
     "amc24": Preset("rawsh/2024_AMC12", eval="train"),
     "aime24": Preset("HuggingFaceH4/aime_2024", eval="train"),
     "aime25": Preset("math-ai/aime25", train="test"),
     "math500": Preset("HuggingFaceH4/MATH-500", train="test"),
-    "minerva": Preset("math-ai/minervamath", question="question", train="test"),
-    "olympiadbench": Preset("math-ai/olympiadbench", question="question", answer="final_answer", train="test"),
+    "minerva": Preset("math-ai/minervamath", Columns("question", "answer"), train="test"),
+    "olympiadbench": Preset("math-ai/olympiadbench", Columns("question", "final_answer"), train="test"),
 }
 """Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
 

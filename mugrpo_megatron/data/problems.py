@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -12,20 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.files import SUFFIXES, field_at, rows
-from mugrpo_megatron.data.presets import PRESETS, Preset, download
+from mugrpo_megatron.data.columns import CONVERSATION, Columns, described, field_at, has, messages_of, recognised
+from mugrpo_megatron.data.files import SUFFIXES, rows
+from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
 from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.rewards.extract import boxed_answer
-from mugrpo_megatron.samples import Problem
+from mugrpo_megatron.samples import Message, Problem
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
-OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
-"""Of files that are not read here, so that `folder/file.csv` is not looked up on the hub."""
+OTHER_SUFFIXES = (".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
+"""Of files that are not read here, so that `folder/file.txt` is not looked up on the hub."""
 SHOWN_ROWS = 3
 """Malformed rows that one error message names; the others are counted."""
 
@@ -36,8 +38,10 @@ class Source:
 
     name: str
     files: list[Path]
-    readings: tuple[Preset, ...]
-    """Presets to try; the first whose question column a row has reads the row."""
+    readings: tuple[Columns, ...]
+    """Columns to try; the first that a row has read the row."""
+    recognises: bool = False
+    """Whether a row without them may have its question and gold under other usual names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,10 @@ class Read:
 
     problems: list[Problem] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
+    recognised: Counter[str] = field(default_factory=Counter)
+    """Columns that were recognised, in words -> rows."""
+    notes: list[str] = field(default_factory=list)
+    """One sentence for each kind of rows that was recognised."""
 
 
 def load_problems(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> list[Problem]:
@@ -58,8 +66,9 @@ def load(source: str, section: DataSection, split: arithmetic.Split = "train", s
 
     A problem's `source` is the short name of its set (`sets.named_sources`).
 
-    A source is a bundled task, a `.jsonl` or `.parquet` file, a preset's name, `NAME@FILE` (a file read as that preset
-    is), or a hub name `owner/name[/config][:split]`. Raises UserError for a source that cannot be read or is
+    A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file read as that preset is),
+    or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the columns
+    that it has (`columns.recognised`). Raises UserError for a source that cannot be read or is
     empty, and with `data.strict` when rows are malformed.
     """
     found = Read()
@@ -73,12 +82,15 @@ def load(source: str, section: DataSection, split: arithmetic.Split = "train", s
             raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
         found.problems.extend(read.problems)
         found.malformed.extend(read.malformed)
+        found.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
     if found.malformed and section.strict:
         hidden = len(found.malformed) - SHOWN_ROWS
         shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
         raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
     if not found.problems:
         raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
+    if section.system_prompt:
+        found.problems[:] = [_with_system(problem, section.system_prompt) for problem in found.problems]
     return found
 
 
@@ -115,17 +127,20 @@ def _unknown(source: str) -> UserError:
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
     """The files of a source; downloads a data set of the hub."""
-    plain = Preset("", question=section.question_field, answer=section.answer_field)
+    plain = Columns(section.question_field, section.answer_field)
+    any_columns = plain == PLAIN
     if file := _file_of(source):
-        name = source.partition("@")[0]
-        return Source(name, [file], (PRESETS[name], plain)) if name in PRESETS else Source(file.stem, [file], (plain,))
+        preset = PRESETS.get(source.partition("@")[0])
+        return Source(file.stem, [file], (preset.columns, plain) if preset else (plain,), any_columns)
     if source in PRESETS:
         preset = PRESETS[source]
         chosen = preset.train if split == "train" else preset.eval
-        return Source(source, download(preset.repository, preset.config, chosen), (preset,))
+        return Source(source, download(preset.repository, preset.config, chosen), (preset.columns,))
     if match := _HUB_NAME.fullmatch(source):
         chosen = match["split"] or ("train" if split == "train" else "test")
-        return Source(source, download(match["repository"], match["config"] or "default", chosen), (plain,))
+        return Source(
+            source, download(match["repository"], match["config"] or "default", chosen), (plain,), any_columns
+        )
     raise _unknown(source)
 
 
@@ -134,36 +149,79 @@ def read_source(source: Source) -> Read:
     read = Read()
     for path in source.files:
         for line, row in rows(path):
-            made = row if isinstance(row, str) else _problem(row, source, f"{path}:{line}")
-            if isinstance(made, str):
-                read.malformed.append(f"{path}:{line}: {made}")
+            try:
+                if isinstance(row, str):
+                    raise ValueError(row)
+                columns, recognised = _columns(row, source)
+                problem = _problem(row, columns, source.name, f"{path}:{line}")
+            except ValueError as error:
+                read.malformed.append(f"{path}:{line}: {error}")
             else:
-                read.problems.append(made)
+                read.problems.append(problem)
+                read.recognised.update([described(columns)] if recognised else [])
     return read
 
 
-def _problem(row: dict[str, Any], source: Source, place: str) -> Problem | str:
-    """The problem of a row, or why the row is malformed."""
-    reading = next((r for r in source.readings if r.question in row), source.readings[0])
-    texts = []
-    for path in (reading.question, reading.answer):
-        try:
-            value = field_at(row, path)
-        except KeyError:
-            return f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})"
-        if value is None or isinstance(value, dict | bool | bytes):
-            return f"field {path!r} holds {type(value).__name__}, not text or a number"
-        if isinstance(value, float | Decimal) and not math.isfinite(value):
-            return f"field {path!r} is {value}, not a number"
-        text = ", ".join(_answers(value))
+def _columns(row: dict[str, Any], source: Source) -> tuple[Columns, bool]:
+    """The columns to read a row by, and whether they were recognised."""
+    for columns in source.readings:
+        if has(row, columns.question) and has(row, columns.answer):
+            return columns, False
+    found = recognised(row) if source.recognises else None
+    return (found, True) if found else (source.readings[0], False)
+
+
+def _problem(row: dict[str, Any], columns: Columns, source: str, place: str) -> Problem:
+    """The problem of a row; ValueError says why the row is malformed."""
+    asked = _value(row, columns.question)
+    messages = _messages(asked, columns) if isinstance(asked, list) else ()
+    if columns.answer == CONVERSATION:
+        gold = messages[-1][1]
+    else:
+        gold = ", ".join(_answers(_value(row, columns.answer), columns.answer))
+    if messages and (columns.answer == CONVERSATION or columns.question == "messages"):
+        messages = messages[:-1] if messages[-1][0] == "assistant" else messages
+    if messages and messages[-1][0] == "assistant":
+        raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
+    question = "\n".join(text for _, text in messages) if isinstance(asked, list) else str(asked)
+    for path, text in ((columns.question, question), (columns.answer, gold)):
         if not text.strip():
-            return f"field {path!r} is empty"
-        texts.append(text)
-    question = texts[0].removeprefix(reading.question_prefix).removesuffix(reading.question_suffix)
-    answer = final_answer(texts[1])
+            raise ValueError(f"field {path!r} is empty")
+    question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
+    answer = final_answer(gold)
     if not answer:
-        return f"field {reading.answer!r} holds no answer"
-    return Problem(place, question, answer, source.name)
+        raise ValueError(f"field {columns.answer!r} holds no answer")
+    return Problem(place, question, answer, source, messages)
+
+
+def _value(row: dict[str, Any], path: str) -> Any:
+    """The text, number or list in a field."""
+    try:
+        value = field_at(row, path)
+    except KeyError:
+        raise ValueError(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
+    return value if isinstance(value, list) else _scalar(value, path)
+
+
+def _scalar(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"field {path!r} holds {type(value).__name__}, not text or a number")
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise ValueError(f"field {path!r} is {value}, not a number")
+    return value
+
+
+def _messages(value: list[Any], columns: Columns) -> tuple[Message, ...]:
+    try:
+        return messages_of(value)
+    except ValueError as error:
+        raise ValueError(f"field {columns.question!r}: {error}") from None
+
+
+def _with_system(problem: Problem, prompt: str) -> Problem:
+    """The problem with a system turn, unless it has one."""
+    messages = problem.messages or (("user", problem.question),)
+    return problem if messages[0][0] == "system" else replace(problem, messages=(("system", prompt), *messages))
 
 
 def final_answer(text: str) -> str:
@@ -174,11 +232,12 @@ def final_answer(text: str) -> str:
     return text.strip() if boxed is None else boxed
 
 
-def _answers(value: Any) -> Iterator[str]:
+def _answers(value: Any, path: str) -> Iterator[str]:
     """The answers in a value: several come as a list, in some data sets as a printed Python list."""
     if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
         try:
             value = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
             value = [value]
-    yield from map(str, value if isinstance(value, list) else [value])
+    for one in value if isinstance(value, list) else [value]:
+        yield str(_scalar(one, path))

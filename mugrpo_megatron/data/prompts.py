@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateError
+
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Problem
 
@@ -31,6 +33,16 @@ STYLES: dict[str, str] = {
 """Prompt texts by style, as the model cards give them; `chat` is the tokenizer's own template."""
 
 
+SHOWN_CHARS = 400
+"""Characters that are shown of a long prompt's beginning and of its end."""
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """A prompt as one quoted line, special tokens included."""
+    text = repr(str(tokenizer.decode(ids)))
+    return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
+
+
 @dataclass(frozen=True, slots=True)
 class FittingPrompts:
     """The problems whose prompts fit, with their token ids, and how many did not."""
@@ -47,14 +59,26 @@ def check_style(style: str) -> None:
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> list[int]:
-    """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one."""
+    """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one.
+
+    Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
+    """
     if style == "chat":
         if tokenizer.chat_template is None:
             raise UserError("data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style")
-        messages = [{"role": "user", "content": problem.question}]
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        turns = problem.messages or (("user", problem.question),)
+        messages = [{"role": role, "content": content} for role, content in turns]
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:  # such as: roles must alternate
+            raise UserError(f"{problem.id}: the tokenizer's chat template refuses the messages ({error})") from None
         return tokenizer.encode(text, add_special_tokens=False)
     check_style(style)
+    if len(problem.messages) > 1:
+        raise UserError(
+            f"{problem.id} is a chat of {len(problem.messages)} messages, which only the tokenizer's template renders: "
+            'set data.prompt_style = "chat"'
+        )
     ids = tokenizer.encode(STYLES[style].format(question=problem.question), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 

@@ -47,6 +47,14 @@ def check_output(
         raise UserError(f"{given} cannot be written ({getattr(error, 'strerror', None) or error})") from None
 
 
+def make_directory(path: Path, given: str) -> None:
+    """Create a directory and its parents; UserError when that is not possible."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{given}: {path} cannot be created ({error.strerror})") from None
+
+
 def _check_room(path: Path, given: str) -> None:
     """UserError unless the directory that holds `path`, or the nearest one that exists, can be written."""
     folder = path.resolve().parent

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from mugrpo_megatron.observe.visible import visible
+
 LINE_EVERY_S = 10.0
 WIDE = 130
 
@@ -141,7 +143,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         if self.console:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self.console.print(visible(text), highlight=False, markup=False, soft_wrap=True)
 
 
 @contextmanager

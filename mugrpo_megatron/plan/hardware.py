@@ -125,7 +125,8 @@ class Assumptions:
 SHARES = ("mean_prompt", "mean_response", "packing", "mfu", "mfu_experts", "decode", "fragmentation")
 """Assumptions that are at most 1."""
 MOST = {"spread": 10.0, **dict.fromkeys(SHARES, 1.0)}
-MOST_OTHERS = 1e18
+LEAST, MOST_OTHERS = 1e-9, 1e18
+"""Beyond these, seconds and bytes overflow."""
 
 
 def assume(settings: Iterable[str]) -> Assumptions:
@@ -141,6 +142,7 @@ def assume(settings: Iterable[str]) -> Assumptions:
         except ValueError:
             raise UserError(f"--assume {setting}: {text!r} is not a number") from None
         most = MOST.get(name, MOST_OTHERS)
-        if not (0 < found[name] <= most or (name == "fragmentation" and found[name] == 0)):
-            raise UserError(f"--assume {setting}: takes a number above 0, up to {most:g}")
+        least = 0.0 if name == "fragmentation" else LEAST
+        if not least <= found[name] <= most:
+            raise UserError(f"--assume {setting}: takes a number from {least:g} to {most:g}")
     return Assumptions(**found)

@@ -25,7 +25,8 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 
 def _own_directory(path: Path) -> Path:
     """A directory that a command fills; ValueError for one that cannot be its own."""
-    if os.path.abspath(path) == os.sep or "\0" in str(path):
+    whole = Path(os.path.abspath(path))
+    if whole == whole.parent or "\0" in str(path):
         raise ValueError("name a directory of its own")
     return path
 
@@ -65,7 +66,7 @@ class DataSection(Section):
     """Problems to train on and to evaluate on."""
 
     train: str = "arithmetic"
-    """A bundled task, a `.jsonl` or `.parquet` file, a named data set, or `owner/name` on the hub; commas join them."""
+    """A bundled task, a JSON, Parquet or CSV file, a named data set, or `owner/name` on the hub; commas join them."""
     eval: str = "arithmetic"
     """Held-out problems, named as `train` is."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
@@ -73,11 +74,13 @@ class DataSection(Section):
     generated_problems: int = Field(50_000, gt=0, le=10_000_000)
     """Training problems that a bundled task generates."""
     question_field: str = "problem"
-    """Column that holds the question, or a path inside one (`prompt.0.content`)."""
+    """Column that holds the question, text or messages, or a path inside one; at the default others are recognised."""
     answer_field: str = "answer"
     """Column that holds the gold answer, or a path inside one (`reward_model.ground_truth`)."""
     prompt_style: str = "plain"
     """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template) or a named math style."""
+    system_prompt: str | None = None
+    """System turn of every chat that has none; needs `prompt_style = "chat"`."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
     strict: bool = True
@@ -86,6 +89,13 @@ class DataSection(Section):
     """Keep only the first of several training problems with the same question."""
     contamination: Literal["report", "drop", "off"] = "report"
     """What to do with training problems that share half of their 8-grams with a held-out problem."""
+
+    @field_validator("system_prompt")
+    @classmethod
+    def _check_style_has_one(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value and info.data.get("prompt_style") != "chat":
+            raise ValueError('needs prompt_style = "chat"; the other styles have a system turn of their own or none')
+        return value
 
 
 class ScheduleSection(Section):

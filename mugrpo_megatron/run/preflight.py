@@ -71,7 +71,8 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
     else:
-        _read(recipe, say)
+        for note in _read(recipe, say).notes:
+            say(f"data: {note}")
 
 
 def check_warm_start(recipe: Recipe) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from mugrpo_megatron.commands.rollouts import LaterPolicy, Selection, browse
+from mugrpo_megatron.commands.later_policy import LaterPolicy
+from mugrpo_megatron.commands.rollouts import Selection, browse
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe

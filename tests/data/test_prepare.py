@@ -62,7 +62,8 @@ def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> Non
 
 def test_the_bundled_task_needs_no_note() -> None:
     made = prepare(DataSection(generated_problems=500, eval_problems=50), REWARD, TOKENIZER)
-    assert (len(made.train.problems), len(made.held_out.problems), made.notes) == (500, 50, [])
+    assert (len(made.train.problems), len(made.held_out.problems), made.notes[:-1]) == (500, 50, [])
+    assert made.notes[-1].startswith("the first prompt as the model sees it: '")
 
 
 def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
@@ -90,5 +91,5 @@ def test_problems_that_were_read_before_are_not_read_again(tmp_path: Path) -> No
     made = prepare(data, REWARD, TOKENIZER, found)
     assert [p.question for p in made.train.problems] == ["one"]
     assert len(made.held_out.prompts) == 3
-    assert made.notes == ["1 training prompts are longer than data.max_prompt_tokens: left out"]
+    assert made.notes[:-1] == ["1 training prompts are longer than data.max_prompt_tokens: left out"]
     assert found.notes == []  # what is told of the prompts does not go back

@@ -101,7 +101,7 @@ def test_fields_map_into_nested_columns(tmp_path: Path) -> None:
 
 
 def test_a_preset_reads_a_local_copy_of_its_set(tmp_path: Path) -> None:
-    dapo = PRESETS["dapo-math-17k"]
+    dapo = PRESETS["dapo-math-17k"].columns
     content = f"{dapo.question_prefix}What is 2+2?{dapo.question_suffix}"
     row = {"prompt": [{"content": content, "role": "user"}], "reward_model": {"ground_truth": "4", "style": "rule"}}
     found = load_problems("dapo-math-17k@" + write(tmp_path / "d.parquet", [row]), DataSection())

@@ -1,0 +1,108 @@
+"""A later policy: which tokens of a stage's responses the veto would drop under a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.veto import initial_state, veto
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import CONFIG, check_weights, read_config
+from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.weights.families import architecture
+
+BATCH_TOKENS = 8192
+"""Padded tokens of one forward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """One response under a later policy; all arrays [R]."""
+
+    log_ratio: np.ndarray
+    """float32: log of the policy's over the behaviour probability."""
+    trigger: np.ndarray
+    """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
+    dropped: np.ndarray
+    """bool: tokens that the veto drops from the loss."""
+
+    @property
+    def lowest_ratio(self) -> float:
+        """The smallest importance ratio of a token; inf without tokens."""
+        return float(np.exp(self.log_ratio.min(initial=np.inf)))
+
+
+class LaterPolicy:
+    """A Hugging Face checkpoint, run by transformers, under which stale responses are scored."""
+
+    def __init__(self, checkpoint: Path, temperature: float) -> None:
+        """Raises UserError when `checkpoint` is not a complete Hugging Face checkpoint of a supported model."""
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model = _load(checkpoint).to(self._device).eval()
+        self._temperature = temperature
+
+    def assess(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
+        """Each response under this policy; `advantages` float [N]. UserError when the policy lacks their tokens."""
+        largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
+        if largest >= self._model.config.vocab_size:
+            raise UserError(
+                f"the policy has {self._model.config.vocab_size} tokens, the responses have token {largest}"
+            )
+        ratios = [
+            torch.from_numpy(logprobs - sample.behaviour_logprobs)
+            for sample, logprobs in zip(samples, self._logprobs(samples), strict=True)
+        ]
+        lengths = torch.tensor([len(ratio) for ratio in ratios])
+        segments = make_segments(lengths, torch.ones(len(lengths)))
+        per_token = torch.from_numpy(np.asarray(advantages, dtype=np.float32))[segments.ids]
+        log_ratio, start = torch.cat(ratios), initial_state(segments)
+        keep = veto(log_ratio, per_token, segments, objective, start).keep
+        triggers = ~veto(log_ratio, per_token, segments, objective.model_copy(update={"veto": "trigger"}), start).keep
+        split = [part.split(lengths.tolist()) for part in (log_ratio, triggers, ~keep)]
+        return [Stale(*(part.numpy() for part in parts)) for parts in zip(*split, strict=True)]
+
+    @torch.no_grad()
+    def _logprobs(self, samples: Sequence[Sample]) -> Iterator[np.ndarray]:
+        """float32 [R] of each response at the rollout's temperature."""
+        size = max(1, BATCH_TOKENS // max(sample.tokens for sample in samples))
+        for start in range(0, len(samples), size):
+            batch = samples[start : start + size]
+            rows = [torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids]).astype(np.int64)) for s in batch]
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
+            mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+            logits = self._model(ids, attention_mask=mask.to(self._device)).logits.float() / self._temperature
+            found = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].cpu()
+            for sample, row in zip(batch, found, strict=True):
+                yield row[len(sample.prompt_ids) - 1 : sample.tokens - 1].numpy()
+
+
+def _load(checkpoint: Path) -> Any:
+    """The checkpoint's model; none of its files is run as code, and every weight is read from it."""
+    architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
+    check_weights(checkpoint, "--policy")
+    disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint,
+            dtype="auto",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # of many kinds, by what is wrong with the checkpoint's files
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"--policy {checkpoint} cannot be loaded ({reason})") from None
+    model, found = loaded
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them")
+    return model

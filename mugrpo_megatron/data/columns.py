@@ -1,0 +1,114 @@
+"""Which columns of a row are the question and the gold, in the shapes that data sets have; and chat messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mugrpo_megatron.samples import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where a row has its question and its gold: columns, or paths inside one."""
+
+    question: str
+    answer: str
+    question_prefix: str = ""
+    """Text that the data set puts before every question; it is cut off."""
+    question_suffix: str = ""
+    """Text after every question, cut off as well."""
+
+
+QUESTIONS = ("problem", "question", "prompt", "messages")
+ANSWERS = ("reward_model.ground_truth", "answer", "label", "ground_truth", "solution", "final_answer")
+KNOWN = {
+    ("question", "answer"): "GSM8K's",
+    ("prompt", "label"): "slime's",
+    ("prompt", "reward_model.ground_truth"): "verl's",
+    ("problem", "solution"): "MATH's",
+    ("prompt", "answer"): "TRL's",
+    ("prompt", "solution"): "TRL's",
+    ("prompt", "ground_truth"): "TRL's",
+}
+"""What rows with these columns are called."""
+CONVERSATION = "the last message"
+"""Stands for the gold of a row of messages without a column for it: what the assistant says last."""
+
+
+def recognised(row: dict[str, Any]) -> Columns | None:
+    """The columns of a row that has a question under a usual name; None when it has none, or nothing to verify."""
+    question = next((name for name in QUESTIONS if row.get(name) is not None), None)
+    if question is None:
+        return None
+    for answer in ANSWERS:
+        if answer != question and has(row, answer):
+            return Columns(question, answer)
+    messages = row[question]
+    if isinstance(messages, list) and len(messages) > 1 and _role(messages[-1]) == "assistant":
+        return Columns(question, CONVERSATION)
+    return None
+
+
+def described(columns: Columns) -> str:
+    """The columns in words: `slime's (prompt, label)`."""
+    named = KNOWN.get((columns.question, columns.answer), "")
+    return f"{named} {columns.question}, {columns.answer}".strip()
+
+
+def has(row: dict[str, Any], path: str) -> bool:
+    """Whether `field_at` finds something other than null."""
+    try:
+        return field_at(row, path) is not None
+    except KeyError:
+        return False
+
+
+def field_at(row: dict[str, Any], path: str) -> Any:
+    """Value of a column, or at a path inside one: `reward_model.ground_truth`, `prompt.0.content`.
+
+    Raises KeyError naming the part that is missing.
+    """
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise KeyError(part)
+    return value
+
+
+def messages_of(value: list[Any]) -> tuple[Message, ...]:
+    """The messages of a chat, each as (role, text); ValueError with what is wrong.
+
+    A content is text, or a list of parts of type `text`.
+    """
+    return tuple((_role_of(number, one), _text_of(number, one)) for number, one in enumerate(value, start=1))
+
+
+def _role_of(number: int, message: Any) -> str:
+    role = _role(message)
+    if not isinstance(role, str) or not role.strip():
+        raise ValueError(f"message {number} has no role")
+    return role
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
+
+
+def _text_of(number: int, message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        other = [part.get("type") for part in content if part.get("type") != "text"]
+        if other:
+            raise ValueError(f"message {number} has a part of type {other[0]!r}, and only text can be read")
+        if all(isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+    raise ValueError(f"message {number} has no text")

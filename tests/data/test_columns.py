@@ -1,0 +1,183 @@
+"""Rows as other projects write them are read by their columns, and what was recognised is said."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mugrpo_megatron.data.prepare import read_problems
+from mugrpo_megatron.data.problems import load
+from mugrpo_megatron.data.prompts import SHOWN_CHARS, render, shown
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.sections import DataSection
+from mugrpo_megatron.samples import Problem
+
+USER = {"role": "user", "content": "6*7="}
+SYSTEM = {"role": "system", "content": "Be brief."}
+SAID = {"role": "assistant", "content": "so #### 42"}
+TEXT = {"type": "text"}
+CHAT = (("system", "Be brief."), ("user", "6*7="))
+
+ROWS: dict[str, tuple[dict[str, Any], str, tuple[tuple[str, str], ...]]] = {
+    "ours": ({"problem": "6*7=", "answer": 42}, "", ()),
+    "GSM8K": ({"question": "6*7=", "answer": "6 times 7\n#### 42"}, "GSM8K's question, answer", ()),
+    "MATH": ({"problem": "6*7=", "solution": "is \\boxed{42}.", "level": "1"}, "MATH's problem, solution", ()),
+    "DeepScaleR": ({"problem": "6*7=", "answer": "42", "solution": "is \\boxed{43}"}, "", ()),
+    "slime, text": ({"prompt": "6*7=", "label": "42", "metadata": {"a": 1}}, "slime's prompt, label", ()),
+    "slime, chat": ({"prompt": [USER], "label": 42}, "slime's prompt, label", (CHAT[1],)),
+    "verl": (
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [SYSTEM, USER],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "42"},
+            "extra_info": {"answer": "#### 41", "index": 0},
+        },
+        "verl's prompt, reward_model.ground_truth",
+        CHAT,
+    ),
+    "TRL, text": ({"prompt": "6*7=", "solution": "$\\boxed{42}$"}, "TRL's prompt, solution", ()),
+    "TRL, chat": ({"prompt": [SYSTEM, USER], "ground_truth": "42"}, "TRL's prompt, ground_truth", CHAT),
+    "messages": ({"messages": [SYSTEM, USER, SAID]}, "messages, the last message", CHAT),
+    "messages and gold": ({"messages": [SYSTEM, USER, SAID], "answer": "42"}, "messages, answer", CHAT),
+    "parts": (
+        {"prompt": [{"role": "user", "content": [TEXT | {"text": "6*"}, TEXT | {"text": "7="}]}], "label": 42},
+        "slime's prompt, label",
+        (CHAT[1],),
+    ),
+}  # fmt: skip
+
+
+def write(path: Path, row: dict[str, Any]) -> str:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        path.write_text(
+            json.dumps([row] if path.suffix == ".json" else row, indent=1 if path.suffix == ".json" else None)
+        )
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_are_read_by_their_columns(name: str, suffix: str, tmp_path: Path) -> None:
+    row, said, messages = ROWS[name]
+    read = load(write(tmp_path / f"set{suffix}", row), DataSection())
+    [problem] = read.problems
+    text = "6*7=" if len(messages) < 2 else "Be brief.\n6*7="
+    assert (problem.question, problem.answer, problem.source, problem.messages) == (text, "42", "set", messages)
+    assert read.notes == ([f"set: 1 rows read as {said}"] if said else [])
+
+
+@pytest.mark.parametrize("delimiter", [",", "\t"])
+def test_tables_of_text_are_read_by_their_first_line(delimiter: str, tmp_path: Path) -> None:
+    path = tmp_path / ("set.csv" if delimiter == "," else "set.tsv")
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        table = csv.writer(file, delimiter=delimiter)
+        table.writerows([["id", "question", "answer"], [1, "6*7=\n(exactly)", 42], [2, 'a "quoted", b', "#### 3"]])
+    read = load(str(path), DataSection())
+    assert [(p.question, p.answer) for p in read.problems] == [("6*7=\n(exactly)", "42"), ('a "quoted", b', "3")]
+    assert [p.id for p in read.problems] == [f"{path}:3", f"{path}:4"]  # the line where the row ends
+
+
+def test_columns_that_the_recipe_names_are_read_and_no_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "set.jsonl", {"question": "6*7=", "answer": "41", "right": 42})
+    [problem] = load(path, DataSection(question_field="question", answer_field="right")).problems
+    assert problem.answer == "42"
+    with pytest.raises(UserError, match="field 'problem' is missing"):
+        load(write(tmp_path / "set.jsonl", {"question": "6*7=", "answer": "41"}), DataSection(answer_field="right"))
+
+
+def test_what_was_recognised_is_noted_once_for_each_kind(tmp_path: Path) -> None:
+    path = tmp_path / "set.jsonl"
+    rows = [ROWS[name][0] for name in ("GSM8K", "slime, text", "GSM8K", "ours")]
+    path.write_text("".join(json.dumps({**row, "n": n}) + "\n" for n, row in enumerate(rows)))
+    data = DataSection(train=str(path), deduplicate=False, contamination="off")
+    notes = read_problems(data, RewardSection()).notes
+    assert notes == ["set: 2 rows read as GSM8K's question, answer", "set: 1 rows read as slime's prompt, label"]
+
+
+NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing to verify": ({"prompt": "6*7=", "x": 1}, "field 'problem' is missing (found prompt, x)"),
+    "null gold": ({"prompt": "6*7=", "label": None}, "field 'problem' is missing"),
+    "object": ({"prompt": {"text": "6*7="}, "label": 1}, "field 'prompt' holds dict"),
+    "list of text": ({"prompt": ["6*7="], "label": 1}, "field 'prompt': message 1 has no role"),
+    "empty list": ({"prompt": [], "label": 1}, "field 'prompt' is empty"),
+    "no role": ({"prompt": [{"content": "x"}], "label": 1}, "field 'prompt': message 1 has no role"),
+    "number as role": ({"prompt": [{"role": 1, "content": "x"}], "label": 1}, "message 1 has no role"),
+    "no content": ({"prompt": [USER, {"role": "user"}], "label": 1}, "message 2 has no text"),
+    "object as content": ({"prompt": [{"role": "user", "content": {}}], "label": 1}, "message 1 has no text"),
+    "image": (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "label": 1},
+        "message 1 has a part of type 'image', and only text can be read",
+    ),
+    "blank": ({"prompt": [{"role": "user", "content": " "}], "label": 1}, "field 'prompt' is empty"),
+    "ends with an answer": ({"prompt": [USER, SAID], "label": 42}, "ends with the assistant's turn"),
+    "only an answer": ({"messages": [SAID], "answer": 42}, "field 'messages' is empty"),
+    "list of objects as gold": ({"prompt": "6*7=", "label": [{"a": 1}]}, "field 'label' holds dict"),
+    "object as gold": ({"prompt": "6*7=", "label": {"a": 1}}, "field 'label' holds dict"),
+    "list in a list as gold": ({"prompt": "6*7=", "label": [[1]]}, "field 'label' holds list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_row_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    row, reason = NOT_READ[name]
+    path = write(tmp_path / "set.jsonl", row)
+    with pytest.raises(UserError) as caught:
+        load(path, DataSection())
+    assert str(caught.value).startswith(f"{path}:1: ")
+    assert reason in str(caught.value)
+
+
+TOKENIZER = build_arithmetic_tokenizer()
+
+
+def rendered(problem: Problem, style: str = "chat") -> str:
+    return str(TOKENIZER.decode(render(problem, TOKENIZER, style)))
+
+
+def test_messages_go_through_the_template_whole(tmp_path: Path) -> None:
+    [verl] = load(write(tmp_path / "set.jsonl", ROWS["verl"][0]), DataSection()).problems
+    assert rendered(verl) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n6*7=<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(UserError, match=r"set.jsonl:1 is a chat of 2 messages.*prompt_style = \"chat\""):
+        rendered(verl, "plain")
+    [slime] = load(write(tmp_path / "set.jsonl", ROWS["slime, chat"][0]), DataSection()).problems
+    assert rendered(slime, "plain") == "6*7="
+
+
+def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path) -> None:
+    section = DataSection(prompt_style="chat", system_prompt="Think first.")
+    for name, system in (("ours", "Think first."), ("slime, chat", "Think first."), ("verl", "Be brief.")):
+        [problem] = load(write(tmp_path / "set.jsonl", ROWS[name][0]), section).problems
+        assert rendered(problem).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n6*7=")
+    [task] = load("arithmetic", section.model_copy(update={"generated_problems": 1})).problems
+    assert task.messages == (("system", "Think first."), ("user", task.question))
+    with pytest.raises(UserError, match="needs prompt_style"):
+        validate({"data": {"system_prompt": "Think first."}}, "recipe")
+
+
+def test_a_template_that_refuses_the_messages_is_a_sentence() -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UserError, match=r"set:1: the tokenizer's chat template refuses .* \(roles must alternate\)"):
+        render(Problem("set:1", "q", "1"), tokenizer, "chat")
+
+
+def test_a_prompt_is_shown_as_one_line_with_its_special_tokens() -> None:
+    short = shown(TOKENIZER, render(Problem("set:1", "6*7=\n", "42"), TOKENIZER, "chat"))
+    assert short == repr("<|im_start|>user\n6*7=\n<|im_end|>\n<|im_start|>assistant\n")
+    long = shown(TOKENIZER, TOKENIZER.encode("x" * 5000 + "end"))
+    assert len(long) < 2 * SHOWN_CHARS + 10
+    assert (long[:3], long[-4:]) == ("'xx", "end'")

@@ -1,0 +1,189 @@
+"""Outputs of `mugrpo score` and failures of any command: nothing is lost, and what is wrong is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.commands import score
+from mugrpo_megatron.commands.table import COMMANDS
+from mugrpo_megatron.files import outputs
+from tests.hostile.outcome import command, listing, refused
+
+ROWS = '{"response": "1", "answer": 1}\n{"response": "2", "answer": 1}\n'
+
+
+def place(name: str, folder: Path) -> Path:
+    """A path of the given kind, in a folder that has the input `in.jsonl`."""
+    path = folder / "out.jsonl"
+    (folder / "link.jsonl").symlink_to("in.jsonl")
+    makers: dict[str, Callable[[], object]] = {
+        "the input": lambda: None,
+        "the input by another spelling": lambda: None,
+        "a hard link to the input": lambda: os.link(folder / "in.jsonl", path),
+        "a symbolic link to the input": lambda: path.symlink_to("in.jsonl"),
+        "a link to a link to the input": lambda: path.symlink_to("link.jsonl"),
+        "a directory": path.mkdir,
+        "a link to a directory": lambda: path.symlink_to(folder),
+        "a pipe": lambda: os.mkfifo(path),
+        "a link to a device": lambda: path.symlink_to("/dev/null"),
+        "a link to a full device": lambda: path.symlink_to("/dev/full"),
+        "a loop of links": lambda: path.symlink_to("out.jsonl"),
+        "under a file": lambda: None,
+        "under the device": lambda: None,
+        "a long name": lambda: None,
+        "without a suffix": lambda: None,
+        "Parquet": lambda: None,
+        "text": lambda: None,
+        "a backup": lambda: None,
+        "only a suffix": lambda: None,
+        "where nothing can be": lambda: None,
+    }
+    makers[name]()
+    return {
+        "the input": folder / "in.jsonl",
+        "the input by another spelling": folder / ".." / folder.name / "in.jsonl",
+        "under a file": folder / "in.jsonl" / "out.jsonl",
+        "under the device": Path("/dev/null/out.jsonl"),
+        "a long name": folder / ("x" * 300 + ".jsonl"),
+        "without a suffix": folder / "out",
+        "Parquet": folder / "out.parquet",
+        "text": folder / "out.txt",
+        "a backup": folder / "out.jsonl.bak",
+        "only a suffix": folder / ".jsonl",
+        "where nothing can be": Path("/proc/none/out.jsonl"),
+    }.get(name, path)
+
+
+PLACES = [
+    "the input",
+    "the input by another spelling",
+    "a hard link to the input",
+    "a symbolic link to the input",
+    "a link to a link to the input",
+    "a directory",
+    "a link to a directory",
+    "a pipe",
+    "a link to a device",
+    "a link to a full device",
+    "a loop of links",
+    "under a file",
+    "under the device",
+    "a long name",
+    "without a suffix",
+    "Parquet",
+    "text",
+    "a backup",
+    "only a suffix",
+    "where nothing can be",
+]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", PLACES)
+def test_an_output_that_is_never_written(name: str, overwrite: bool, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    out = place(name, tmp_path)
+    before = listing(tmp_path)
+    refused("score", tmp_path / "in.jsonl", "--out", out, *["--overwrite"] * overwrite)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "empty file", "link", "dangling link"])
+def test_what_exists_is_replaced_only_when_asked(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    out, target = tmp_path / "out.jsonl", tmp_path / "precious.jsonl"
+    if "link" in kind:
+        out.symlink_to(target)
+    if kind != "dangling link":
+        (out if "file" in kind else target).write_text("" if "empty" in kind else "precious\n")
+    before = listing(tmp_path)
+    refused(
+        "score", tmp_path / "in.jsonl", "--out", out, says="exists already; choose another path, or pass --overwrite"
+    )
+    assert listing(tmp_path) == before
+    assert command("score", tmp_path / "in.jsonl", "--out", out, "--overwrite").code == 0
+    assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 0.0]
+    assert out.is_symlink() == ("link" in kind)
+
+
+def test_a_file_that_appears_while_scores_are_computed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    whole = score._scored
+
+    def slowly(*arguments: Any) -> Any:
+        yield from whole(*arguments)
+        (tmp_path / "out.jsonl").write_text("of another process\n")
+
+    monkeypatch.setattr(score, "_scored", slowly)
+    refused("score", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl", says="exists already")
+    assert (tmp_path / "out.jsonl").read_text() == "of another process\n"
+
+
+def test_a_place_that_cannot_be_written_is_found_before_anything_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    monkeypatch.setattr(outputs.os, "access", lambda *_: False)  # root may write everywhere
+    refused("score", tmp_path / "in.jsonl", "--out", tmp_path / "new" / "out.jsonl", says="is read-only for this user")
+    assert list(listing(tmp_path)) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG]
+)
+def test_what_the_system_refuses_is_a_sentence(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError(number, os.strerror(number), "runs/\x1b[2J")
+
+    monkeypatch.setattr(score, "run", fails)
+    said = refused("score", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+    assert said.startswith(f"mugrpo: runs/\\x1b[2J: {os.strerror(number)}; ")
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "I/O error", "x"), OSError(errno.EROFS, "no name"), ValueError("bug")]
+)
+def test_a_bug_is_not_hidden(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(score, "run", fails)
+    with pytest.raises(type(error)):
+        command("score", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+
+
+def test_after_an_interrupt_only_what_continues_is_said_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(score, "run", interrupt)
+    ended = command("score", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
+    assert (ended.code, ended.err) == (130, "mugrpo: interrupted; nothing was written, the same command starts over\n")
+    continuing = {one.name for one in COMMANDS if "continues" in one.interrupted}
+    assert continuing == {"train", "generate", "optimize", "eval"}
+
+
+@pytest.mark.process
+def test_a_file_in_the_current_directory_is_not_imported(tmp_path: Path) -> None:
+    """Neither in place of a library nor of a module that libraries try to import and Linux lacks (msvcrt)."""
+    for name in ("json", "pyarrow", "rich", "pydantic", "psutil", "msvcrt", "winreg", "_winapi", "apex", "colorama"):
+        (tmp_path / f"{name}.py").write_text("import os; os.write(2, b'imported\\n')\n")
+    (tmp_path / "in.jsonl").write_text(ROWS)
+    command = [sys.executable, "-m", "mugrpo_megatron", "score", "in.jsonl", "--out", "out.jsonl"]
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mean reward 0.5000" in done.stdout

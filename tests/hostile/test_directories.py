@@ -1,0 +1,147 @@
+"""Directories of evaluations and warm starts: each command writes only into its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from mugrpo_megatron.commands.warm_start import locked_warm_start
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.run.directory import locked
+from tests.hostile.outcome import command, listing, refused
+from tests.tiny import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+FOREIGN = ["problems.jsonl", "summary.json", "table.md", "engine.log"]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_evaluation_keeps_its_hands_off_other_files(name: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"problem": "1+1=", "answer": 2}\n')
+    before = listing(tmp_path)
+    refused("eval", model, "--data", "arithmetic", "--out", tmp_path, says=f"{name} exists already")
+    if name == "problems.jsonl":
+        refused("eval", model, "--data", tmp_path / name, "--out", tmp_path, says="is the input")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[]", "holds a JSON array"),
+        (b"\xff", "is not JSON"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"{}", "another model, sources"),
+        (b'{"model": "\\ud800"}', "surrogates"),
+    ],
+    ids=lambda one: repr(one[:8]),
+)
+def test_damaged_settings_of_an_evaluation(content: bytes, says: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_bytes(content)
+    refused("eval", model, "--data", "arithmetic", "--out", tmp_path, says=says)
+
+
+@pytest.mark.parametrize("name", ["a file", "under a file", "a loop", "a device", "settings are a directory"])
+def test_an_evaluation_where_no_directory_can_be(name: str, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    if name in ("a file", "under a file"):
+        out.write_text("precious")
+        out = out / "x" if name == "under a file" else out
+    elif name == "a loop":
+        out.symlink_to("out")
+    elif name == "a device":
+        out = Path("/dev/null")
+    else:
+        (out / "settings.json").mkdir(parents=True)
+    before = listing(tmp_path)
+    refused("eval", model, "--data", "arithmetic", "--out", out)
+    assert listing(tmp_path) == before
+
+
+def test_sets_of_one_file_are_one_set(model: Path, tmp_path: Path) -> None:
+    """Files of one name in two folders are two sets (tests/commands/test_eval.py); one file by two names is one."""
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"problem": "1+1=", "answer": 2}\n')
+    (tmp_path / "link.jsonl").symlink_to(data)
+    os.link(data, tmp_path / "hard.jsonl")
+    for other in (tmp_path / "." / "x" / ".." / "test.jsonl", tmp_path / "link.jsonl", tmp_path / "hard.jsonl", data):
+        (tmp_path / "x").mkdir(exist_ok=True)
+        refused("eval", model, "--data", data, other, "--out", tmp_path / "out", says="name it once")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "options", ["--samples 0", "--samples -1", "--samples x", "--temperature nan", "--temperature -1"]
+)
+def test_options_of_eval(options: str, model: Path, tmp_path: Path) -> None:
+    ended = command("eval", model, "--data", "arithmetic", "--out", tmp_path / "out", *options.split())
+    assert ended.code == 2
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("name", ["7", "true", "[1]", "a b", "x=y", "nowhere", 'quo"te', "new\nline", "\x1b[2J"])
+def test_a_model_directory_of_any_name(name: str) -> None:
+    refused("eval", name, "--data", "arithmetic", says=f"model.path = {visible(name).replace(chr(10), ' ')}: not a")
+
+
+def sft(folder: Path, **section: Any) -> Path:
+    (folder / "r.toml").write_text(tomli_w.dumps({"sft": {"output": str(folder / "warm"), **section}}))
+    return folder / "r.toml"
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling link", "empty directory"])
+def test_a_warm_start_replaces_nothing_and_says_so_first(kind: str, tmp_path: Path) -> None:
+    hf = tmp_path / "warm" / "hf"
+    hf.parent.mkdir()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "weights").write_text("x")
+    if kind in ("directory", "empty directory"):
+        hf.mkdir()
+    if kind == "directory":
+        (hf / "weights").write_text("x")
+    if kind == "file":
+        hf.write_text("x")
+    if "link" in kind:
+        hf.symlink_to("nowhere" if "dangling" in kind else tmp_path / "precious")
+    recipe = sft(tmp_path)
+    before = listing(tmp_path)
+    refused("sft", recipe, says=f"{hf} exists")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("content", ["[sft]\nhidden = 64\n", "x = 1\n", "[", "[" * 5000, "[sft]\nlr = inf\n"])
+def test_a_warm_start_of_another_recipe_stays(content: str, tmp_path: Path) -> None:
+    (tmp_path / "warm").mkdir()
+    (tmp_path / "warm" / "recipe.toml").write_text(content)
+    refused("sft", sft(tmp_path))
+    assert list(listing(tmp_path / "warm")) == ["recipe.toml"]
+
+
+def test_a_warm_start_where_no_directory_can_be(tmp_path: Path) -> None:
+    (tmp_path / "warm").write_text("precious")
+    refused("sft", sft(tmp_path), says="exists and is not a directory")
+    refused("sft", sft(tmp_path, output=str(tmp_path / "warm" / "x")), says="is not a directory")
+    refused("sft", sft(tmp_path, output="/dev/null"), says="exists and is not a directory")
+
+
+def test_two_commands_do_not_write_one_directory(tmp_path: Path) -> None:
+    with (
+        locked_warm_start(tmp_path / "warm"),
+        pytest.raises(UserError, match="in use by process"),
+        locked(tmp_path / "warm" / ".lock"),
+    ):
+        pass
+    with locked(tmp_path / "warm" / ".lock"):
+        pass

@@ -1,0 +1,233 @@
+"""Recipes and overrides with odd text, types, sizes and files: valid, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.load import MOST_BASES
+from tests.hostile.outcome import answered, command, refused
+
+DIGITS = "9" * 5000
+HEX = "0x" + "f" * 6000
+FILES: dict[str, tuple[bytes, str]] = {
+    "5,000 digits": (f"[run]\nseed = {DIGITS}\n".encode(), "not valid TOML"),
+    "6,000 hexadecimal digits": (f"[run]\nseed = {HEX}\n".encode(), "`run.seed` = a huge int"),
+    "long hexadecimal float": (f"[optimizer]\nlr = {HEX}\n".encode(), "`optimizer.lr`"),
+    "nested array": (b"x = " + b"[" * 20_000, "nested too deep"),
+    "nested table": (b"x = " + b"{a=" * 20_000, "nested too deep"),
+    "nested name": (b"[" + b".".join([b"a"] * 20_000) + b"]\n", "`a` is not a recipe key"),
+    "unhashable objective": (b'[objective]\nname = ["x"]\n', "`objective.name` = ['x']"),
+    "table objective": (b"[objective.name]\nx = 1\n", "`objective.name`"),
+    "array of tables": (b"[[run]]\nseed = 1\n", "`run`"),
+    "section is a value": (b"run = 3\n", "`run` = 3"),
+    "date": (b"[run]\nseed = 2020-01-01\n", "`run.seed`"),
+    "time": (b"[schedule]\nstages = 12:00:00\n", "`schedule.stages`"),
+    "boolean number": (b'[schedule]\nstages = "yes"\n', "`schedule.stages` = 'yes'"),
+    "NUL": (b'[run]\ndir = "a\\u0000b"\n', "`run.dir`"),
+    "raw NUL": (b"[run]\n\0", "not valid TOML"),
+    "surrogate": (b'[run]\ndir = "\\ud800"\n', "not valid TOML"),
+    "not UTF-8": (b"\xff\xfe[run]\n", "cannot be read as a recipe"),
+    "UTF-16": ("[run]\n".encode("utf-16"), "cannot be read as a recipe"),
+    "carriage return": (b"[run]\rseed = 1\n", "not valid TOML"),
+    "escape in a key": (b'"\\u001b[2J" = 1\n', "is not a recipe key"),
+    "newline in a key": (b'"a\\nb" = 1\n', "is not a recipe key"),
+    "repeated key": (b"[run]\nseed = 1\nseed = 2\n", "not valid TOML"),
+    "repeated section": (b"[run]\n[run]\n", "not valid TOML"),
+    "too long": (b"#" * (1 << 21), "longer than 1,048,576 bytes"),
+    "NUL in base": (b'base = "a\\u0000b"\n', "not valid TOML"),
+    "base is a number": (b"base = 3\n", "`base` is the path"),
+    "base is a table": (b'base = {a = "b"}\n', "`base` is the path"),
+    "base is a mixed list": (b'base = ["a", 3]\n', "`base` is the path"),
+    "base is a directory": (b'base = "/"\n', "cannot be read as a recipe"),
+    "base is a device": (b'base = "/dev/zero"\n', "longer than 1,048,576 bytes"),
+    "base is empty text": (b'base = ""\n', "cannot be read as a recipe"),
+    "base has a long name": (b'base = "' + b"x" * 500 + b'"\n', "cannot be read as a recipe"),
+    "empty key": (b'"" = 1\n', "is not a recipe key"),
+    "kappa": (b"[objective]\nkappa = [1]\n", "trigger_ratio"),
+    "set name": (b"[eval.sets.x]\nsamples = 0\n", "`eval.sets.x.samples` = 0"),
+    "sets is a list": (b"[eval]\nsets = [1]\n", "`eval.sets`"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_recipe_that_cannot_be(name: str, tmp_path: Path) -> None:
+    content, reason = FILES[name]
+    (tmp_path / "r.toml").write_bytes(content)
+    said = refused("train", tmp_path / "r.toml", "--dry-run")
+    assert reason in said
+    assert str(tmp_path) in said or "base" in name
+
+
+VALUES: dict[str, str] = {
+    "optimizer.lr=inf": "finite",
+    "optimizer.lr=-nan": "finite",
+    "optimizer.lr=1e999": "finite",
+    "optimizer.eps=nan": "finite",
+    "optimizer.weight_decay=inf": "finite",
+    "optimizer.clip_grad=inf": "finite",
+    "optimizer.min_lr=1.0": "above lr",
+    "rollout.temperature=inf": "finite",
+    "rollout.temperature=nan": "finite",
+    "rollout.top_p=nan": "finite",
+    "eval.temperature=inf": "finite",
+    "eval.sets.x.temperature=inf": "finite",
+    "run.collective_timeout_s=inf": "finite",
+    "run.collective_timeout_s=1e30": "less than or equal",
+    "engine.start_timeout_s=inf": "finite",
+    "engine.request_timeout_s=nan": "finite",
+    "reward.timeout_s=inf": "finite",
+    "checkpoint.every_minutes=inf": "finite",
+    "objective.clip_high=inf": "finite",
+    "objective.mismatch_low=3.0": "mismatch_low",
+    "objective.dual_clip=inf": "finite",
+    "objective.sequence_mask=nan": "finite",
+    "run.seed=1e30": "maximum size",
+    "run.seed=4294967296": "less than",
+    "run.seed=-1": "greater than or equal",
+    "run.seed=1.5": "integer",
+    "schedule.stages=9007199254740993": "stages is above",
+    "schedule.updates_per_stage=1" + "0" * 400: "updates_per_stage is above",
+    "data.generated_problems=1000000000000": "less than or equal",
+    "data.eval_problems=1000000000000": "less than or equal",
+    "run.dir=": "name a directory of its own",
+    "run.dir='  '": "name a directory of its own",
+    "run.dir=/": "name a directory of its own",
+    "run.dir=/..": "name a directory of its own",
+    "run.dir=//": "name a directory of its own",
+    "run.dir=7": "run.dir",
+    "run.dir=[]": "run.dir",
+    "sft.output=": "name a directory of its own",
+    "sft.output=/": "name a directory of its own",
+    "schedule.stages=4\nrun.seed=2": "sets several keys",
+    "run.dir='a'\n[data]\ntrain='b'": "sets several keys",
+    f"run.seed={DIGITS}": "Exceeds the limit",
+    "run.seed=" + "[" * 20_000: "nested too deep",
+    "run.seed=" + HEX: "a huge int",
+    "objective.name=[1, 2]": "objective.name",
+    "objective.name={a = 1}": "objective.name",
+    "run.dir=\udcff": "not UTF-8",
+    "run.\udcff=1": "not UTF-8",
+    "a..b=1": "not a recipe key",
+    ".a=1": "not a recipe key",
+    "run.seed.x=1": "`run.seed`",
+    "=1": "write it as section.key=value",
+    "run=1": "write it as section.key=value",
+    "run.=1": "write it as section.key=value",
+    "": "write it as section.key=value",
+}
+
+
+@pytest.mark.parametrize("override", VALUES, ids=lambda text: repr(text[:30]))
+def test_an_override_that_cannot_be(override: str) -> None:
+    refused("plan", "run_scripts/recipes/quickstart.toml", "--set", override, says=VALUES[override])
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.train=a,b # c",
+        "data.train='''a\nb'''",
+        "model.path=7 days",
+        "run.dir=./x=y",
+        "optimizer.lr=1E-5",
+        "run.seed=0x10",
+        "run.seed=2147483647",
+        "track.wandb_project=true story",
+        "rollout.temperature=1",
+        "run.dir=.",
+    ],
+)
+def test_an_override_that_is_text_or_a_number(override: str, tmp_path: Path) -> None:
+    """A value that is not TOML is text, to its end."""
+    (tmp_path / "r.toml").write_text(f'[model]\npath = "{tmp_path}/none"\n[data]\ntrain = "{tmp_path}/none.jsonl"\n')
+    key, _, value = override.partition("=")
+    section, name = key.split(".")
+    from mugrpo_megatron.recipe import load_recipe
+
+    found = getattr(getattr(load_recipe(tmp_path / "r.toml", [override]), section), name)
+    assert found is not None
+    if " " in value and "'" not in value:
+        assert str(found) == value
+
+
+def test_files_that_are_not_recipes(tmp_path: Path) -> None:
+    (tmp_path / "folder.toml").mkdir()
+    (tmp_path / "device.toml").symlink_to("/dev/zero")
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
+    (tmp_path / "dangling.toml").symlink_to("nowhere")
+    for name in ("folder", "device", "loop", "dangling", "nowhere", "x" * 300):
+        refused("train", tmp_path / f"{name}.toml")
+        refused("plan", tmp_path / f"{name}.toml")
+    (tmp_path / "null.toml").symlink_to("/dev/null")
+    (tmp_path / "empty.toml").touch()
+    (tmp_path / "mark.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 3\r\n")
+    for name in ("null", "empty", "mark"):
+        answered("train", tmp_path / f"{name}.toml", "--dry-run", "--set", f"run.dir={tmp_path}/run")
+
+
+def test_chains_and_fans_of_bases_end(tmp_path: Path) -> None:
+    for number in range(1500):
+        (tmp_path / f"{number}.toml").write_text(f'base = "{number + 1}.toml"\n')
+    refused("train", tmp_path / "0.toml", says=f"more than {MOST_BASES} recipes")
+    (tmp_path / "1500.toml").write_text("[run]\nseed = 5\n")
+    refused("train", tmp_path / "0.toml", says=f"more than {MOST_BASES} recipes")
+    assert "seed = 5" in command("train", tmp_path / "1450.toml", "--dry-run").out
+    for number in range(30):  # each twice the next: 2^30 files to read
+        (tmp_path / f"f{number}.toml").write_text(f'base = ["f{number + 1}.toml", "f{number + 1}.toml"]\n')
+    (tmp_path / "f30.toml").touch()
+    refused("train", tmp_path / "f0.toml", says=f"more than {MOST_BASES} recipes")
+    (tmp_path / "a.toml").write_text('base = "b.toml"\n')
+    (tmp_path / "b.toml").write_text(f'base = "../{tmp_path.name}/./a.toml"\n')
+    refused("train", tmp_path / "a.toml", says="leads back to itself")
+    os.link(tmp_path / "a.toml", tmp_path / "c.toml")
+    refused("train", tmp_path / "c.toml", says="leads back to itself")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_recipe_or_a_sentence(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.mktemp("recipe") / "r.toml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    answered("plan", path, "--gpu", "none")
+
+
+KEYS = [
+    f"{section}.{name}"
+    for section, field in Recipe.model_fields.items()
+    for name in field.annotation.model_fields  # type: ignore[union-attr]
+]
+ODD = [
+    "-1",
+    "0",
+    "1e308",
+    "nan",
+    "[]",
+    "{}",
+    "''",
+    "true",
+    "1979-05-27",
+    "9" * 25,
+    '"\\u001b[2J"',
+    "[[1]]",
+    "0.5",
+    "x\ty",
+]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda text: repr(text[:12]))
+def test_every_key_takes_an_odd_value_or_refuses_it(value: str) -> None:
+    """`--gpu none` ends what is valid with a sentence, before a plan is made."""
+    for key in KEYS:
+        refused("plan", "run_scripts/recipes/quickstart.toml", "--gpu", "none", "--set", f"{key}={value}")
+
+
+@given(st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5))
+def test_every_value_of_a_key_is_taken_or_refused(value: object) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    refused("plan", "run_scripts/recipes/quickstart.toml", "--gpu", "none", "--set", f"optimizer.lr={text}")
