@@ -26,7 +26,6 @@ from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
 BATCH_TOKENS = 8192
@@ -156,9 +155,7 @@ def browse(
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore]:
     """The stage asked for, or the newest sealed one."""
-    stages = {number: StageStore(path) for number, path in directory.stages().items()}
-    for path in directory.stages().values():
-        check_stage(path)
+    stages = {int(path.name): StageStore(path) for path in sorted((directory.path / "stages").glob("[0-9]*"))}
     sealed = [number for number, store in stages.items() if store.sealed]
     number = stage if stage is not None else max(sealed, default=0)
     if number not in sealed:

@@ -112,19 +112,19 @@ def locked(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another run.dir") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another directory") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 256).decode(errors="replace").strip()
             raise UserError(
-                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another run.dir"
+                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another directory"
             ) from None
         except OSError as error:
             raise UserError(
-                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out of "
-                "a run; mount it with them (Lustre: -o flock), or choose another run.dir"
+                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out; "
+                "mount it with them (Lustre: -o flock), or choose another directory"
             ) from None
         with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
             os.ftruncate(descriptor, 0)

@@ -5,17 +5,29 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.report.report import write_report
-from tests.hostile.rundir import content, make, recipe, resume
+from mugrpo_megatron.run.checkpoints import check_place
+from mugrpo_megatron.run.data import check_data, record_data
+from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.run.record import read_record
+from mugrpo_megatron.samples import Problem
+from tests.hostile.rundir import PROBLEMS, content, make, recipe, resume
 
 FILES = [
     "run.json",
@@ -62,6 +74,27 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, str]:
     return made, digest
 
 
+def refused(act: Callable[[], object]) -> str:
+    """The one sentence with which `act` refuses; empty when it does not."""
+    try:
+        act()
+    except UserError as error:
+        assert "\n" not in str(error)  # noqa: PT017
+        return str(error)
+    return ""
+
+
+@contextmanager
+def holding(path: Path, other: bytes) -> Iterator[None]:
+    """The file holds `other` while the block runs."""
+    data = path.read_bytes()
+    path.write_bytes(other)
+    try:
+        yield
+    finally:
+        path.write_bytes(data)
+
+
 def mutations(data: bytes, draw: random.Random) -> Iterator[bytes]:
     """Flipped bits, torn and extended files, and other text in its place."""
     for place in draw.sample(range(len(data)), min(FLIPS, len(data))):
@@ -78,36 +111,29 @@ def test_any_byte_may_change(file: str, whole: tuple[Recipe, str]) -> None:
     made, digest = whole
     path = made.run.dir / file
     data, before, count = path.read_bytes(), content(made.run.dir), 0
+    outcomes: list[tuple[str, list[str]]] = []
     for mutated in mutations(data, random.Random(file)):
-        path.write_bytes(mutated)
         count += 1
-        try:
-            seen, found = resume(made)
-        except UserError as error:
-            assert path.name in str(error) or str(made.run.dir) in str(error), str(error)
-            assert "\n" not in str(error)
+        with holding(path, mutated):
+            refusal = refused(lambda: outcomes.append(resume(made)))
+        if refusal:
+            assert path.name in refusal or str(made.run.dir) in refusal, refusal
         else:
+            seen, found = outcomes.pop()
             assert found or seen == digest, f"{mutated[:200]!r} was read as something else"
-        finally:
-            path.write_bytes(data)
         assert content(made.run.dir) == before
     assert count > len(JUNK)
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "recipe.toml", "summary.json"])
-def test_the_report_names_what_it_cannot_read(file: str, whole: tuple[Recipe, str]) -> None:
+def test_the_report_names_a_log_that_it_cannot_read(whole: tuple[Recipe, str]) -> None:
     made, _ = whole
-    path = made.run.dir / file
+    path = made.run.dir / "metrics.jsonl"
     data = path.read_bytes()
-    for mutated in mutations(data, random.Random(file)):
-        path.write_bytes(mutated)
-        try:
-            write_report(made.run.dir)
-        except UserError as error:
-            assert path.name in str(error)
-        finally:
-            path.write_bytes(data)
-            (made.run.dir / "report.html").unlink(missing_ok=True)
+    for mutated in mutations(data, random.Random(0)):
+        with holding(path, mutated):
+            refusal = refused(lambda: write_report(made.run.dir))
+        assert not refusal or path.name in refusal
+    (made.run.dir / "report.html").unlink()
 
 
 ODD_VALUES = ["null", "{}", "[]", '"x"', "-1", "1e300", "1" * 400, "true", "NaN", "Infinity"]
@@ -127,21 +153,18 @@ def test_a_row_of_the_log_may_have_any_value_anywhere(whole: tuple[Recipe, str])
         "phase": '"kind": "phase", "phase": "save", "stage": 0, "start": 2e9, "end": 2.1e9, "tokens": 5',
         "process": '"kind": "process", "time": 2e9, "environment": {}',
     }
-    count = 0
+    count, lines = 0, data.count(b"\n") + 1
     for text in rows.values():
         pairs = text.split(", ")
         for place, pair in enumerate(pairs):
             name = pair.split(": ")[0]
             for changed in ([], *([f"{name}: {value}"] for value in ODD_VALUES)):
                 line = "{" + ", ".join([*pairs[:place], *changed, *pairs[place + 1 :]]) + "}\n"
-                path.write_bytes(data + line.encode())
                 count += 1
-                try:
-                    write_report(made.run.dir)
-                except UserError as error:
-                    assert f"metrics.jsonl:{data.count(10) + 1}: not a row" in str(error), str(error)
-    path.write_bytes(data)
-    (made.run.dir / "report.html").unlink(missing_ok=True)
+                with holding(path, data + line.encode()):
+                    refusal = refused(lambda: write_report(made.run.dir))
+                assert not refusal or f"metrics.jsonl:{lines}: not a row" in refusal
+    (made.run.dir / "report.html").unlink()
     assert count > 300
 
 
@@ -288,3 +311,129 @@ def test_damage_with_a_way_on_is_told(case: str, changed: Recipe) -> None:
 def test_what_lies_next_to_the_run_changes_nothing(case: str, changed: Recipe, whole: tuple[Recipe, str]) -> None:
     ACCEPTED[case](changed.run.dir)
     assert resume(changed) == (whole[1], [])
+
+
+def test_files_of_another_run_are_refused(changed: Recipe, tmp_path: Path) -> None:
+    """A stage, a checkpoint and an hf/ of a run with the same recipe and the same content but another id."""
+    other = make(tmp_path / "other").run.dir
+    before = content(changed.run.dir)
+    for name, words in (
+        ("stages/00001", "holds stage 1 of run"),
+        ("hf", "was not written by this run"),
+        ("stages/00002", "holds stage 2 of run"),
+    ):
+        (changed.run.dir / name).rename(tmp_path / "own")
+        shutil.copytree(other / name, changed.run.dir / name)
+        with pytest.raises(UserError, match=words):
+            resume(changed)
+        shutil.rmtree(changed.run.dir / name)
+        (tmp_path / "own").rename(changed.run.dir / name)
+    assert content(changed.run.dir) == before
+    record = read_record(changed.run.dir)
+    assert record
+    place = "checkpoints/stage00001-age00001"
+    check_place(changed.run.dir / place, record)
+    with pytest.raises(UserError, match="is a checkpoint of run"):
+        check_place(other / place, record)
+    renamed = (changed.run.dir / place).rename(changed.run.dir / "checkpoints" / "stage00002-age00000")
+    with pytest.raises(UserError, match="holds the checkpoint stage00001-age00001"):
+        check_place(renamed, record)
+
+
+@pytest.mark.parametrize("name", ["hf", "stages", "checkpoints", "reference", "metrics.jsonl", "recipe.toml"])
+def test_a_directory_with_somebodys_files_is_left_alone(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "run" / name
+    if "." in name:
+        path.parent.mkdir()
+        path.write_text("mine")
+    else:
+        path.mkdir(parents=True)
+        (path / "precious").write_text("mine")
+    before = content(tmp_path)
+    with pytest.raises(UserError, match=rf"{name} exists, but"), open_directory(recipe(tmp_path / "run")):
+        pass
+    assert content(tmp_path) == before
+    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == [name], "nothing is made either"
+
+
+@pytest.mark.parametrize("model", ["run/hf", "run/hf/base", "link", "run/../run/hf"])
+def test_a_run_never_replaces_the_model_it_starts_from(model: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "hf")
+    made = recipe(tmp_path / "run", f"model.path={tmp_path / model}")
+    with pytest.raises(UserError, match=r"model\.path = .* is where this run would write"), open_directory(made):
+        pass
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place", ["", ".", "/", "~", "file", "file/run"])
+def test_a_run_needs_a_directory_of_its_own(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    made = recipe(Path("runs/x"))
+    made = made.model_copy(update={"run": made.run.model_copy(update={"dir": Path(place).expanduser()})})
+    with pytest.raises(UserError, match=r"run\.dir = "), open_directory(made):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+CHANGES = [
+    Problems([Problem("f:1", "1+1=", "3", "f")], PROBLEMS.held_out, []),
+    Problems([Problem("f:1", "1 + 1=", "2", "f")], PROBLEMS.held_out, []),
+    Problems([*PROBLEMS.train, Problem("f:2", "2+2=", "4", "f")], PROBLEMS.held_out, []),
+    Problems([], PROBLEMS.held_out, []),
+    Problems(PROBLEMS.train, [*PROBLEMS.held_out, Problem("h:1", "1", "1", "h")], []),
+]
+
+
+@pytest.mark.parametrize("now", CHANGES)
+def test_data_that_changed_are_refused_until_accepted(now: Problems, changed: Recipe) -> None:
+    with pytest.raises(UserError, match=r"began with other problems of [fh] .*or remove .*data\.json"):
+        check_data(changed.run.dir, now)
+    check_data(changed.run.dir, PROBLEMS)
+    (changed.run.dir / "data.json").unlink()
+    record_data(changed.run.dir, now)
+    check_data(changed.run.dir, now)
+
+
+REFUSING = [(errno.ENOSYS, "no file locks"), (errno.ENOLCK, "no file locks"), (errno.EOPNOTSUPP, "no file locks")]
+
+
+@pytest.mark.parametrize(("number", "words"), REFUSING)
+def test_a_file_system_without_locks_is_told(
+    number: int, words: str, changed: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UserError, match=words):
+        resume(changed)
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_place_is_told(number: int, changed: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(changed.run.dir)
+    opened = os.open
+
+    def read_only(path: object, flags: int, *rest: int, **more: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(UserError, match=r"\.lock cannot be written"):
+        resume(changed)
+    monkeypatch.undo()
+    assert content(changed.run.dir) == before
+
+
+def test_a_second_process_is_refused_and_the_report_is_not(changed: Recipe) -> None:
+    """The lock is the process's and the descriptor's: a second open of this process stands for another one."""
+    with open_directory(changed) as directory, open_log(directory.path, TrackSection(tensorboard=False)) as log:
+        with pytest.raises(UserError, match=f"in use by process {os.getpid()} on "):
+            resume(changed)
+        (directory.path / "metrics.jsonl").open("a").write('{"kind": "eve')  # it is in the middle of a row
+        assert write_report(directory.path).exists()
+        log.event("e", "t")
+    assert (changed.run.dir / "report.html").stat().st_size > 10_000
