@@ -14,7 +14,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.record import check_hf, check_own, claim
+from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
@@ -98,9 +98,10 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 def check_directory(recipe: Recipe) -> None:
     """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
+    check_model(recipe.run.dir, recipe.model.path)
     check_own(recipe.run.dir)
     check_same_run(RunDirectory(recipe.run.dir), recipe)
-    check_hf(recipe.run.dir, recipe.model.path)
+    check_hf(recipe.run.dir)
 
 
 @contextmanager
