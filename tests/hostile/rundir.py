@@ -128,9 +128,10 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
             of: dict[str, Any] = {"stage": store.content}
             for update in range(UPDATES):
                 own = read_logprobs(directory.behaviour(number), of, update, "")
-                for sample, one in zip(store.read_update(update), own, strict=True):
-                    sum_.update(b"".join([sample.response_ids.tobytes(), sample.behaviour_logprobs.tobytes()]))
-                    sum_.update(f"{sample.reward} {sample.group}".encode() + one.tobytes())
+                for sample, learners in zip(store.read_update(update), own, strict=True):
+                    arrays = sample.response_ids, sample.behaviour_logprobs, learners
+                    sum_.update(b"".join(array.tobytes() for array in arrays))
+                    sum_.update(f"{sample.reward} {sample.group}".encode())
             sum_.update(repr(store.rewards()).encode())
         if missing := set(range(3)) - stage_of(directory, STAGES).present():
             found.append(f"groups {missing} are generated again")

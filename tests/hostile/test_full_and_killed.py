@@ -174,7 +174,9 @@ def logged(path: Path) -> None:
     logs(path, path)
 
 
-Act, Check, Prepare = Callable[[Path, Path], None], Callable[[Path, Any, bool], Any], Callable[[Path], None]
+Prepare = Callable[[Path], None]
+Act = Callable[[Path, Path], None]
+Check = Callable[[Path, Any, bool], Any]
 WRITERS: dict[str, tuple[Prepare, Act, Check]] = {
     "open": (nothing, opens, check_opens),
     "generate": (begun, generates, check_generates),
