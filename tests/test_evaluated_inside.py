@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.report.report import write_report
 from mugrpo_megatron.run.checkpoints import complete
 from tests.scaling.nodes import TORCHRUN
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, take_stages, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -61,7 +60,7 @@ def on_the_same_responses(folder: Path, model: Path, plain: Path, **sections: di
     Nothing is evaluated before that stage then, except where the plain run's log says so.
     """
     path = recipe(folder, model, **sections)
-    shutil.copytree(plain / "stages", folder / "run" / "stages")
+    take_stages(plain, folder / "run")
     return path, folder / "run"
 
 
@@ -190,7 +189,7 @@ def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     for name, section in (("evaluated", SAMPLED), ("plain", {})):
         path = recipe(tmp_path / name, model, eval=section, engine={"per_node": 2})
         if ends:
-            shutil.copytree(ends[0] / "stages", tmp_path / name / "run" / "stages")
+            take_stages(ends[0], tmp_path / name / "run")
         done = subprocess.run([TORCHRUN, "2", "train", str(path)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         ends.append(tmp_path / name / "run")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from tests.forked import started
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, take_stages, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -116,7 +115,7 @@ def killed_again_and_again(folder: Path, kills: list[str], stages: int, seed: in
     assert updates == set(range(stages * UPDATES))
 
     # The same sealed stages, in one go.
-    shutil.copytree(run_dir / "stages", folder / "unbroken" / "stages")
+    take_stages(run_dir, folder / "unbroken")
     mugrpo("train", write_recipe(folder / "unbroken.toml", model, folder / "unbroken", **shape))
     assert weights(run_dir) == weights(folder / "unbroken")
     assert weights(run_dir) != (model / "model.safetensors").read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import Command, started
-from tests.tiny import FINISHED, mugrpo, save_model, write_recipe, write_run
+from tests.tiny import FINISHED, mugrpo, save_model, take_stages, write_recipe, write_run
 
 UPDATES = FINISHED["updates_per_stage"]
 
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.process
 @pytest.fixture
 def recipe(finished_run: Path, tmp_path: Path) -> Path:
     """That of the finished run, for a run which has the same sealed stages and no update yet."""
-    shutil.copytree(finished_run / "stages", tmp_path / "run" / "stages")
+    take_stages(finished_run, tmp_path / "run")
     return write_run(tmp_path, finished_run.parent / "model")
 
 

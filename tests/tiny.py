@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,12 @@ def finish_run(folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def take_stages(source: Path, run_dir: Path) -> None:
+    """Give a new run the stages of the run in `source`, and its id, so that they are its own."""
+    shutil.copytree(source / "stages", run_dir / "stages")
+    shutil.copyfile(source / "run.json", run_dir / "run.json")
 
 
 def mugrpo(*arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:

@@ -37,7 +37,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     refusal = ""
     if run.is_main:
         try:
-            check_hf(run.directory.path, run.recipe.model.path)
+            check_hf(run.directory.path)
         except UserError as error:
             refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
     if refusal := run.world.broadcast(refusal):

@@ -145,7 +145,7 @@ def restore_newest(learner: Learner, directory: Path, record: Record, say: Calla
         if damaged:
             raise _all_damaged(directory, damaged[0][1])
         return Cursor()
-    _check_place(candidate, record)
+    check_place(candidate, record)
     if is_main:
         for path, damage in damaged:
             aside = _free_name(path)
@@ -185,7 +185,7 @@ def complete(directory: Path) -> list[Path]:
     return [path for path in named(directory) if (path / STATE).exists()]
 
 
-def _check_place(path: Path, record: Record) -> None:
+def check_place(path: Path, record: Record) -> None:
     """UserError when an intact checkpoint is of another run, or of another cursor than its name says."""
     state = read_state(path)
     cursor = Cursor(**state["cursor"])

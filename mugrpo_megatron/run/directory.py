@@ -14,7 +14,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.record import check_hf, check_own, claim
+from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
@@ -98,9 +98,10 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 def check_directory(recipe: Recipe) -> None:
     """Raise UserError when `run.dir` is not this run's to write into; changes nothing."""
+    check_model(recipe.run.dir, recipe.model.path)
     check_own(recipe.run.dir)
     check_same_run(RunDirectory(recipe.run.dir), recipe)
-    check_hf(recipe.run.dir, recipe.model.path)
+    check_hf(recipe.run.dir)
 
 
 @contextmanager
@@ -112,19 +113,19 @@ def locked(path: Path) -> Iterator[None]:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); choose another run.dir") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); choose another directory") from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 256).decode(errors="replace").strip()
             raise UserError(
-                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another run.dir"
+                f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another directory"
             ) from None
         except OSError as error:
             raise UserError(
-                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out of "
-                "a run; mount it with them (Lustre: -o flock), or choose another run.dir"
+                f"{path}: this file system has no file locks ({error.strerror}), which keep a second process out; "
+                "mount it with them (Lustre: -o flock), or choose another directory"
             ) from None
         with suppress(OSError):  # a full disk: the lock is held all the same, only its holder's name is missing
             os.ftruncate(descriptor, 0)

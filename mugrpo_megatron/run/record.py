@@ -91,16 +91,18 @@ def check_own(run_dir: Path) -> None:
             )
 
 
-def check_hf(run_dir: Path, model: Path) -> None:
-    """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark.
-
-    `model` is the checkpoint that the run starts from; it is never replaced.
-    """
+def check_model(run_dir: Path, model: Path) -> None:
+    """Raise UserError when the checkpoint that a run starts from lies where the run writes its own."""
     hf = run_dir / "hf"
     if model.resolve().is_relative_to(hf.resolve()):
         raise UserError(
             f"model.path = {model} is where this run would write its own checkpoint ({hf}); choose another run.dir"
         )
+
+
+def check_hf(run_dir: Path) -> None:
+    """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark."""
+    hf = run_dir / "hf"
     if not os.path.lexists(hf):
         return
     if hf.is_symlink() or not hf.is_dir():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,9 @@ DIGITS = "[0-9]" * 5
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
 
+
+NUMBER = re.compile("[0-9]{5}")
+"""Name of a stage's directory in a run."""
 
 log = logging.getLogger(__name__)
 
@@ -128,18 +132,20 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
                 f"copy, or remove {directory} to generate the stage again"
             )
     for name in manifests:
-        manifest = read_manifest(directory, name)
-        check_origin(directory, manifest, origin)
-        if manifest.origin and directory.name != f"{manifest.origin.stage:05d}":
-            raise UserError(f"{directory} holds {_described(manifest.origin)}; give it its right name")
+        check_origin(directory, read_manifest(directory, name), origin)
 
 
 def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:
-    """Raise UserError when the manifest in `directory` names another origin; any will do for None."""
-    if origin is None or manifest.origin == origin or not (manifest.origin or manifest.shards or manifest.sealed):
+    """Raise UserError when the manifest in `directory` names another origin; for None, another stage than its name."""
+    found = manifest.origin
+    if origin is None:
+        if found and NUMBER.fullmatch(directory.name) and int(directory.name) != found.stage:
+            raise UserError(f"{directory} holds {_described(found)}; give it its right name")
+        return
+    if found == origin or not (found or manifest.shards or manifest.sealed):
         return
     raise UserError(
-        f"{directory} holds {_described(manifest.origin)}, not {_described(origin)}; put the right stage there, or "
+        f"{directory} holds {_described(found)}, not {_described(origin)}; put the right stage there, or "
         f"remove {directory} to generate it again"
     )
 

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mugrpo_megatron.files.durable import digest, durable_file, fsync, remove_leftovers
+from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
     DIGITS,
@@ -236,8 +236,11 @@ class StageStore:
     def _open_for_writing(self) -> Manifest:
         """This writer's manifest; the first call removes its damaged shards and what a crash left."""
         if self._own is None and not self.sealed:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            fsync(self.directory.parent)
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                fsync(self.directory.parent)
+            except OSError as error:
+                raise full_disk(error, self.directory) or error from error
             if not self._writer:
                 check_stage(self.directory, self._origin)
             shards = intact(self.directory, read_manifest(self.directory, manifest_name(self._writer)).shards)

@@ -38,7 +38,7 @@ NOW = Cursor(1, 1, 3)
 
 def recipe(run_dir: Path, *overrides: str) -> Recipe:
     sizes = ["schedule.stages=3", f"schedule.updates_per_stage={UPDATES}", f"rollout.prompts_per_update={PROMPTS}"]
-    return load_recipe(None, [f"run.dir={run_dir}", f"model.path={run_dir.parent / 'model'}", *sizes, *overrides])
+    return load_recipe(None, [f"run.dir={run_dir}", "model.path=models/none", *sizes, *overrides])
 
 
 def group(index: int, version: int) -> list[Sample]:
@@ -130,8 +130,9 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
             for update in range(UPDATES):
                 own = read_logprobs(directory.behaviour(number), of, update, "")
                 for sample, learners in zip(store.read_update(update), own, strict=True):
-                    sum_.update(b"".join([sample.response_ids.tobytes(), sample.behaviour_logprobs.tobytes()]))
-                    sum_.update(f"{sample.reward} {sample.group}".encode() + learners.tobytes())
+                    arrays = sample.response_ids, sample.behaviour_logprobs, learners
+                    sum_.update(b"".join(array.tobytes() for array in arrays))
+                    sum_.update(f"{sample.reward} {sample.group}".encode())
             sum_.update(repr(store.rewards()).encode())
         if missing := set(range(3)) - stage_of(directory, STAGES).present():
             found.append(f"groups {missing} are generated again")

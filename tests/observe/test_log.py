@@ -6,6 +6,8 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
 from mugrpo_megatron.recipe.sections import TrackSection
+from tests.hostile.faults import Disk, failing
 
 PLAIN = TrackSection(tensorboard=False)
 
@@ -140,3 +143,47 @@ def test_a_clock_that_goes_back_gives_no_negative_times(tmp_path: Path, monkeypa
     times = [row["end"] if "end" in row else row["time"] for row in read_rows(tmp_path / FILE_NAME)]
     assert times == sorted(times)
     assert all(row["start"] <= row["end"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "phase")
+
+
+def test_a_resumed_run_continues_its_curves_and_another_run_has_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the directory is called: two machines may each have a runs/a."""
+    asked: list[Any] = []
+
+    class Curves:
+        def __enter__(self) -> Curves:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def define_metric(self, *_: object, **__: object) -> None: ...
+
+        def log(self, row: dict[str, Any]) -> None: ...
+
+    def init(**how: Any) -> Curves:
+        asked.append((how["id"], how["resume"]))
+        return Curves()
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for run_id in ("0123", "0123", "4567"):
+        with open_log(tmp_path, TrackSection(tensorboard=False, wandb_project="p"), run_id=run_id):
+            pass
+    assert asked == [("0123", "allow"), ("0123", "allow"), ("4567", "allow")]
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_whole_rows(tmp_path: Path) -> None:
+    with open_log(tmp_path, PLAIN) as log:
+        log.event("e", "t")
+    before = read_rows(tmp_path / FILE_NAME)
+    with failing(Disk("full", 1)), pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No space"):
+        write_two_events(tmp_path)
+    assert read_rows(tmp_path / FILE_NAME)[: len(before)] == before
+    with open_log(tmp_path, PLAIN) as log:
+        log.event("e", "t")
+
+
+def write_two_events(path: Path) -> None:
+    with open_log(path, PLAIN) as log:
+        log.event("e", "t")
+        log.event("e", "t")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +57,10 @@ def resume(model: Path, directory: Path) -> tuple[Cursor, list[str], list[float]
     return cursor, said, left
 
 
-def refused(model: Path, directory: Path) -> str:
+def refused(model: Path, directory: Path, record: Record | None = None) -> str:
     learner = build_learner(recipe(model))
     with pytest.raises(UserError) as error:
-        restore_newest(learner, directory, RUN, print)
+        restore_newest(learner, directory, record or RUN, print)
     return str(error.value)
 
 
@@ -113,19 +114,40 @@ def test_a_flipped_byte_is_found_and_the_checkpoint_before_it_resumes(
     assert (copied / "stage00001-age00000.damaged").is_dir(), "set aside, not removed"
 
 
-def test_a_missing_file_is_found(model: Path, copied: Path) -> None:
-    (complete(copied)[-1] / "__0_0.distcp").unlink()
+@pytest.mark.parametrize(("file", "words"), [("__0_0.distcp", "missing"), (STATE, "has no state.json")])
+def test_a_missing_file_is_found_however_often(file: str, words: str, model: Path, copied: Path) -> None:
+    """A checkpoint that was damaged at the same place before keeps its name."""
+    newest = complete(copied)[-1]
+    for name in (".damaged", ".damaged-2"):
+        newest.with_name(f"{newest.name}{name}").mkdir()
+    (newest / file).unlink()
     [(cursor, [said], _)] = run_ranks(1, resume, model, copied)
     assert cursor == Cursor(0, 2)
-    assert "missing" in said
+    assert words in said
+    assert "kept as stage00001-age00000.damaged-3, and the run resumes from stage00000-age00002" in said
+    assert (newest.with_name(f"{newest.name}.damaged-3") / "metadata.json").exists()
 
 
-def test_starting_over_is_not_silent(model: Path, copied: Path) -> None:
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
+@pytest.mark.parametrize("file", ["__0_0.distcp", STATE])
+def test_starting_over_is_not_silent(file: str, damage: Callable[[Path], None], model: Path, copied: Path) -> None:
     for path in complete(copied):
-        flip(path / "__0_0.distcp")
+        damage(path / file)
+    before = sorted(copied.rglob("*"))
     [message] = run_ranks(1, refused, model, copied)
     assert "every checkpoint" in message
-    assert [path.name for path in complete(copied)] == ["stage00000-age00002", "stage00001-age00000"]
+    assert sorted(copied.rglob("*")) == before
+    if file == STATE:  # told before a learner is built
+        with pytest.raises(UserError, match="every checkpoint"):
+            newest_cursor(copied)
+
+
+def test_a_checkpoint_of_another_run_or_place_is_refused(model: Path, copied: Path) -> None:
+    [message] = run_ranks(1, refused, model, copied, Record("another run"))
+    assert f"is a checkpoint of run {RUN.id}, not of another run" in message
+    complete(copied)[-1].rename(copied / "stage00007-age00000")
+    [message] = run_ranks(1, refused, model, copied)
+    assert "holds the checkpoint stage00001-age00000" in message
 
 
 def test_leftovers_of_a_killed_save_go(model: Path, copied: Path) -> None:

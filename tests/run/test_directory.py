@@ -11,6 +11,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.run.preflight import check_on_paper, check_run
 
 HOLD = """
 import sys
@@ -59,3 +60,15 @@ def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
     )
     with open_directory(recipe(tmp_path, *changed)) as directory:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
+
+
+def test_what_is_refused_at_the_end_is_refused_on_paper(tmp_path: Path) -> None:
+    """`--dry-run` and the preflight say what export would find, and write nothing."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "precious").touch()
+    for check in (check_run, check_on_paper):
+        with pytest.raises(UserError, match="hf exists, but"):
+            check(recipe(tmp_path), lambda line: None)
+        with pytest.raises(UserError, match="is where this run would write"):
+            check(recipe(tmp_path, f"model.path={tmp_path}/hf", f"run.dir={tmp_path}/./"), lambda line: None)
+    assert [path.name for path in tmp_path.rglob("*")] == ["hf", "precious"]

@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable as durable_module
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages import store as store_module
+from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, SCHEMA
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
@@ -312,6 +314,60 @@ def _finish(store: StageStore, groups: Sequence[list[Sample]]) -> None:
 def _free(directory: Path) -> int:
     disk = os.statvfs(directory)
     return disk.f_bavail * disk.f_bsize
+
+
+HERE = Origin("run", 3, 0)
+
+
+@pytest.mark.parametrize("until", ["flushed", "sealed"])
+@pytest.mark.parametrize("other", [Origin("run", 2, 0), Origin("run", 3, 5), Origin("another", 3, 0), None])
+def test_a_stage_of_another_place_is_refused(other: Origin | None, until: str, tmp_path: Path) -> None:
+    directory = tmp_path / f"{other.stage if other else 3:05d}"
+    store = StageStore(directory, origin=other)
+    indices = range(GROUPS) if until == "sealed" else range(2)
+    for index in indices:
+        store.append([replace(sample, weight_version=other.updates if other else 0) for sample in group(index)])
+    store.flush()
+    if until == "sealed":
+        store.seal(UPDATES, PROMPTS)
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    for act in (lambda s: s.sealed, lambda s: s.append(group(7)), lambda s: s.read_update(0), lambda s: s.present()):
+        with pytest.raises(UserError, match=r"holds .*, not stage 3 of run run, sampled after 0 updates"):
+            act(StageStore(directory, origin=HERE))
+    with pytest.raises(UserError, match="holds"):
+        check_stage(directory, HERE)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    check_stage(directory, other)
+    if other:  # without a run to compare with, the directory's name has to be right
+        with pytest.raises(UserError, match="give it its right name"):
+            check_stage(directory.rename(tmp_path / "00009"))
+
+
+def test_a_response_of_other_weights_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="was not sampled after 4 updates"):
+        StageStore(tmp_path, origin=Origin("run", 3, 4)).append(group(0))
+
+
+@pytest.mark.parametrize("until", ["flushed", "sealed"])
+def test_a_missing_manifest_is_named_and_nothing_is_removed(until: str, tmp_path: Path) -> None:
+    sealed(tmp_path) if until == "sealed" else filled(tmp_path, range(2))
+    (tmp_path / "manifest.json").unlink()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for act in (lambda: check_stage(tmp_path), lambda: StageStore(tmp_path).append(group(3))):
+        with pytest.raises(UserError, match=r"manifest\.json is missing, and with it what is known of (stage|shard)"):
+            act()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_rewards_are_read_of_an_intact_stage_only(tmp_path: Path) -> None:
+    """Also what chooses the informative groups is training data."""
+    sealed(tmp_path)
+    path = tmp_path / "stage.parquet"
+    whole = path.read_bytes()
+    for place in random.Random(1).sample(range(4, len(whole)), 30):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(UserError, match=r"stage\.parquet: damaged"):
+            StageStore(tmp_path).rewards()
 
 
 def test_statistics_of_the_sealed_stage(tmp_path: Path) -> None:

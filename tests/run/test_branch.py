@@ -1,0 +1,127 @@
+"""A branch links or copies, removes nothing, and says in one sentence why it cannot be made."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.run.branch import branch
+from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import read_record
+from mugrpo_megatron.stages.manifest import read_manifest
+from tests.hostile.rundir import content, make, recipe
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("source") / "run").run.dir
+
+
+STAGE, START = "stages/00001", "checkpoints/stage00001-age00000"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another file system the files are copied."""
+
+    def link(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    before = content(source)
+    (source / STAGE / ".behaviour.parquet.0123abcd.partial").touch()  # its run may go on
+    for _ in range(2):  # the second time there is nothing to do
+        branch(recipe(tmp_path / "b"), source, 1)
+    (source / STAGE / ".behaviour.parquet.0123abcd.partial").unlink()
+    record, of = read_record(tmp_path / "b"), read_record(source)
+    assert record
+    assert of
+    assert record.branch
+    assert (record.branch.run, record.branch.stage, record.branch.id) == (str(source), 1, of.id)
+    assert record.id != of.id
+    assert [record.of_stage(stage) for stage in range(3)] == [record.id, of.id, record.id]
+    assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(1, 0, 2)
+    for name in (f"{STAGE}/stage.parquet", f"{START}/.metadata"):
+        assert (tmp_path / "b" / name).samefile(source / name) == links
+    assert content(tmp_path / "b" / STAGE) == content(source / STAGE)
+    assert content(source) == before
+    with pytest.raises(UserError, match=r"is a branch of .* at stage 1; choose another run\.dir"):
+        branch(recipe(tmp_path / "b"), source, 0)
+
+
+def test_a_branch_of_a_branch_is_of_the_run_that_generated(source: Path, tmp_path: Path) -> None:
+    branch(recipe(tmp_path / "b"), source, 1)
+    branch(recipe(tmp_path / "c"), tmp_path / "b", 1)
+    record, of = read_record(tmp_path / "c"), read_manifest(source / STAGE).origin
+    assert record
+    assert of
+    assert record.of_stage(1) == of.run
+
+
+@pytest.mark.parametrize("name", ["hf", STAGE, START])
+def test_what_lies_in_run_dir_is_not_removed(name: str, source: Path, tmp_path: Path) -> None:
+    """Before the run has a record, and after it."""
+    for prepared in (False, True):
+        run = tmp_path / str(prepared)
+        if prepared:
+            branch(recipe(run), source, 0)
+            (run / "run.json").unlink()
+            shutil.copy(source / "run.json", run / "run.json")
+        (run / name).mkdir(parents=True)
+        (run / name / "precious.txt").write_text("mine")
+        before = content(run)
+        with pytest.raises(UserError, match=r"exists|was not written by this run"):
+            branch(recipe(run), source, 1)
+        assert content(run).items() >= before.items()
+
+
+def test_a_run_is_no_branch_of_itself(source: Path) -> None:
+    before = content(source)
+    for path in (source, source / ".." / source.name):
+        with pytest.raises(UserError, match="already holds a run"):
+            branch(recipe(path), source, 1)
+    assert content(source) == before
+
+
+def broken(source: Path, case: str) -> None:
+    if case == "stages swapped":
+        (source / "stages/00000").rename(source / "aside")
+        (source / STAGE).rename(source / "stages/00000")
+        (source / "aside").rename(source / STAGE)
+    elif case == "no manifest":
+        (source / STAGE / "manifest.json").unlink()
+    elif case == "a start of another run":
+        shutil.rmtree(source / START)
+        shutil.copytree(make(source.parent / "another").run.dir / START, source / START)
+    elif case == "a start without state":
+        (source / START / "state.json").unlink()
+    else:
+        shutil.rmtree(source / START)
+
+
+BROKEN = {
+    "stages swapped": "holds stage 0",
+    "no manifest": r"manifest\.json is missing",
+    "a start of another run": "are of different runs",
+    "a start without state": "not a complete checkpoint",
+    "no start": "is missing, and with it the weights at the start of stage 1",
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_source_is_named_before_anything_is_made(case: str, source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "source")
+    (tmp_path / "source" / "stages" / "00000.bak").mkdir()
+    broken(tmp_path / "source", case)
+    with pytest.raises(UserError, match=BROKEN[case]):
+        branch(recipe(tmp_path / "b"), tmp_path / "source", 1)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(UserError, match=r"no sealed stage 7 .* it has \[0|holds stage|manifest\.json is missing"):
+        branch(recipe(tmp_path / "b"), tmp_path / "source", 7)

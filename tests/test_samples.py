@@ -1,0 +1,34 @@
+"""A response has a log-probability for every token, wherever it comes from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.engine.wire import pack
+from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.samples import Response, Sample
+
+IDS, FEWER = np.arange(3, dtype=np.int32), np.zeros(2, dtype=np.float32)
+
+
+def test_a_response_has_as_many_logprobs_as_tokens() -> None:
+    with pytest.raises(EngineFailure, match="3 token ids and 2 logprobs"):
+        Response(IDS, FEWER, "stop", 0)
+
+
+@pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "reference_logprobs"])
+def test_so_does_a_sample(which: str) -> None:
+    whole = {"behaviour_logprobs": np.zeros(3, dtype=np.float32)}
+    with pytest.raises(ValueError, match="group 7: 3 token ids, 2 logprobs"):
+        Sample(7, "p", IDS, IDS, reward=0.0, weight_version=0, finish_reason="stop", **{**whole, which: FEWER})
+
+
+def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:
+    def output(tokens: int, logprobs: int) -> dict[str, object]:
+        meta = {"output_token_logprobs": [(-1.0, 0, None)] * logprobs, "finish_reason": {"type": "stop"}}
+        return {"output_ids": [1] * tokens, "meta_info": meta}
+
+    assert len(pack([(0, [output(3, 3), output(2, 2)])], 0).logprobs) == 5
+    with pytest.raises(ValueError, match="another number of logprobs"):
+        pack([(0, [output(3, 2), output(2, 3)])], 0)

@@ -1,0 +1,47 @@
+"""A stage sealed with fewer updates than µ ends when they are taken, also where more stages were asked for since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron import train
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.stages.store import StageStore
+from tests.hostile.rundir import PROMPTS, group
+
+UPDATES, MU = 2, 4
+
+
+def stage(directory: Path) -> StageStore:
+    store = StageStore(directory)
+    for index in range(UPDATES * PROMPTS):
+        store.append(group(index, 0))
+    store.seal(UPDATES, PROMPTS)
+    return store
+
+
+@pytest.mark.parametrize("stages", [2, 3, 9])
+def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run began with S=2, ended a stage early and sealed its last one for the two updates that were left."""
+    schedule = {"stages": stages, "updates_per_stage": MU}
+    recipe = Recipe.model_validate({"schedule": schedule, "rollout": {"prompts_per_update": PROMPTS}})
+    run: Any = SimpleNamespace(recipe=recipe, evaluates_every=0)
+    nothing: Any = None
+    trained: list[int] = []
+
+    def update(learner: None, samples: list[Any], advantages: Any) -> dict[str, float]:
+        trained.extend(sample.group for sample in samples[::2])
+        return {"ess": 1.0, "vetoed_fraction": 0.0}
+
+    monkeypatch.setattr(train, "refresh_reference", lambda *_: None)
+    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "record_update", lambda *_: None)
+    monkeypatch.setattr(train, "save_if_due", lambda *_: None)
+    left = train.take_updates(run, nothing, stage(tmp_path), Cursor(2, 0, 6), nothing)
+    assert left == Cursor(3, 0, 8)
+    assert trained == list(range(UPDATES * PROMPTS))
