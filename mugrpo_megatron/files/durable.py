@@ -53,7 +53,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = temporary.open("xb")
     except OSError as error:
-        raise _full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise full_disk(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
     try:
         with file:
             if target.exists():
@@ -65,7 +65,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
         fsync(target.parent)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if full := _full_disk(error, path):
+        if full := full_disk(error, path):
             raise full from error
         raise
 
@@ -80,27 +80,32 @@ def durable_directory(path: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise _full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
+        raise full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
     try:
         yield partial
         publish(partial, path)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if full := _full_disk(error, path):
+        if full := full_disk(error, path):
             raise full from error
         raise
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Rename the finished directory `partial` to `path`, durably, and remove what had that name."""
+def publish(partial: Path, path: Path, replace: bool = True) -> None:
+    """Rename the finished directory `partial` to `path`, durably, and remove what had that name.
+
+    Without `replace` raises UserError, with `partial` kept, when something has that name.
+    """
     for folder, _, names in os.walk(partial):
         for name in names:
             fsync(Path(folder, name))
         fsync(Path(folder))
     if os.path.lexists(path):
+        if not replace:
+            raise UserError(f"{path} exists by now; what was to have this name is in {partial}")
         _exchange(partial, path)
         fsync(path.parent)
-        _remove(partial)
+        remove(partial)
     else:
         partial.rename(path)
         fsync(path.parent)
@@ -120,11 +125,11 @@ def remove_leftovers(directory: Path, names: str) -> None:
     for aside in directory.glob(f".{names}.{TOKEN}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
         if os.path.lexists(path):
-            _remove(aside)
+            remove(aside)
         else:
             aside.rename(path)
     for leftover in directory.glob(f".{names}.{TOKEN}.partial"):
-        _remove(leftover)
+        remove(leftover)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -184,7 +189,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole directory."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -211,8 +217,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
 
 
-def _full_disk(error: BaseException, path: Path) -> UserError | None:
-    """UserError for a full disk, else None; libraries such as torch.save hide the cause in an error of their own."""
+def full_disk(error: BaseException, path: Path) -> UserError | None:
+    """A UserError when `error` comes from a full disk, else None; torch.save hides the cause in an error of its own."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from transformers import AutoTokenizer
 
-from checkpoints_convert import command, hf_to_megatron, megatron_to_hf, verify
+from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from tests import models
 from tests.weights import tiny
@@ -139,18 +139,10 @@ def test_stopped_conversion_is_continued(hf: Path, tmp_path: Path, monkeypatch: 
     assert to_megatron(hf, out) == 0
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
     assert not (tmp_path / ".m.partial").exists()
-    assert not list(out.glob("part-*.json"))
+    assert not list(out.glob("*.done"))
     assert to_hf(out, tmp_path / "back", hf) == 0
     expected, found = tensors(hf), tensors(tmp_path / "back")
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-
-
-def test_partial_of_another_source_is_not_continued(hf: Path, tmp_path: Path) -> None:
-    partial = command.open_partial(tmp_path / "out", {"source": "old"}, 0)
-    (partial / "leftover").write_text("stale")
-    again = command.open_partial(tmp_path / "out", {"source": "new"}, 0)
-    assert again == partial
-    assert not (again / "leftover").exists()
 
 
 def edit_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -294,7 +286,7 @@ def test_a_size_that_is_not_positive_is_refused(
 def test_full_disk_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     assert_refused(capsys, tmp_path, lambda: to_megatron(hf, tmp_path / "out"), "0.0 GB free")
 
 

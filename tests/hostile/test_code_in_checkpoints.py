@@ -107,7 +107,8 @@ def resume_from_each(model: Path, folders: list[Path]) -> list[str]:
 def test_no_run_resumes_with_what_a_checkpoint_holds(tmp_path: Path) -> None:
     model, clean, marker = save_model(tmp_path / "model", layers=2), tmp_path / "clean", tmp_path / "ran"
     run_ranks(1, save, model, clean)
-    names, folders = [], []
+    names: list[str] = []
+    folders: list[Path] = []
     for name, directory in spoiled(clean, tmp_path, marker):
         folders.append(tmp_path / f"run-{len(names)}")
         folders[-1].mkdir()
