@@ -207,7 +207,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "quantised": (
         lambda d: edit_tensor(d, "model.norm.weight", lambda v: v.to(torch.int8)),
-        "model.norm.weight has type I8; quantised checkpoints are not supported",
+        "'model.norm.weight' has type I8; quantised checkpoints are not supported",
     ),
     "extra tensor": (add_tensor, "has the tensor 'model.layers.0.self_attn.rotary.weight', which a qwen2 model"),
     "missing tensor": (
@@ -218,7 +218,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: edit_index(d, lambda w: w.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
         "disagrees with the shards about 'model.norm.weight'",
     ),
-    "index is not JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
+    "index is not JSON": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{"),
+        "model.safetensors.index.json is not JSON",
+    ),
     "unknown family": (
         lambda d: edit_config(d, model_type="gpt2"),
         "model_type 'gpt2' is not supported; the supported",
