@@ -18,7 +18,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
-from mugrpo_megatron.files.durable import digest, full_disk, read_sealed, remove_leftovers, resumable, write_sealed
+from mugrpo_megatron.files.durable import digest, full_disk_told, read_sealed, remove_leftovers, resumable, write_sealed
 
 RECORD = "conversion.json"
 DONE = ".done"
@@ -96,7 +96,7 @@ def open_output(out: Path, recipe: Mapping[str, Any], needed: int, overwrite: bo
         raise UserError(
             f"{out.parent} has {free / 1e9:.1f} GB free, {out.name} takes {needed / 1e9:.1f} GB; free some space"
         )
-    try:
+    with full_disk_told(out):
         partial.mkdir(parents=True, exist_ok=True)
         with _locked(partial, out):
             output = _opened(partial, dict(recipe))
@@ -105,10 +105,6 @@ def open_output(out: Path, recipe: Mapping[str, Any], needed: int, overwrite: bo
             if os.path.lexists(out) and overwrite:
                 _check_replaceable(out)
             durable.publish(partial, out, replace=overwrite)
-    except (OSError, RuntimeError) as error:
-        if full := full_disk(error, out):
-            raise full from error
-        raise
 
 
 def _opened(partial: Path, recipe: dict[str, Any]) -> Output:

@@ -23,8 +23,10 @@ Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 Count = Annotated[int, Field(ge=0, le=65_536)] | None
 """Bounded so that a mistyped number is an error, not hours of arithmetic."""
 Heads = Annotated[int, Field(gt=0, le=65_536)] | None
-Positive = Annotated[FiniteFloat, Field(gt=0)] | None
-NotNegative = Annotated[FiniteFloat, Field(ge=0)] | None
+Positive = Annotated[FiniteFloat, Field(gt=0, lt=1e12)] | None
+NotNegative = Annotated[FiniteFloat, Field(ge=0, lt=1e12)] | None
+Theta = Annotated[FiniteFloat, Field(gt=1, lt=1e15)] | None
+"""An integer without a bound would overflow torch's numbers."""
 Flag = bool | None
 
 
@@ -34,7 +36,7 @@ class RopeParameters(TypedDict, total=False):
 
     rope_type: str | None
     type: str | None
-    rope_theta: Annotated[FiniteFloat, Field(gt=1)] | None
+    rope_theta: Theta
     factor: Positive
     low_freq_factor: Positive
     high_freq_factor: Positive
@@ -69,7 +71,7 @@ class ModelConfig(TypedDict, total=False):
     attention_dropout: NotNegative
     attention_bias: Flag
     mlp_bias: Flag
-    rope_theta: Annotated[FiniteFloat, Field(gt=1)] | None
+    rope_theta: Theta
     rope_scaling: RopeParameters | None
     rope_parameters: RopeParameters | None
     sliding_window: Size
