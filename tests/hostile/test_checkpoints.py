@@ -244,7 +244,8 @@ def test_a_full_disk_is_one_sentence_wherever_it_fills(
 ) -> None:
     """The check for room is fooled, as by another process that writes meanwhile."""
     monkeypatch.setattr(output.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(2**40, 0, 2**40))
-    page, codes = 4096, []
+    page = 4096
+    codes: list[list[int]] = []
     for command in (lambda out: to_megatron(hf, out), lambda out: to_hf(megatron, hf, out)):
         codes.append([])
         for pages in range(1, 60):

@@ -26,7 +26,7 @@ ODD = [value for value in ODD_JSON if value != "x" * 5000]
 FIELDS = sorted(ModelConfig.__annotations__.keys() | WITHOUT_EFFECT | {"unknown"})
 
 
-OWN = {
+OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
