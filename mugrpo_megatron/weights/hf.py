@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_te
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
+    Shard,
     TensorSpec,
     divide,
     open_checkpoint,
@@ -85,23 +86,37 @@ def save_hf(
     """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
 
     The directory appears complete or not at all; with `replace` an earlier one stays until then. Memory beyond the
-    model is one bucket. Raises UserError on every rank when `out` exists and `replace` is false.
+    model is one bucket. Raises UserError on every rank when `out` is `like`, when it exists and `replace` is false, and
+    when it cannot be written.
     """
+    if out.exists() and like.exists() and out.samefile(like):
+        raise UserError(f"{out} is the model that config and tokenizer come from; name another directory")
     if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
     plan = build_plan(chunks, architecture, BUCKET_BYTES)
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
+    failure: list[UserError | None] = [None]
     if dist.get_rank() == 0:
         specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
-        shards = divide(specs, shard_bytes)
-        with durable_directory(out) as partial:
-            for shard in shards:
-                write_shard(partial, shard, islice(tensors, len(shard.specs)))
-            write_index(partial, shards)
-            carry_files(like, partial, specs[0].dtype)
+        try:
+            _write(out, divide(specs, shard_bytes), tensors, like, specs[0].dtype)
+        except UserError as error:
+            failure = [error]
+        except OSError as error:
+            failure = [UserError(f"{out} cannot be written ({error.filename}: {error.strerror})")]
     for _ in tensors:
-        pass  # the other ranks take part in every gather
-    dist.barrier()
+        pass  # every rank takes part in every gather, also after a failure
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def _write(out: Path, shards: list[Shard], tensors: Iterator[torch.Tensor], like: Path, dtype: torch.dtype) -> None:
+    with durable_directory(out) as partial:
+        for shard in shards:
+            write_shard(partial, shard, islice(tensors, len(shard.specs)))
+        write_index(partial, shards)
+        carry_files(like, partial, dtype)
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
