@@ -19,6 +19,9 @@ CONFIG = "config.json"
 SHOWN = 3
 """Wrong fields that one message names."""
 
+MOST_EXPERTS = 1_000_000
+"""In all layers; each has three tensors to name."""
+
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 Count = Annotated[int, Field(ge=0, le=65_536)] | None
 """Bounded so that a mistyped number is an error, not hours of arithmetic."""
@@ -119,6 +122,11 @@ def checked(config: Any, where: str) -> ModelConfig:
         wrong = [_sentence(dict(one)) for one in error.errors()]
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UserError(f"{where}: {'; '.join(wrong[:SHOWN])}{more}") from None
+    experts = (config.get("num_experts") or config.get("num_local_experts") or 1) * (
+        config.get("num_hidden_layers") or 1
+    )
+    if experts > MOST_EXPERTS:
+        raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
     return cast(ModelConfig, config)
 
 
