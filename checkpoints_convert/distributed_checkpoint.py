@@ -7,8 +7,8 @@ at most one chunk, and a stopped conversion continues at the next file.
 
 from __future__ import annotations
 
-import json
 import pickle
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.durable import durable_file, write_json
 from mugrpo_megatron.files.torch_dist_index import INDEX
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
@@ -88,30 +88,34 @@ def write_metadata(directory: Path, items: Sequence[Item]) -> None:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     placed: dict[MetadataIndex, _StorageInfo] = {}
     for item in items:
-        info = _StorageInfo(item.file, item.start, item.length)
+        # Interned, so that a continued conversion writes the same bytes: a pickle stores a string once for an object.
+        key = sys.intern(item.key)
+        info = _StorageInfo(sys.intern(item.file), item.start, item.length)
         if item.dtype == OBJECT:
-            described[item.key] = BytesStorageMetadata()
-            placed[MetadataIndex(item.key)] = info
+            described[key] = BytesStorageMetadata()
+            placed[MetadataIndex(key)] = info
             continue
         properties = TensorProperties(dtype=getattr(torch, item.dtype))
-        tensor = described.setdefault(item.key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
+        tensor = described.setdefault(key, TensorStorageMetadata(properties, torch.Size(item.shape), []))
         assert isinstance(tensor, TensorStorageMetadata)
-        placed[MetadataIndex(item.key, item.offsets, len(tensor.chunks))] = info
+        placed[MetadataIndex(key, item.offsets, len(tensor.chunks))] = info
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.sizes)))
     metadata = Metadata(described, storage_data=placed, storage_meta=StorageMeta())
-    (directory / INDEX).write_bytes(pickle.dumps(metadata))
-    torch.save({}, directory / "common.pt")
-    (directory / "metadata.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    with durable_file(directory / INDEX) as index:
+        index.write(pickle.dumps(metadata))
+    with durable_file(directory / "common.pt") as common:
+        torch.save({}, common)
+    write_json(directory / "metadata.json", CONFIG)
 
 
-def journal(items: Sequence[Item]) -> str:
-    """The items of a finished part as JSON, for a later run that continues this one."""
-    return json.dumps([asdict(item) for item in items])
+def described(items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The items of a finished data file as JSON values, for a later run that continues this one."""
+    return [asdict(item) for item in items]
 
 
-def from_journal(text: str) -> list[Item]:
-    """Inverse of `journal`."""
-    return [_item(**row) for row in json.loads(text)]
+def from_description(rows: list[dict[str, Any]]) -> list[Item]:
+    """Inverse of `described`."""
+    return [_item(**row) for row in rows]
 
 
 def _item(offsets: list[int], sizes: list[int], shape: list[int], **fields: Any) -> Item:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run
+from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, run
 from checkpoints_convert.distributed_checkpoint import (
     Item,
     PartWriter,
-    from_journal,
-    journal,
+    described,
+    from_description,
     write_metadata,
     write_part,
 )
+from checkpoints_convert.output import checked_output, open_output
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.recipe.checks import split_problems
@@ -38,13 +38,21 @@ OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "virtual_pipeline": "--vpp", "e
 LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-def convert(hf: Path, out: Path, parallel: ParallelSection = WHOLE, dtype: torch.dtype | None = None) -> None:
+def convert(
+    hf: Path,
+    out: Path,
+    parallel: ParallelSection = WHOLE,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> None:
     """Write `out` from the checkpoint in `hf`, in its own types or cast to `dtype`; a stopped conversion is continued.
 
     The chunks are cut for the layout `parallel`; any other loads them as well, chunk by chunk. Peak memory is the
     largest parameter and its copy. Raises UserError, with nothing written, for a checkpoint that is damaged or does not
-    fit its config or tokenizer, a layout that does not divide the model, or a full disk.
+    fit its config or tokenizer, a layout that does not divide the model, a full disk, or an `out` that must not be
+    replaced: an input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
     """
+    out = checked_output(out, {"--hf": hf}, overwrite)
     architecture = read_architecture(hf)
     check_layout(parallel, read_config(hf))
     check_tokenizer(hf, architecture)
@@ -52,27 +60,27 @@ def convert(hf: Path, out: Path, parallel: ParallelSection = WHOLE, dtype: torch
     parts = list(divide(checkpoint, architecture, dtype))
     total = sum(size for part in parts for _, size in part)
     recipe = {"source": fingerprint(hf), "layout": parallel.model_dump(), "dtype": str(dtype)}
-    directory = open_partial(out, recipe, total)
     items: list[Item] = []
     done = 0
-    with open_display() as display, display.bar("Hugging Face -> Megatron", total // MEGABYTE, "MB") as bar:
+    with (
+        open_output(out, recipe, total, overwrite) as output,
+        open_display() as display,
+        display.bar("Hugging Face -> Megatron", total // MEGABYTE, "MB") as bar,
+    ):
         for number, part in enumerate(parts):
-            record = directory / f"part-{number}.json"
-            if record.is_file():
-                items += from_journal(record.read_text(encoding="utf-8"))
+            file = f"__0_{number}.distcp"
+            if note := output.finished(file):
+                items += from_description(note["body"])
                 advance(bar, done := done + sum(size for _, size in part))
                 continue
-            with write_part(directory / f"__0_{number}.distcp") as writer:
+            with write_part(output.directory / file) as writer:
                 for entry, size in part:
                     write_entry(writer, checkpoint, entry, architecture, parallel.tensor, dtype)
                     advance(bar, done := done + size)
-            write_text(record, journal(writer.items))
+            output.finish(file, described(writer.items))
             items += writer.items
-    write_metadata(directory, items)
-    carry_files(hf, directory, dtype or first_dtype(checkpoint))
-    for number in range(len(parts)):
-        (directory / f"part-{number}.json").unlink()
-    publish(directory, out)
+        write_metadata(output.directory, items)
+        carry_files(hf, output.directory, dtype or first_dtype(checkpoint))
 
 
 def write_entry(
@@ -147,9 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--vpp", type=positive, default=1, help="virtual pipeline size, checked against the layers")
     parser.add_argument("--ep", type=positive, default=1, help="expert parallel size, checked against the experts")
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     options = parser.parse_args(arguments)
     parallel = ParallelSection(tensor=options.tp, pipeline=options.pp, virtual_pipeline=options.vpp, expert=options.ep)
-    return run(parser.prog, partial(convert, options.hf, options.out, parallel, DTYPES[options.dtype]))
+    given = options.hf, options.out, parallel, DTYPES[options.dtype], options.overwrite
+    return run(parser.prog, partial(convert, *given))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, open_partial, publish, run
+from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, run
+from checkpoints_convert.output import checked_output, open_output
+from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader
@@ -27,19 +29,27 @@ ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version"}
 
 
 def convert(
-    megatron: Path, out: Path, like: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    megatron: Path,
+    out: Path,
+    like: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
 ) -> None:
     """Write `out` from the model weights in `megatron`, with config and tokenizer of `like`; continues a stopped run.
 
     `megatron` is the output of a conversion or a training checkpoint, in any layout. Peak memory is the largest
     parameter and one chunk of it. Raises UserError, with nothing written, when a directory is damaged, when the
-    checkpoint is not of the model that `like` describes, or when the disk is full.
+    checkpoint is not of the model that `like` describes, when the disk is full, or when `out` must not be replaced: an
+    input, or anything else that exists, unless it is a conversion's and `overwrite` is true.
     """
+    out = checked_output(out, {"--megatron": megatron, "--like": like}, overwrite)
     architecture = read_architecture(like)
     check_tokenizer(like, architecture)
     reader = Reader(megatron)
     compare_configs(megatron, like)
     check_model(reader, megatron, architecture, like)
+    check_sums(megatron, reader.files)
     owners = {name: entry for entry in entries(architecture).values() for name in entry.hf}
     specs = [spec for entry in entries(architecture).values() for spec in specs_of(reader, entry, architecture, dtype)]
     shards = divide(specs, shard_bytes)
@@ -50,16 +60,19 @@ def convert(
         "dtype": str(dtype),
         "shards": [shard.file for shard in shards],
     }
-    directory = open_partial(out, recipe, total)
     done = 0
-    with open_display() as display, display.bar("Megatron -> Hugging Face", total // MEGABYTE, "MB") as bar:
+    with (
+        open_output(out, recipe, total, overwrite) as output,
+        open_display() as display,
+        display.bar("Megatron -> Hugging Face", total // MEGABYTE, "MB") as bar,
+    ):
         for shard in shards:
-            if not (directory / shard.file).is_file():
-                write_shard(directory, shard, tensors_of(reader, shard, owners, architecture))
+            if not output.finished(shard.file):
+                write_shard(output.directory, shard, tensors_of(reader, shard, owners, architecture))
+                output.finish(shard.file)
             advance(bar, done := done + shard.bytes)
-    write_index(directory, shards)
-    carry_files(like, directory, specs[0].dtype)
-    publish(directory, out)
+        write_index(output.directory, shards)
+        carry_files(like, output.directory, specs[0].dtype)
 
 
 def compare_configs(megatron: Path, like: Path) -> int:
@@ -133,8 +146,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
     parser.add_argument("--like", type=Path, required=True, metavar="HF_DIR", help="its config and tokenizer are used")
     parser.add_argument("--dtype", choices=DTYPES, default="keep", help="keep the types or cast all weights")
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if a conversion wrote it")
     options = parser.parse_args(arguments)
-    return run(parser.prog, partial(convert, options.megatron, options.out, options.like, DTYPES[options.dtype]))
+    command = partial(convert, dtype=DTYPES[options.dtype], overwrite=options.overwrite)
+    return run(parser.prog, partial(command, options.megatron, options.out, options.like))
 
 
 if __name__ == "__main__":

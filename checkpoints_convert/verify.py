@@ -12,6 +12,7 @@ import torch
 
 from checkpoints_convert.command import MEGABYTE, advance, run
 from checkpoints_convert.megatron_to_hf import check_model, compare_configs
+from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.files.torch_dist import Reader
@@ -38,6 +39,7 @@ def verify(hf: Path, megatron: Path, logits: bool = True) -> str:
     fields = compare_configs(megatron, hf)
     reader = Reader(megatron)
     check_model(reader, megatron, architecture, hf)
+    check_sums(megatron, reader.files)
     tensors, digest = compare_tensors(checkpoint, reader, megatron, architecture)
     line = f"equal: {fields} config fields, {tensors} tensors, sha256 {digest}"
     if logits:

@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.foreign import reading
 from mugrpo_megatron.files.hf_config import check_tokenizer
 
 VOCAB_SIZE = 272
@@ -24,9 +25,10 @@ CHAT_TEMPLATE = (
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hugging Face checkpoint directory; it has an end-of-sequence token and a padding token."""
     check_tokenizer(directory)
-    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
-    if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
-        _check_conversion(tokenizer, directory)
+    with reading(directory, "a directory with a readable tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        if (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file():
+            _check_conversion(tokenizer, directory)
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {directory} has no end-of-sequence token: add eos_token to its configuration"

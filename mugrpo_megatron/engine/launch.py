@@ -69,6 +69,7 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "log_level": "warning",
         "random_seed": recipe.run.seed + SEED_STRIDE * slot.number,
         "trust_remote_code": False,
+        "load_format": "safetensors",  # never a pickle next to it
     }
     if engine.attention_backend != "auto":
         arguments["attention_backend"] = engine.attention_backend

@@ -25,6 +25,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 
 HASH_BLOCK = 1 << 20
+LITTLE = 1 << 20
+"""A disk with fewer free bytes is full."""
 TOKEN = "[0-9a-f]" * 8
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's renameat2(2)."""
@@ -91,16 +93,21 @@ def durable_directory(path: Path) -> Iterator[Path]:
         raise
 
 
-def publish(partial: Path, path: Path) -> None:
-    """Rename the finished directory `partial` to `path`, durably, and remove what had that name."""
+def publish(partial: Path, path: Path, replace: bool = True) -> None:
+    """Rename the finished directory `partial` to `path`, durably, and remove what had that name.
+
+    Without `replace` raises UserError, with `partial` kept, when something has that name.
+    """
     for folder, _, names in os.walk(partial):
         for name in names:
             fsync(Path(folder, name))
         fsync(Path(folder))
     if os.path.lexists(path):
+        if not replace:
+            raise UserError(f"{path} exists by now; what was to have this name is in {partial}")
         _exchange(partial, path)
         fsync(path.parent)
-        _remove(partial)
+        remove(partial)
     else:
         partial.rename(path)
         fsync(path.parent)
@@ -120,11 +127,11 @@ def remove_leftovers(directory: Path, names: str) -> None:
     for aside in directory.glob(f".{names}.{TOKEN}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
         if os.path.lexists(path):
-            _remove(aside)
+            remove(aside)
         else:
             aside.rename(path)
     for leftover in directory.glob(f".{names}.{TOKEN}.partial"):
-        _remove(leftover)
+        remove(leftover)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -184,7 +191,8 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, a link or a whole directory."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -211,14 +219,35 @@ def _exchanged(one: Path, other: Path) -> bool:
     return bool(renameat2 and renameat2(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0)
 
 
+@contextmanager
+def full_disk_told(path: Path) -> Iterator[None]:
+    """Raise UserError for what a full disk raises in the block, which writes `path`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if full := full_disk(error, path):
+            raise full from error
+        raise
+
+
 def full_disk(error: BaseException, path: Path) -> UserError | None:
-    """A UserError when `error` comes from a full disk, else None; torch.save hides the cause in an error of its own."""
+    """A UserError when `error` comes from a full disk, else None.
+
+    torch.save hides the cause in an error of its own; where it writes by itself, not to a stream, only the disk tells.
+    """
     cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            return UserError(
-                f"{path.parent}: no space left for {path.name}; all complete files are kept; "
-                "free some space and run the same command again"
-            )
+    full = "inline_container.cc" in str(error) and _free(path) < LITTLE
+    while cause is not None and not full:
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
         cause = cause.__cause__ or cause.__context__
-    return None
+    if not full:
+        return None
+    return UserError(
+        f"{path.parent}: no space left for {path.name}; all complete files are kept; "
+        "free some space and run the same command again"
+    )
+
+
+def _free(path: Path) -> int:
+    """Bytes free on the disk of a path that may not exist yet."""
+    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free

@@ -19,12 +19,17 @@ CONFIG = "config.json"
 SHOWN = 3
 """Wrong fields that one message names."""
 
+MOST_EXPERTS = 1_000_000
+"""In all layers; each has three tensors to name."""
+
 Size = Annotated[int, Field(gt=0, lt=2**31)] | None
 Count = Annotated[int, Field(ge=0, le=65_536)] | None
 """Bounded so that a mistyped number is an error, not hours of arithmetic."""
 Heads = Annotated[int, Field(gt=0, le=65_536)] | None
-Positive = Annotated[FiniteFloat, Field(gt=0)] | None
-NotNegative = Annotated[FiniteFloat, Field(ge=0)] | None
+Positive = Annotated[FiniteFloat, Field(gt=0, lt=1e12)] | None
+NotNegative = Annotated[FiniteFloat, Field(ge=0, lt=1e12)] | None
+Theta = Annotated[FiniteFloat, Field(gt=1, lt=1e15)] | None
+"""An integer without a bound would overflow torch's numbers."""
 Flag = bool | None
 
 
@@ -34,7 +39,7 @@ class RopeParameters(TypedDict, total=False):
 
     rope_type: str | None
     type: str | None
-    rope_theta: Annotated[FiniteFloat, Field(gt=1)] | None
+    rope_theta: Theta
     factor: Positive
     low_freq_factor: Positive
     high_freq_factor: Positive
@@ -69,7 +74,7 @@ class ModelConfig(TypedDict, total=False):
     attention_dropout: NotNegative
     attention_bias: Flag
     mlp_bias: Flag
-    rope_theta: Annotated[FiniteFloat, Field(gt=1)] | None
+    rope_theta: Theta
     rope_scaling: RopeParameters | None
     rope_parameters: RopeParameters | None
     sliding_window: Size
@@ -117,6 +122,11 @@ def checked(config: Any, where: str) -> ModelConfig:
         wrong = [_sentence(dict(one)) for one in error.errors()]
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UserError(f"{where}: {'; '.join(wrong[:SHOWN])}{more}") from None
+    experts = (config.get("num_experts") or config.get("num_local_experts") or 1) * (
+        config.get("num_hidden_layers") or 1
+    )
+    if experts > MOST_EXPERTS:
+        raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
     return cast(ModelConfig, config)
 
 

@@ -32,4 +32,4 @@ def _is_plain(name: Any) -> bool:
         encoded = name.encode("utf-8")
     except UnicodeEncodeError:
         return False
-    return len(encoded) <= LONGEST_NAME and not {"/", "\\", "\0"} & set(name)
+    return len(encoded) <= LONGEST_NAME and name.isprintable() and not {"/", "\\"} & set(name)

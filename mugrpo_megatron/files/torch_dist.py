@@ -31,6 +31,11 @@ class Reader:
         self._tensors = read_index(directory)
         self._rows: dict[str, dict[int, list[Chunk]]] = {}
 
+    @property
+    def files(self) -> set[str]:
+        """Names of the files that hold the tensors and the index."""
+        return {INDEX, *(chunk.file for stored in self._tensors.values() for chunk in stored.chunks)}
+
     def shape(self, key: str) -> tuple[int, ...] | None:
         """Shape of a whole tensor, or None if the checkpoint does not have the key."""
         return self._tensors[key].shape if key in self._tensors else None

@@ -7,7 +7,6 @@ randomness of a run derives from `run.seed` and the cursor.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import Saved, checksums, damage, make_room, publish, read_state
-from mugrpo_megatron.files.durable import resumable
+from mugrpo_megatron.files.durable import full_disk_told, resumable
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
@@ -36,6 +39,18 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import set_steps, shards
 from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states
 from mugrpo_megatron.learner.sharded import fill, load_weights
+
+
+class DiskWriter(torch_checkpoint.FileSystemWriter):
+    """Says that the disk is full while the cause is still known: other ranks get only the last error, without it."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        with full_disk_told(Path(self.path)):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with full_disk_told(Path(self.path)):
+            super().finish(metadata, results)
 
 
 class WriteInProcess(AsyncSaveShardedStrategy):
@@ -63,7 +78,7 @@ class WriteInProcess(AsyncSaveShardedStrategy):
         def write() -> None:
             torch_checkpoint.save(
                 torch_state,
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, single_file_per_rank=True),
+                storage_writer=DiskWriter(checkpoint_dir, single_file_per_rank=True),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
                 process_group=self._group,
             )
@@ -92,9 +107,11 @@ def begin_save(
     with named_phase(ranks, f"saving {directory}"):
         _on_rank_zero(ranks, None, lambda: make_room(partial, held * layout))
         tensors = _tensors(learner, loading=False)
-        request = dist_checkpointing.save(tensors, str(partial), WriteInProcess(group, copy), async_sharded_save=True)
-        for finalize in request.finalize_fns:
-            finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
+        with full_disk_told(directory):
+            strategy = WriteInProcess(group, copy)
+            request = dist_checkpointing.save(tensors, str(partial), strategy, async_sharded_save=True)
+            for finalize in request.finalize_fns:
+                finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
     state = place | _state(learner)
 
     def write() -> None:
@@ -102,7 +119,7 @@ def begin_save(
             try:
                 request.async_fn()
             except torch_checkpoint.CheckpointException as failure:
-                raise _explained(failure, directory) from failure
+                raise _explained(failure) from failure
             shares: list[dict[str, str]] = [{}] * ranks.world
             dist.all_gather_object(shares, checksums(partial, ranks.rank, ranks.world), group=group)
             files = {name: sha256 for share in shares for name, sha256 in share.items()}
@@ -157,15 +174,9 @@ def _state(learner: Learner) -> dict[str, Any]:
     }
 
 
-def _explained(failure: torch_checkpoint.CheckpointException, directory: Path) -> BaseException:
-    """A UserError if a rank's disk was full, else the failure itself."""
-    for error, _ in failure.failures.values():
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return UserError(
-                f"{directory.parent}: no space left for {directory.name}; the earlier checkpoints are kept, "
-                "so free some space and run the same command again"
-            )
-    return failure
+def _explained(failure: torch_checkpoint.CheckpointException) -> BaseException:
+    """The UserError of a rank whose disk is full, else the failure itself."""
+    return next((error for error, _ in failure.failures.values() if isinstance(error, UserError)), failure)
 
 
 def _on_rank_zero(ranks: Ranks, group: dist.ProcessGroup | None, action: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE, read_state
-from mugrpo_megatron.files.durable import full_disk, remove_leftovers, resumable
+from mugrpo_megatron.files.durable import full_disk_told, remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
@@ -57,7 +57,7 @@ class Saver:
         self._began = time.monotonic()
         path = self._directory / checkpoint_name(cursor)
         place = {"run": self._run, "cursor": asdict(cursor)}
-        with _telling_full_disks(path):
+        with full_disk_told(path):
             write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
             self._thread = threading.Thread(target=self._write, args=(write, path), name="checkpoint", daemon=True)
@@ -80,7 +80,7 @@ class Saver:
             if self._learner.ranks.device.type == "cuda":
                 # A new thread has device 0, where the writer's streams would take memory from another rank.
                 torch.cuda.set_device(self._learner.ranks.device)
-            with _telling_full_disks(path):
+            with full_disk_told(path):
                 write()
                 self._remove_old()
         except BaseException as error:
@@ -92,17 +92,6 @@ class Saver:
                 leftover = resumable(old)  # a kill must not leave half of it under its name
                 old.rename(leftover)
                 shutil.rmtree(leftover)
-
-
-@contextmanager
-def _telling_full_disks(path: Path) -> Iterator[None]:
-    """Raise UserError for a full disk, however torch has wrapped it."""
-    try:
-        yield
-    except Exception as error:
-        if full := full_disk(error, path):
-            raise full from error
-        raise
 
 
 @contextmanager

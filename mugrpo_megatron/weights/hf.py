@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,16 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory, write_json
+from mugrpo_megatron.files.durable import durable_directory, write_json, write_text
+from mugrpo_megatron.files.foreign import reading
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
 from mugrpo_megatron.weights.placement import local_parameters, tensor_group
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
+    Shard,
     TensorSpec,
     divide,
     open_checkpoint,
@@ -85,25 +88,45 @@ def save_hf(
 
     `notes` are JSON objects to write with them, by file name. The directory appears complete or not at all; with
     `replace` an earlier one stays until then. Memory beyond the model is one bucket. Raises UserError on every rank
-    when `out` exists and `replace` is false.
+    when `out` is `like`, when it exists and `replace` is false, and when it cannot be written.
     """
+    if out.exists() and like.exists() and out.samefile(like):
+        raise UserError(f"{out} is the model that config and tokenizer come from; name another directory")
     if out.exists() and not replace:
         raise UserError(f"{out} exists already; remove it or name another directory")
     plan = build_plan(chunks, architecture, BUCKET_BYTES)
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
+    failure: list[UserError | None] = [None]
     if dist.get_rank() == 0:
         specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
-        shards = divide(specs, shard_bytes)
-        with durable_directory(out) as partial:
-            for shard in shards:
-                write_shard(partial, shard, islice(tensors, len(shard.specs)))
-            write_index(partial, shards)
-            carry_files(like, partial, specs[0].dtype)
-            for name, note in (notes or {}).items():
-                write_json(partial / name, note)
+        try:
+            _write(out, divide(specs, shard_bytes), tensors, like, specs[0].dtype, notes or {})
+        except UserError as error:
+            failure = [error]
+        except OSError as error:
+            failure = [UserError(f"{out} cannot be written ({error.filename}: {error.strerror})")]
     for _ in tensors:
-        pass  # the other ranks take part in every gather
-    dist.barrier()
+        pass  # every rank takes part in every gather, also after a failure
+    dist.broadcast_object_list(failure)
+    if failure[0] is not None:
+        raise failure[0]
+
+
+def _write(
+    out: Path,
+    shards: list[Shard],
+    tensors: Iterator[torch.Tensor],
+    like: Path,
+    dtype: torch.dtype,
+    notes: Mapping[str, Any],
+) -> None:
+    with durable_directory(out) as partial:
+        for shard in shards:
+            write_shard(partial, shard, islice(tensors, len(shard.specs)))
+        write_index(partial, shards)
+        carry_files(like, partial, dtype)
+        for name, note in notes.items():
+            write_json(partial / name, note)
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
@@ -114,11 +137,20 @@ def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
     config: dict[str, Any] = dict(read_config(like))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
-    (out / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(out / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 def check_tokenizer(directory: Path, architecture: Architecture) -> None:
-    """Raises UserError when the tokenizer has an id beyond the embedding's rows."""
+    """Raises UserError when the tokenizer is damaged or has an id beyond the embedding's rows.
+
+    Also when a file that `carry_files` copies cannot be read.
+    """
+    for name in CARRIED:
+        try:
+            if (directory / name).is_file():
+                (directory / name).open("rb").close()
+        except OSError as error:
+            raise UserError(f"{directory / name} cannot be read ({error.strerror})") from None
     tokens = tokenizer_size(directory)
     if tokens > architecture.vocab_size:
         raise UserError(
@@ -131,14 +163,25 @@ def tokenizer_size(directory: Path) -> int:
     """Largest id of the tokenizer in `directory` plus one, added tokens included; 0 without a tokenizer.
 
     Reads `tokenizer.json`, else a sentencepiece `tokenizer.model` with its `added_tokens.json`, else `vocab.json`.
+    Raises UserError when one of them is damaged.
     """
     if (directory / "tokenizer.json").is_file():
-        return 1 + max(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab().values())
+        with reading(directory / "tokenizer.json", "a readable tokenizer"):
+            return _largest(Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab())
     sizes = [0]
     if (directory / "tokenizer.model").is_file():
-        sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
+        with reading(directory / "tokenizer.model", "a readable sentencepiece model"):
+            sizes.append(SentencePieceProcessor(model_file=str(directory / "tokenizer.model")).get_piece_size())
     for name in ("added_tokens.json", "vocab.json"):
         if (directory / name).is_file():
-            ids = json.loads((directory / name).read_text(encoding="utf-8")).values()
-            sizes += [1 + index for index in ids]
+            with reading(directory / name, "a map of tokens to ids"):
+                sizes.append(_largest(read_json(directory / name)))
     return max(sizes)
+
+
+def _largest(vocabulary: Mapping[str, Any]) -> int:
+    """Largest id plus one."""
+    ids = list(vocabulary.values())
+    if any(type(index) is not int or index < 0 for index in ids):
+        raise ValueError("an id is not a number")
+    return 1 + max(ids, default=-1)

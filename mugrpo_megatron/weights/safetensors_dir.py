@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_file
+from mugrpo_megatron.files.durable import durable_file, write_json
+from mugrpo_megatron.files.inside import file_inside
+from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import entries
@@ -41,8 +45,8 @@ class HFCheckpoint:
     dtypes: Mapping[str, torch.dtype]
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor, memory-mapped from its file."""
-        with safe_open(self.directory / self.files[name], framework="pt") as opened:
+        """A tensor, memory-mapped from its file; UserError when the file has become unreadable."""
+        with _opened(self.directory / self.files[name]) as opened:
             return opened.get_tensor(name)
 
 
@@ -90,10 +94,7 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
     if index_path.is_file():
-        try:
-            indexed = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{index_path} is not a safetensors index: {error!r}") from error
+        indexed = _weight_map(index_path)
         names = sorted(set(indexed.values()))
     elif (directory / SINGLE).is_file():
         names = [SINGLE]
@@ -103,25 +104,20 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name in names:
-        path = directory / name
-        if not path.is_file():
-            raise UserError(f"{path} is missing, though {INDEX} names it")
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
-                    if tensor in files:
-                        raise UserError(f"{tensor} is in both {files[tensor]} and {name} of {directory}")
-                    files[tensor] = name
-                    header = opened.get_slice(tensor)
-                    shapes[tensor] = tuple(header.get_shape())
-                    if header.get_dtype() not in FLOATS:
-                        raise UserError(
-                            f"{path}: {tensor} has type {header.get_dtype()}; quantised checkpoints are not supported, "
-                            f"use the model's {' or '.join(FLOATS)} release"
-                        )
-                    dtypes[tensor] = FLOATS[header.get_dtype()]
-        except SafetensorError as error:
-            raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from error
+        path = file_inside(index_path, name)
+        with _opened(path) as opened:
+            for tensor in opened.keys():  # noqa: SIM118  a safetensors handle is not a mapping
+                if tensor in files:
+                    raise UserError(f"{tensor!r} is in both {files[tensor]} and {name} of {directory}")
+                files[tensor] = name
+                header = opened.get_slice(tensor)
+                shapes[tensor] = tuple(header.get_shape())
+                if header.get_dtype() not in FLOATS:
+                    raise UserError(
+                        f"{path}: {tensor!r} has type {header.get_dtype()}; quantised checkpoints are not supported, "
+                        f"use the model's {' or '.join(FLOATS)} release"
+                    )
+                dtypes[tensor] = FLOATS[header.get_dtype()]
     if indexed is not None and indexed != files:
         wrong = sorted(set(indexed.items()) ^ set(files.items()))[0][0]
         raise UserError(
@@ -129,6 +125,25 @@ def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], 
             f"the shards say {files.get(wrong, 'nothing')}"
         )
     return files, shapes, dtypes
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    placed = read_json(index).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise UserError(f"{index} is not a safetensors index: its weight_map does not map tensors to files")
+    return placed
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A safetensors file's handle; UserError when it is damaged or cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except SafetensorError as error:
+        raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
 
 
 @dataclass(frozen=True)
@@ -203,4 +218,4 @@ def write_index(directory: Path, shards: Sequence[Shard]) -> None:
     placed = {spec.name: shard.file for shard in shards for spec in shard.specs}
     total = sum(shard.bytes for shard in shards)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / INDEX, index)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from sentencepiece import SentencePieceTrainer
 from transformers import AutoTokenizer
 
-from checkpoints_convert import command, hf_to_megatron, megatron_to_hf, verify
+from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from tests import models
 from tests.weights import tiny
@@ -139,18 +139,10 @@ def test_stopped_conversion_is_continued(hf: Path, tmp_path: Path, monkeypatch: 
     assert to_megatron(hf, out) == 0
     assert {name: (out / name).stat().st_mtime_ns for name in finished} == finished
     assert not (tmp_path / ".m.partial").exists()
-    assert not list(out.glob("part-*.json"))
+    assert not list(out.glob("*.done"))
     assert to_hf(out, tmp_path / "back", hf) == 0
     expected, found = tensors(hf), tensors(tmp_path / "back")
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
-
-
-def test_partial_of_another_source_is_not_continued(hf: Path, tmp_path: Path) -> None:
-    partial = command.open_partial(tmp_path / "out", {"source": "old"}, 0)
-    (partial / "leftover").write_text("stale")
-    again = command.open_partial(tmp_path / "out", {"source": "new"}, 0)
-    assert again == partial
-    assert not (again / "leftover").exists()
 
 
 def edit_tensor(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
@@ -215,7 +207,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "quantised": (
         lambda d: edit_tensor(d, "model.norm.weight", lambda v: v.to(torch.int8)),
-        "model.norm.weight has type I8; quantised checkpoints are not supported",
+        "'model.norm.weight' has type I8; quantised checkpoints are not supported",
     ),
     "extra tensor": (add_tensor, "has the tensor 'model.layers.0.self_attn.rotary.weight', which a qwen2 model"),
     "missing tensor": (
@@ -226,7 +218,10 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: edit_index(d, lambda w: w.update({"model.norm.weight": "model-00001-of-00003.safetensors"})),
         "disagrees with the shards about 'model.norm.weight'",
     ),
-    "index is not JSON": (lambda d: (d / "model.safetensors.index.json").write_text("{"), "is not a safetensors index"),
+    "index is not JSON": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{"),
+        "model.safetensors.index.json is not JSON",
+    ),
     "unknown family": (
         lambda d: edit_config(d, model_type="gpt2"),
         "model_type 'gpt2' is not supported; the supported",
@@ -294,7 +289,7 @@ def test_a_size_that_is_not_positive_is_refused(
 def test_full_disk_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     assert_refused(capsys, tmp_path, lambda: to_megatron(hf, tmp_path / "out"), "0.0 GB free")
 
 

@@ -73,6 +73,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"num_attention_heads": "4"}, "num_attention_heads is '4', it should be a valid integer"),
     ({"hidden_size": True}, "hidden_size is True, it should be a valid integer"),
     ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, it should be less than or equal to 10000"),
+    (
+        {"num_hidden_layers": 10_000, "num_experts": 65_536},
+        "its layers have 655,360,000 experts together, more than 1,",
+    ),
     ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', it should be a valid boolean"),
     ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', it should be a valid number"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, r"rope_scaling\.factor is -1, it should be greater than 0"),

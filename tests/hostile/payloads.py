@@ -56,7 +56,7 @@ INDEXES: dict[str, Callable[[Path], bytes]] = {
     "INST": lambda marker: b"(" + text(marker) + b"iposix\nmkdir\n.",
     "OBJ": lambda marker: b"(cposix\nmkdir\n" + text(marker) + b"o.",
     "inside an index": lambda marker: pickle.dumps(Metadata({}, Evil(marker), {})),
-    "as a key of an index": lambda marker: pickle.dumps(Metadata(cast(Any, {"a": Evil(marker)}), None, {})),
+    "as a tensor of an index": lambda marker: pickle.dumps(Metadata(cast(Any, {"a": Evil(marker)}), None, {})),
 }  # fmt: skip
 """Contents of `.metadata` that make a marker."""
 
@@ -108,7 +108,8 @@ def with_items(checkpoint: Path, item: bytes, of_tensors: bool, declared: bool) 
 
 
 def sign(checkpoint: Path) -> None:
-    """Make the checksums of a training checkpoint fit again, as whoever edits one can."""
+    """Make the checksums of a checkpoint fit again, or remove them, as anyone who edits one can."""
+    (checkpoint / "conversion.json").unlink(missing_ok=True)
     if not (checkpoint / STATE).exists():
         return
     state: Any = read_state(checkpoint)

@@ -89,6 +89,18 @@ def replaced(first: Path, second: Path, target: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == [target.name]
 
 
+def refused_on_every_rank(source: Path, folder: Path, layout: Layout) -> list[str]:
+    """What this rank is told about places that cannot be written; then it saves to one that can."""
+    chunks, architecture = build(source, layout, enter(layout))
+    told = []
+    for out in (folder / "file" / "hf", folder / ("x" * 255), source, folder / "link"):
+        with pytest.raises(UserError) as refused:
+            save_hf(chunks, architecture, like=source, out=out, replace=True)
+        told.append(str(refused.value))
+    save_hf(chunks, architecture, like=source, out=folder / "hf")
+    return told
+
+
 def logits_of(sources: list[Path], layout: Layout, ids: list[int]) -> list[np.ndarray]:
     """Logits of each checkpoint in the layout, the same on every rank."""
     ranks = enter(layout)

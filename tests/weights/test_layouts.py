@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests import models
 from tests.ranks import run_ranks
 from tests.weights import tiny
-from tests.weights.ranks_work import Layout, logits_of, replaced, round_trips
+from tests.weights.ranks_work import Layout, logits_of, refused_on_every_rank, replaced, round_trips
 
 pytestmark = pytest.mark.process
 
@@ -62,6 +62,24 @@ def routed(name: str) -> bool:
 
 def test_an_earlier_export_is_whole_until_the_next_one_is(checkpoints: Path, tmp_path: Path) -> None:
     run_ranks(1, replaced, checkpoints / "qwen2", checkpoints / "llama", tmp_path / "hf")
+
+
+def test_every_rank_is_told_that_an_export_cannot_be_written(checkpoints: Path, tmp_path: Path) -> None:
+    source = checkpoints / "qwen2"
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(source)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    one, other = run_ranks(2, refused_on_every_rank, source, tmp_path, {"tensor": 2})
+    assert one == other
+    assert [sentence.split(" ", 1)[1][:10] for sentence in one] == [
+        "cannot be ",
+        "cannot be ",
+        "is the mod",
+        "is the mod",
+    ]
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == load_file(source / "model.safetensors").keys()
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPERT_LAYOUTS])
