@@ -81,4 +81,4 @@ def _backward(grad, x, weights, dx, d_weights, width, WEIGHTED: tl.constexpr, BL
         tl.store(dx + here, d_gate.to(dx.dtype.element_ty), mask=inside)
         tl.store(dx + here + width, d_up.to(dx.dtype.element_ty), mask=inside)
     if WEIGHTED:
-        tl.store(d_weights + row, total.to(d_weights.dtype.element_ty))  # type: ignore[attr-defined]
+        tl.store(d_weights + row, total)

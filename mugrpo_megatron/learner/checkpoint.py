@@ -1,8 +1,9 @@
 """Save the learner's full state (weights, master weights, moments, counters) and load it in any layout.
 
 megatron.core.dist_checkpointing writes it in model space (a moment has its parameter's shape and name), so tensor,
-pipeline and data parallel sizes may change between save and load. It holds no random state: dropout is off, and all
-randomness of a run derives from `run.seed` and the cursor.
+pipeline and data parallel sizes may change between save and load. Each state is written once, by one of the data
+parallel ranks that hold a part of it. It holds no random state: dropout is off, and all randomness of a run derives
+from `run.seed` and the cursor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -37,7 +38,8 @@ from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import set_steps, shards
-from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states
+from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states, share_writing
+from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.learner.sharded import fill, load_weights
 
 
@@ -57,21 +59,17 @@ class WriteInProcess(AsyncSaveShardedStrategy):
     """Writes Megatron's `torch_dist` format in this process, when the request is executed.
 
     Megatron forks writers and starts a manager process for their results. That takes seconds for the first save of a
-    small model, forks a process that has threads, and leaves the manager running when a rank is killed. With `copy`
-    the request holds copies in host memory, so training may continue before it is executed. Collectives use `group`.
+    small model, forks a process that has threads, and leaves the manager running when a rank is killed. Collectives use
+    `group`.
     """
 
     can_handle_sharded_objects = True
 
-    def __init__(self, group: dist.ProcessGroup | None, copy: bool) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__("torch_dist", 1)
-        self._group, self._copy = group, copy
+        self._group = group
 
     def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
-        if self._copy:
-            for tensor in nested_values(sharded_state_dict):
-                if isinstance(tensor, ShardedTensor):
-                    tensor.data = tensor.data.detach().to("cpu", copy=True)
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         torch_state = mcore_to_pyt_state_dict(tensors, False)
 
@@ -106,10 +104,10 @@ def begin_save(
     held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
     with named_phase(ranks, f"saving {directory}"):
         _on_rank_zero(ranks, None, lambda: make_room(partial, held * layout))
-        tensors = _tensors(learner, loading=False)
         with full_disk_told(directory):
-            strategy = WriteInProcess(group, copy)
-            request = dist_checkpointing.save(tensors, str(partial), strategy, async_sharded_save=True)
+            request = dist_checkpointing.save(
+                _to_save(learner, copy), str(partial), WriteInProcess(group), async_sharded_save=True
+            )
             for finalize in request.finalize_fns:
                 finalize()  # writes Megatron's metadata; the checkpoint is not valid before its state is written
     state = place | _state(learner)
@@ -149,7 +147,7 @@ def load(learner: Learner, directory: Path) -> Saved:
             f"{learner.recipe.model.path} describes {expected}; resume with the model the run was started from"
         )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
-        loaded = fill(_tensors(learner, loading=True), Reader(directory))
+        loaded = fill(_to_load(learner), Reader(directory))
         for chunk, tensors in zip(learner.chunks, loaded["model"], strict=True):
             load_weights(policy(chunk), tensors)
         for shard, states in zip(shards(learner.optimizer), loaded["optimizer"], strict=True):
@@ -159,11 +157,32 @@ def load(learner: Learner, directory: Path) -> Saved:
     return state
 
 
-def _tensors(learner: Learner, loading: bool) -> dict[str, Any]:
-    """Sharded weights and optimizer states of this rank, under the model's parameter names."""
-    model = [policy(chunk).sharded_state_dict() for chunk in learner.chunks]
-    gather = empty_states if loading else gather_states
-    return {"model": model, "optimizer": [gather(shard, model) for shard in shards(learner.optimizer)]}
+def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
+    """Sharded weights, and the optimizer states that this rank writes, under the model's parameter names.
+
+    States are in host memory, and with `copy` the weights that this rank writes too.
+    """
+    model = _model(learner)
+    for shard in shards(learner.optimizer):
+        share_writing(shard, model)
+    to_host = Staging(pinned=True).to_host if learner.ranks.device.type == "cuda" else None
+    keep: Callable[[torch.Tensor], torch.Tensor] = to_host or (lambda whole: whole)
+    states = [state for shard in shards(learner.optimizer) for state in gather_states(shard, model, keep)]
+    if copy:
+        for value in nested_values(model):
+            if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
+                value.data = (to_host or torch.clone)(value.data.detach())
+    return {"model": model, **({"optimizer": states} if states else {})}  # an empty list would be saved as a value
+
+
+def _to_load(learner: Learner) -> dict[str, Any]:
+    """Sharded weights, and empty states of every parameter of this rank, under the same names."""
+    model = _model(learner)
+    return {"model": model, "optimizer": [empty_states(shard, model) for shard in shards(learner.optimizer)]}
+
+
+def _model(learner: Learner) -> list[dict[str, Any]]:
+    return [policy(chunk).sharded_state_dict() for chunk in learner.chunks]
 
 
 def _state(learner: Learner) -> dict[str, Any]:

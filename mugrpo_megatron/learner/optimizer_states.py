@@ -3,11 +3,12 @@
 The distributed optimizer keeps flat slices of its buffers. Megatron's conversion to parameters ("fully reshardable")
 drops the padding inside buffers and shifts what follows it, which corrupts small or odd-sized parameters, and its
 loader does not support torch's AdamW. Here each parameter is converted by itself: peak extra memory is one parameter.
+Every data parallel rank writes a share of the parameters, with their weights and states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from mugrpo_megatron.learner.packing import fill
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
@@ -24,24 +27,52 @@ States = list[dict[str, Any]]
 """A {state: sharded or plain tensor} for each parameter, in the order of the optimizer's buffers."""
 
 
-def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> States:
-    """Full float32 states of every parameter, on the CPU, sharded as `model` (sharded state dicts) shards it.
+def writers(sizes: Sequence[int], ranks: int) -> list[int]:
+    """For parameters of `sizes` elements, which of the data parallel `ranks` writes each: about equal shares."""
+    found = [0] * len(sizes)
+    for rank, share in enumerate(fill(sizes, ranks)[0]):
+        for index in share:
+            found[index] = rank
+    return found
 
-    Collective over the data parallel group, whose ranks each hold a slice of every parameter's states.
+
+def share_writing(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
+    """Make the `writers` of the optimizer's parameters their main replicas in `model` (sharded state dicts).
+
+    Megatron's main replica is the first data parallel rank, which would then write everything alone. A replica is named
+    by its pipeline, tensor and data parallel place; the last of them is now counted from the writer.
     """
-    found: States = []
+    group = optimizer.data_parallel_group
+    parameters = list(_sharded_parameters(optimizer, model))
+    places = writers([parameter.numel() for parameter, _ in parameters], group.size())
+    for (_, sharded), writer in zip(parameters, places, strict=True):
+        sharded.replica_id = (*sharded.replica_id[:-1], (group.rank() - writer) % group.size())
+
+
+def gather_states(
+    optimizer: DistributedOptimizer, model: list[dict[str, Any]], to_host: Callable[[torch.Tensor], torch.Tensor]
+) -> list[Any]:
+    """Full float32 states of the parameters that this rank writes, by `to_host`, sharded as `model` shards them.
+
+    Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
+    from `share_writing`; of a parameter that is stored by other groups of ranks, nothing is gathered.
+    """
+    found = []
     group = optimizer.data_parallel_group
     for parameter, sharded in _sharded_parameters(optimizer, model):
+        if any(sharded.replica_id[:-1]):
+            continue
         slices = _local_slice(optimizer, parameter)
-        found.append({})
         for name in STATES:
             whole = torch.zeros(parameter.numel(), device=parameter.device)
             if slices is not None:
                 where, states = slices
                 whole[where] = states[name].detach()
             if group.size() > 1:
-                dist.all_reduce(whole, group=group)  # the slices are disjoint, so the sum is exact
-            found[-1][name] = _sharded_like(sharded, name, whole.view(parameter.shape).cpu())
+                writer = (group.rank() - sharded.replica_id[-1]) % group.size()
+                dist.reduce(whole, group=group, group_dst=writer)  # the slices are disjoint, so the sum is exact
+            if is_main_replica(sharded.replica_id):
+                found.append(_sharded_like(sharded, name, to_host(whole.view(parameter.shape))))
     return found
 
 

@@ -86,7 +86,7 @@ def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, c
     capacity = max(budget, longest)
     per_rank = _round_up(-(-total // (capacity * dp_size)), count_multiple)
     while True:
-        bins, fullest = _fill(lengths, per_rank * dp_size)
+        bins, fullest = fill(lengths, per_rank * dp_size)
         if fullest <= capacity or per_rank >= len(lengths):
             break
         per_rank += count_multiple
@@ -99,7 +99,8 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _fill(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
+def fill(lengths: Sequence[int], count: int) -> tuple[list[list[int]], int]:
+    """Indices of `lengths` in `count` bins of about equal sums, longest first into the emptiest; the largest sum."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, i) for i in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -141,7 +142,7 @@ def pack(
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:
     """The sequences whose loss a context parallel rank computes, balanced by trained tokens."""
-    return _fill(trained, size)[0][rank]
+    return fill(trained, size)[0][rank]
 
 
 def _trained_rows(chosen: list[Tokens], offsets: np.ndarray, mine: list[int]) -> np.ndarray:

@@ -219,12 +219,18 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sampl
 def save_if_due(run: Run, cursor: Cursor) -> None:
     """After an update: save the learner's full state where the recipe or a request to stop asks for it.
 
-    The run resumes from `cursor`. Saves at a stage's end, after every `checkpoint.every_updates`-th update of a stage,
-    and every `checkpoint.every_minutes`. Raises Stopped, with everything saved, when the run was asked to stop.
+    The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
+    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
+    in a run that takes one stage's updates, always at its end. Raises Stopped, with everything saved, when the
+    run was asked to stop.
+
+    The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
     """
-    every = run.recipe.checkpoint.every_updates
+    section, stage_ends = run.recipe.checkpoint, cursor.age == 0
+    last = cursor.finished(run.recipe.schedule) or not run.world.engines
+    due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
     stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
-    if stopping or overdue or cursor.age == 0 or (every and cursor.age % every == 0):
+    if stopping or overdue or due:
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
     if stopping:

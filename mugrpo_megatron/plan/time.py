@@ -55,13 +55,13 @@ def phases(case: Case, need: Memory) -> Phases:
 
 
 def saving_seconds(others: float, case: Case) -> float:
-    """Seconds of a stage's saves, at its end and inside it, next to `others` seconds of other work.
+    """Seconds of a stage's saves, at its end (or its share of one) and inside it, next to `others` of other work.
 
     With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
     ended when the next one begins (run/checkpoints.py).
     """
     section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_per_stage
-    saves = 1 + (updates - 1) // section.every_updates if section.every_updates else 1
+    saves = 1 / section.every_stages + ((updates - 1) // section.every_updates if section.every_updates else 0)
     written = saves * checkpoint_bytes(case) / case.assumptions.disk
     if not section.asynchronous:
         return written

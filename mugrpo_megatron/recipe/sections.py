@@ -168,6 +168,9 @@ class OptimizerSection(Section):
 class CheckpointSection(Section):
     """When the learner's full state is saved, and how many saves are kept."""
 
+    every_stages: PositiveInt = 1
+    """Save at the end of every n-th stage, and of the last. A resumed run takes the updates of later stages again, on
+    the responses that are on disk."""
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves only at stage ends."""
     every_minutes: NonNegativeFloat = 0.0

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
@@ -73,6 +76,48 @@ def test_resume_goes_on_as_if_unbroken(
         for again, before in zip(metrics, unbroken, strict=True):
             assert again["loss"] == pytest.approx(before["loss"], rel=1e-4)
             assert again["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+
+
+def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[str, int]:
+    """Bytes that this rank copies for a save, by key; the save is then written."""
+    learner = build_learner(recipe(Path(model), **sections))
+    tree = checkpoint._to_save(learner, copy=True)
+    weights = {p.untyped_storage().data_ptr() for chunk in learner.chunks for p in chunk.parameters()}
+    found: dict[str, int] = {}
+    for value in nested_values(tree):
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
+            assert value.data.untyped_storage().data_ptr() not in weights, "training goes on in them"
+            found[value.key] = found.get(value.key, 0) + value.data.nbytes
+    checkpoint.begin_save(learner, Path(directory), CURSOR, copy=True)()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sections", "replicas"),
+    [
+        ({}, [(0, 1)]),
+        ({"parallel": {"context": 2}}, [(0, 1)]),
+        ({"parallel": {"tensor": 2}}, [(0, 2), (1, 3)]),
+        ({"parallel": {"pipeline": 2}}, [(0, 1), (2, 3)]),
+    ],
+    ids=str,
+)
+def test_data_parallel_ranks_share_the_writing(
+    model: str, tmp_path: Path, sections: Sections, replicas: list[tuple[int, int]]
+) -> None:
+    """Together they copy every state once; those of the same parameters about equally much, into a file each."""
+    world = 2 * len(replicas)
+    found = run_ranks(world, saved_by_each_rank, model, str(tmp_path / "c"), sections)
+    [alone] = run_ranks(1, saved_by_each_rank, model, str(tmp_path / "alone"), {})
+    together: dict[str, int] = {}
+    for rank in found:
+        for key, size in rank.items():
+            together[key] = together.get(key, 0) + size
+    assert together == alone
+    for one, other in replicas:
+        assert sum(found[one].values()) == pytest.approx(sum(found[other].values()), rel=0.25)
+    files = sorted(path.name for path in (tmp_path / "c").glob("*.distcp"))
+    assert files == [f"__{rank}_0.distcp" for rank in range(world)]
 
 
 def test_bf16_master_weights_survive(model: str, tmp_path: Path) -> None:
