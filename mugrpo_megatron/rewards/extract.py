@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-Extract = Literal["boxed", "final", "last_number"]
+Extract = Literal["auto", "boxed", "final", "last_number"]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
 _PHRASE = re.compile(
@@ -14,7 +14,7 @@ _PHRASE = re.compile(
 )
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
 _DENIED = re.compile(r"(?:\bnot|n't)\s+(?:(?:equal\s+to|the|a)\s+)*\Z", re.IGNORECASE)
-_NEGATED = re.compile(r"\b(?:not|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
+_NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
@@ -43,10 +43,11 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final") -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    "boxed" takes the last `\boxed{}` only, joined with the boxes before it when only "and", commas and the like stand
-    between. "final" takes, in this order: a response that is one integer; the last box; what follows the last `####`;
-    what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or
-    in prose its last formula or number. "last_number" takes the last number, wherever it stands.
+    "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
+    like stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the
+    last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or
+    in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is "final"; a
+    recipe whose prompts ask for a box makes it "boxed".
     """
     text = response.strip()
     if extract == "last_number":

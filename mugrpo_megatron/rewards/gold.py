@@ -44,7 +44,9 @@ class Gold:
 def read_gold(answer: str) -> Gold:
     r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty."""
     boxed = boxed_answer(answer)
-    text = normalize(committed(answer) if boxed is None else boxed)
+    text = normalize(answer if boxed is None else boxed)
+    if boxed is None and _single_value(split_unit(text)[0]) is None:
+        text = normalize(committed(answer))
     if not text:
         raise ValueError("the gold answer is empty")
     if CHOICE.fullmatch(text):
@@ -82,6 +84,12 @@ def sides(text: str, operators: str = "") -> list[str]:
     if len(found) > 1 and named[0]:
         return found[1:]
     return found[:1] if len(found) == 2 and named[1] and re.search("[0-9]", found[0]) else found
+
+
+def name_of(text: str) -> str:
+    """What an equation names: `x` for `x = 5`; empty for text that is no such equation."""
+    found = split_top(text, _EQUALS)
+    return found[0] if len(found) > 1 and _is_name(found[0]) else ""
 
 
 def without_name(text: str) -> str:

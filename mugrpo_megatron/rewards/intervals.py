@@ -9,6 +9,7 @@ from mugrpo_megatron.rewards.normalize import encloses, split_top
 _ORDER = r"\s*(<=|>=|<|>|\\(?:le|ge|lt|gt)q?(?:slant)?(?![A-Za-z]))\s*"
 _CHAIN = re.compile(rf"([^<>]+?){_ORDER}([A-Za-z]){_ORDER}([^<>]+)")
 _ONE_SIDED = re.compile(rf"([A-Za-z]){_ORDER}([^<>]+)|([^<>A-Za-z]+(?:\\[A-Za-z]+[^<>A-Za-z]*)*){_ORDER}([A-Za-z])")
+_ABSOLUTE = re.compile(r"(?:\||\\vert ?)([A-Za-z])(?:\||\\vert ?)\s*(<=?|\\(?:le|lt)q?(?![A-Za-z]))\s*([^<>]+)")
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 
@@ -36,6 +37,9 @@ def union_parts(text: str) -> list[str]:
 
 
 def _interval(part: str) -> str:
+    if absolute := _ABSOLUTE.fullmatch(part):
+        _, sign, bound = absolute.groups()
+        return _between(f"-({bound})", sign, bound, sign)
     if chain := _CHAIN.fullmatch(part):
         low, first, _, second, high = chain.groups()
         if _is_less(first) and _is_less(second):

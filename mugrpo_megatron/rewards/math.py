@@ -6,7 +6,7 @@ import re
 from typing import Literal
 
 from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worked_out, too_large
-from mugrpo_megatron.rewards.gold import CHOICE, IN_BASE, TIME, Gold, read_gold, sides, without_name
+from mugrpo_megatron.rewards.gold import CHOICE, IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
 from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
 from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, without_words
 from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number
@@ -52,6 +52,7 @@ def _same_text(text: str, gold: Gold) -> bool:
     if gold.kind == "words":
         return text.casefold() == gold.text.casefold()
     form = TIME if gold.kind == "time" else IN_BASE
+    text = text if len(sides(text)) > 1 else sides(text)[0]
     found, wanted = form.fullmatch(text), form.fullmatch(gold.text)
     if found is None or wanted is None:
         return gold.kind == "base" and text == IN_BASE.sub(r"\1", gold.text)
@@ -96,11 +97,11 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
     text, wanted = without_words(text), without_words(gold.text)
     if not text or not wanted:
         return _verdict(False)
+    text, wanted = _as_intervals(without_membership(text), without_membership(wanted))
     if refusal := hedged(text, wanted):
         return 0.0, refusal
     if text.count("'") != wanted.count("'"):
         return _verdict(False)
-    text, wanted = _as_intervals(without_membership(text), without_membership(wanted))
     elements, golds = split_top(text, ","), split_top(wanted, ",")
     if "=" not in wanted and any(len(sides(element)) > 1 for element in elements):
         return 0.0, "ambiguous: an equation of two values"
@@ -142,10 +143,16 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
         return _verdict(False)
     if len(golds) > _MATCHED_ELEMENTS:
         return _verdict(same(gold.parsed, parsed(without_name(", ".join(elements)))))
+    names = {name_of(one) for one in golds}
+    named = len(names) == len(golds) and names == {name_of(element) for element in elements}
+
+    def matches(element: str, one: str) -> bool:
+        return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
+
     left = list(golds)
     for element in elements:
-        found = next((one for one in left or golds if element == one or grade(element, one)[0] == 1.0), None)
-        if found is None and not any(grade(element, one)[0] == 1.0 for one in golds):
+        found = next((one for one in [*left, *golds] if matches(element, one)), None)
+        if found is None:
             return _verdict(False)
         if found in left:
             left.remove(found)

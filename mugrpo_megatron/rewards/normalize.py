@@ -31,7 +31,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (rf"\\(?:{_STYLE})\s*\{{\s*\}}", " "),
         (r"\\+text\s*\{[\s,]*(?:or|and|,)[\s,]*\}|\\(?:lor|vee)(?![A-Za-z])|(?<![A-Za-z])(?:or|and)(?![a-z])", ","),
         (r"^\s*\\(?:text|textbf)\s*\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer(?:\s+is)?\s*:?\s*\}", ""),
-        (r"^\s*\\(?:text|textbf|mathbf|mathrm|bf)\s*\{\s*(\([A-Z]\))\s*\}", r"\1"),
+        (r"^\s*\\(?:text|textbf|mathbf|mathrm|bf)\s*\{\s*(\([A-Z]\)|[A-Z][.:)])\s*\}", r"\1 "),
         (r"\\+boxed\s*\{(?=[^{}]*$)", ""),
         (r"(?<=[0-9)}])i(?![A-Za-z])", " i"),
         (r",(?:\s*,)+", ","),

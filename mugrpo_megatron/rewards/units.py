@@ -10,7 +10,7 @@ import re
 
 _EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
 _MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
-_SYMBOL = r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?<= )[mgslh]\b"
+_SYMBOL = r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
 _LAST = re.compile(
     rf"(?:{_MACRO}\s*\{{(?P<macro>[^{{}}0-9]*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
     rf"(?P<exponent>{_EXPONENT})?[\s.,]*\Z"

@@ -52,8 +52,8 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
         left, right = _at_a_point(gold), _at_a_point(answer)
     except (TypeError, ValueError, OverflowError, ArithmeticError):  # no number there: math-verify decides
         return False
-    scale = max(abs(left), abs(right))
-    return scale > 1e-12 and abs(left - right) > 1e-4 * scale  # False where one of them is not a number
+    small, large = sorted((abs(left), abs(right)))
+    return large > 1e-12 and abs(left - right) > 1e-4 * small  # False where one of them is not a number
 
 
 def _at_a_point(value: Expr) -> complex:
