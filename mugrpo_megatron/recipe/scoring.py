@@ -9,6 +9,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 
 from mugrpo_megatron.recipe.objective import Section
 
+STYLES_WITHOUT_BOX = frozenset({"plain", "chat"})
+"""Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
+
 
 class RewardSection(Section):
     """How a response becomes a number."""
@@ -17,6 +20,8 @@ class RewardSection(Section):
     """`math` (math-verify) or a user's `module:function`."""
     workers: NonNegativeInt = 0
     """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
+    extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
+    """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0)

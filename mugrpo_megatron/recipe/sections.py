@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -16,10 +16,11 @@ from pydantic import (
     PositiveInt,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
-from mugrpo_megatron.recipe.scoring import EvalSection, RewardSection
+from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
 
@@ -235,3 +236,16 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
     sft: SftSection = SftSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _extract_what_the_prompt_asks_for(cls, given: Any) -> Any:
+        """`reward.extract = "auto"` is `boxed` where the prompt style asks for a box."""
+        if not isinstance(given, dict):
+            return given
+        data, reward = given.get("data", {}), given.get("reward", {})
+        if not isinstance(data, dict) or not isinstance(reward, dict):
+            return given
+        style = data.get("prompt_style", "plain")
+        asks = isinstance(style, str) and style not in STYLES_WITHOUT_BOX and reward.get("extract", "auto") == "auto"
+        return given | {"reward": reward | {"extract": "boxed"}} if asks else given

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Extract = Literal["auto", "boxed", "final", "last_number"]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
-_PHRASE = re.compile(r"\b(?:final\s+)?answer\s*(?:is\b|:|=)\s*:?\s*", re.IGNORECASE)
+_PHRASE = re.compile(
+    r"\b(?:final\s+answer|answer|correct\s+(?:option|choice))\s*(?:(?:is|would\s+be|must\s+be)\b|:|=)\s*:?\s*",
+    re.IGNORECASE,
+)
+_BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
+_DENIED = re.compile(r"(?:\bnot|n't)\s+(?:(?:equal\s+to|the|a)\s+)*\Z", re.IGNORECASE)
+_NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
@@ -20,7 +28,8 @@ _CONNECTIVE = re.compile(
     r"(?:\s|\$|,|;|\.|\\[()\[\],;:! ]|\\q?quad\b|\\text\s*\{[^{}0-9]{0,40}\}|\b(?:and|or)\b"
     r"|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|\{|\}", re.DOTALL)
+_BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![A-Za-z{\s])([^\s${}\\]+)")
 _PROSE_CHARS = 1000
 _TAIL_CHARS = 8000
 """Only this much of a response's end is searched; an earlier answer does not count."""
@@ -31,39 +40,58 @@ def is_integer(text: str) -> bool:
     return _INTEGER.fullmatch(text) is not None
 
 
-def answer_of(response: str) -> str:
+def answer_of(response: str, extract: Extract = "final") -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    Tried in this order: a response that is one integer; the last `\boxed{}`, joined with the boxes before it when only
-    "and", commas and the like stand between; what follows the last `####`; what follows the last "answer is" or
-    "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or in prose its last formula or number.
+    "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
+    like stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the
+    last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or
+    in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is "final"; a
+    recipe whose prompts ask for a box makes it "boxed".
     """
     text = response.strip()
-    if is_integer(text):
-        return text
-    text = text[-_TAIL_CHARS:]
+    if extract == "last_number":
+        found = _NUMBER.findall(text[-_TAIL_CHARS:])
+        return found[-1] if found else ""
+    if extract == "boxed":
+        return boxed_answer(text[-_TAIL_CHARS:]) or ""
+    return text if is_integer(text) else _final_answer(text[-_TAIL_CHARS:])
+
+
+def _final_answer(text: str) -> str:
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
+    text = _BOLD.sub(r"\1", text)
     if "####" in text:
-        return text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
+        after = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
+        if not after.lower().startswith(("final answer", "answer")):
+            return after
     phrases = list(_PHRASE.finditer(text))
     if phrases:
         return committed(_SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip())
     if text.endswith("$$") and text.count("$$") >= 2:
         return text.rsplit("$$", 2)[1].strip()
     line = text.rsplit("\n", 1)[-1].strip()
-    if not _PROSE.search(line[-_PROSE_CHARS:]):
+    if not _is_prose(line[-_PROSE_CHARS:]):
         return line
-    found = [*_VALUE.finditer(line[-_PROSE_CHARS:])]
-    return found[-1][0].strip("$ ") if found else line
+    line = line[-_PROSE_CHARS:]
+    found = [*_VALUE.finditer(line)]
+    if not found or _NEGATED.search(line, found[-1].end()) or _DENIED.search(line[: found[-1].start()]):
+        return line
+    return found[-1][0].strip("$ ")
+
+
+def _is_prose(line: str) -> bool:
+    """Whether words stand around formulas or numbers."""
+    return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
 
 
 def committed(statement: str) -> str:
     """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers."""
-    if not _PROSE.search(statement[:_PROSE_CHARS]):
+    statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
+    if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
-    statement = statement[:_PROSE_CHARS]
     found = _MATH.findall(statement) or _NUMBER.findall(statement)
     return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
 
@@ -76,7 +104,8 @@ def boxed_answer(text: str) -> str | None:
     """
     boxes = _boxes(text)
     if not boxes:
-        return None
+        bare = _BARE_BOX.findall(text)
+        return bare[-1].rstrip(".,;") if bare else None
     group = [boxes[-1]]
     for box in reversed(boxes[:-1]):
         if not _CONNECTIVE.fullmatch(text, box.end, group[0].start):

@@ -3,50 +3,66 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
 from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
 from mugrpo_megatron.rewards.extract import boxed_answer, committed
-from mugrpo_megatron.rewards.normalize import normalize, split_top, without_unit
-from mugrpo_megatron.rewards.values import PLAIN_NUMBER, number, parsed, same
+from mugrpo_megatron.rewards.normalize import normalize, split_top, without_words
+from mugrpo_megatron.rewards.numbers import Number, read_number
+from mugrpo_megatron.rewards.units import Unit, split_unit
+from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 
 CHOICE = re.compile(r"\(?([A-Z])\)?")
 _PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+)*")
+TIME = re.compile(r"([0-9]{1,2}:[0-9]{2}) ?(?:\\?(?:text|mathrm)\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.IGNORECASE)
+IN_BASE = re.compile(r"([0-9][0-9A-Z]*) ?_ ?(?:\{ ?)?(?:\\text\{ ?)?([0-9]{1,2}|[a-z]+)[ }]*")
 _EQUALS = r"(?<![<>!:=])=(?!=)|\\approx(?![A-Za-z])"
 _CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
-_NAME_DETAIL = re.compile(r"[_^](?:\{[^{}]*\}|\w)|(?<=[A-Za-z}])\s*\([^()]*\)")
+_NAME_DETAIL = re.compile(
+    r"_(?:\{[^{}]*\}|\w)|\^\s*\{\s*-1\s*\}(?=\s*\()|(?<=\\(?:sin|cos|tan))\s*\^\s*\{?2\}?|(?<=[A-Za-z}'])\s*\([^()]*\)"
+)
+_NOT_A_NAME = re.compile(r"[0-9]|^\s*-|\\(?:sqrt|text\s*\{\s*(?:not|no)\b)")
 
 
 @dataclass(frozen=True, slots=True)
 class Gold:
-    """A gold answer: `number` takes one value only, `words` and `choice` are compared as text, `other` as a whole."""
+    """A gold answer: `number` takes one value only, `other` is compared as a whole, the other kinds as text."""
 
     text: str
-    kind: Literal["number", "words", "choice", "other"]
-    plain: bool
+    kind: Literal["number", "words", "choice", "time", "base", "other"]
+    plain: bool = False
     """Whether it is a written-out number, so that an expression counts as not worked out."""
-    parsed: list[Any]
+    parsed: list[Any] = field(default_factory=list)
+    number: Number | None = None
+    unit: Unit | None = None
 
 
 @lru_cache(maxsize=4096)
 def read_gold(answer: str) -> Gold:
     r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty."""
     boxed = boxed_answer(answer)
-    text = normalize(committed(answer) if boxed is None else boxed)
+    text = normalize(answer if boxed is None else boxed)
+    if boxed is None and _single_value(split_unit(text)[0]) is None:
+        text = normalize(committed(answer))
     if not text:
         raise ValueError("the gold answer is empty")
     if CHOICE.fullmatch(text):
-        return Gold(text, "choice", False, [])
+        return Gold(text, "choice")
     if _WORDS.fullmatch(text):
-        return Gold(text, "words", False, [])
-    value = _single_value(without_unit(text))
-    if value is not None:
-        plain = bool(PLAIN_NUMBER.fullmatch(value) or _PLAIN_FRACTION.fullmatch(value))
-        return Gold(value, "number", plain, parsed(value))
-    return Gold(text, "other", False, parsed(without_name(text)))
+        return Gold(text, "words")
+    if TIME.fullmatch(text):
+        return Gold(text, "time")
+    if IN_BASE.fullmatch(text):
+        return Gold(text, "base")
+    value, unit = split_unit(text)
+    found = _single_value(value)
+    if found is not None:
+        plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
+        return Gold(found, "number", plain, parsed(found), read_number(found), unit)
+    return Gold(text, "other", False, parsed(without_name(without_words(text))))
 
 
 def verifies_itself(answer: str, gold: str) -> float:
@@ -55,14 +71,25 @@ def verifies_itself(answer: str, gold: str) -> float:
         read = read_gold(gold)
     except ValueError:
         return 0.0
-    return float(read.kind in ("words", "choice") or same(read.parsed, read.parsed))
+    return float(read.kind not in ("number", "other") or same(read.parsed, read.parsed))
 
 
 def sides(text: str, operators: str = "") -> list[str]:
-    """The sides of a chain of equations or approximations, less a first side that is a name without `operators`."""
+    """The sides of a chain of equations or approximations, less a first or last side that is a name.
+
+    A name has none of `operators`. The last side counts only in an equation of two: `5 = x`.
+    """
     found = split_top(text, _EQUALS)
-    named = len(found) > 1 and _is_name(found[0]) and not any(sign in found[0] for sign in operators)
-    return found[1:] if named else found
+    named = [_is_name(side) and not any(sign in side for sign in operators) for side in found]
+    if len(found) > 1 and named[0]:
+        return found[1:]
+    return found[:1] if len(found) == 2 and named[1] and re.search("[0-9]", found[0]) else found
+
+
+def name_of(text: str) -> str:
+    """What an equation names: `x` for `x = 5`; empty for text that is no such equation."""
+    found = split_top(text, _EQUALS)
+    return found[0] if len(found) > 1 and _is_name(found[0]) else ""
 
 
 def without_name(text: str) -> str:
@@ -74,14 +101,14 @@ def without_name(text: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side only names the unknown: it has letters, and digits only in indices, powers and arguments."""
+    """Whether a side only names what was asked for: it has letters, but no digit, root or sign that changes a value."""
     bare = _NAME_DETAIL.sub("", side)
-    return bool(re.search("[A-Za-z]", bare)) and not re.search("[0-9]", bare) and bare.strip() not in _CONSTANTS
+    return bool(re.search("[A-Za-z]", bare)) and not _NOT_A_NAME.search(bare) and bare.strip() not in _CONSTANTS
 
 
 def _single_value(text: str) -> str | None:
     """The first value of a gold that is one number, else None."""
-    values = [without_unit(side) for side in sides(text, "+-*/")]
+    values = [split_unit(side)[0] for side in sides(text, "+-*/")]
     if any(no_single_value(value) or too_large(value, "") for value in values):
         return None
-    return values[0] if number(values[0]) is not None else None
+    return values[0] if read_number(values[0]) is not None else None

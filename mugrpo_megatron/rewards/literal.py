@@ -18,7 +18,7 @@ _WRITTEN_OUT = re.compile(
 
 def settle(response: str, gold: str, section: RewardSection) -> Score | str:
     """The score of a response when its characters decide it, else the answer that math-verify has to compare."""
-    answer = answer_of(response)
+    answer = answer_of(response, section.extract)
     verdict = literal_verdict(answer, gold)
     if verdict is not None:
         return Score(float(verdict), answer, "equal" if verdict else "differs from the gold answer", 0.0)

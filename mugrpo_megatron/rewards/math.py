@@ -1,4 +1,4 @@
-"""Compares one extracted answer with its gold by math-verify; runs in a worker process's main thread."""
+"""Compares one extracted answer with its gold; runs in a worker process's main thread."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import re
 from typing import Literal
 
 from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worked_out, too_large
-from mugrpo_megatron.rewards.gold import CHOICE, Gold, read_gold, sides, without_name
-from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, without_unit
-from mugrpo_megatron.rewards.values import decimals, is_rounding, number, parsed, same
+from mugrpo_megatron.rewards.gold import CHOICE, IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
+from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, without_words
+from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number
+from mugrpo_megatron.rewards.units import split_unit, units_differ
+from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 
 Policy = Literal["strict", "lenient"]
 Verdict = tuple[float, str]
 
-_CHOSEN = re.compile(r"\(?([A-Z])\)?(?:[.:)]\s.*)?", re.DOTALL)
+_CHOSEN = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z)))(?![^\s.:]|\s*[,A-Z(])(?!.*\([A-Z]\)).*", re.DOTALL)
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_MATCHED_ELEMENTS = 16
+"""Longer lists are compared as sets by math-verify: matching takes the square of their length."""
 
 
 def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
@@ -31,70 +37,143 @@ def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
         return 1.0, "equal"
     if refusal := too_large(text, read.text):
         return 0.0, refusal
-    if read.kind == "choice":
-        chosen = _CHOSEN.fullmatch(text)
-        return _verdict(chosen is not None and chosen[1] == CHOICE.sub(r"\1", read.text))
-    if read.kind == "words":
-        return _verdict(text.casefold() == read.text.casefold())
+    if read.kind not in ("number", "other"):
+        return _verdict(_same_text(text, read))
     if policy == "lenient":
-        return _verdict(same(read.parsed, parsed(text)))
-    return _number_verdict(without_unit(text), read) if read.kind == "number" else _other_verdict(text, read)
+        return _verdict(same(read.parsed, parsed(without_words(text))))
+    return _number_verdict(text, read) if read.kind == "number" else _other_verdict(text, read)
+
+
+def _same_text(text: str, gold: Gold) -> bool:
+    """Choices, words, times and numbers in another base, as text. A missing "p.m." or base is no difference."""
+    if gold.kind == "choice":
+        chosen = _CHOSEN.fullmatch(text)
+        return chosen is not None and (chosen[1] or chosen[2]) == CHOICE.sub(r"\1", gold.text)
+    if gold.kind == "words":
+        return text.casefold() == gold.text.casefold()
+    form = TIME if gold.kind == "time" else IN_BASE
+    text = text if len(sides(text)) > 1 else sides(text)[0]
+    found, wanted = form.fullmatch(text), form.fullmatch(gold.text)
+    if found is None or wanted is None:
+        return gold.kind == "base" and text == IN_BASE.sub(r"\1", gold.text)
+    return found[1] == wanted[1] and (None in (found[2], wanted[2]) or found[2].lower() == wanted[2].lower())
 
 
 def _number_verdict(text: str, gold: Gold) -> Verdict:
     """Every side of a chain `name = a = b` has a value: the first must equal the gold, the others the first."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
-    values = [without_unit(side) for side in sides(text)]
+    text = _single_element(text)
+    parts = [split_unit(side) for side in sides(text)]
+    values = [value for value, _ in parts]
     for value in values:
         if refusal := no_single_value(value):
             return 0.0, refusal
     if gold.plain and all(not_worked_out(value) for value in values):
         return 0.0, not_worked_out(values[0])
-    if not _same_number(values[0], gold):
+    numbers = [read_number(value) for value in values]
+    first = numbers[0]
+    if first is None or not _is_gold(first, gold):
         return _verdict(False)
-    return _verdict(all(_same_number(v, gold) or is_rounding(v, number(values[0])) for v in values[1:]))
+    if len(parts) == 1 and units_differ(parts[0][1], gold.unit):
+        return 0.0, "another unit than the gold answer's"
+    return _verdict(all(_follows(n, v, first, gold) for n, v in zip(numbers[1:], values[1:], strict=True)))
 
 
-def _same_number(value: str, gold: Gold) -> bool:
-    """Equal in math-verify, or one exact and the other its rounding: a gold to two decimals, an answer to four."""
-    found = number(value)
-    if found is None:
+def _is_gold(number: Number, gold: Gold) -> bool:
+    return gold.number is not None and agree(number, gold.number)
+
+
+def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bool:
+    """Whether a later side of a chain is the gold, or the first side rounded to the digits it shows."""
+    if number is None:
         return False
-    if "%" in value + gold.text or found.is_Float == gold.parsed[0].is_Float:
-        return same(gold.parsed, [found])
-    return (
-        same(gold.parsed, [found])
-        or (decimals(gold.text) >= 2 and is_rounding(gold.text, found))
-        or (decimals(value) >= 4 and is_rounding(value, gold.parsed[0]))
-    )
+    rounded = PLAIN_NUMBER.fullmatch(value) is not None and not first.decimal and is_rounding(number, first.value)
+    return rounded or _is_gold(number, gold)
 
 
 def _other_verdict(text: str, gold: Gold) -> Verdict:
     """Lists, tuples, intervals, equations and expressions with variables."""
-    if refusal := hedged(text, gold.text):
-        return 0.0, refusal
-    if text.count("'") != gold.text.count("'"):
+    text, wanted = without_words(text), without_words(gold.text)
+    if not text or not wanted:
         return _verdict(False)
-    elements, gold_elements = split_top(text, ","), split_top(gold.text, ",")
-    if "=" not in gold.text and any(len(sides(element)) > 1 for element in elements):
+    text, wanted = _as_intervals(without_membership(text), without_membership(wanted))
+    if refusal := hedged(text, wanted):
+        return 0.0, refusal
+    if text.count("'") != wanted.count("'"):
+        return _verdict(False)
+    elements, golds = split_top(text, ","), split_top(wanted, ",")
+    if "=" not in wanted and any(len(sides(element)) > 1 for element in elements):
         return 0.0, "ambiguous: an equation of two values"
-    if text.count("=") > max(gold.text.count("="), len(elements)):
+    if text.count("=") > max(wanted.count("="), len(elements)):
         return 0.0, "ambiguous: more equations than in the gold answer"
-    ordered, gold_ordered = _ordered(text), _ordered(gold.text)
+    if "=" not in wanted and len(elements) == 1:
+        text = without_membership(sides(text)[0])
+    ordered, gold_ordered = _ordered(text), _ordered(wanted)
     if ordered and gold_ordered:
-        same_brackets = len({text[0] + text[-1] for text in (text, gold.text) if text[0] in "(["}) == 1
-        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + gold.text else _verdict(False)
-    if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
-        return _elementwise(ordered or elements, gold_ordered or gold_elements)
-    if "=" not in gold.text and len(elements) == 1:
-        text = sides(text)[0]
-    return _verdict(same(gold.parsed, parsed(without_name(text))))
+        same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[0] in "(["}) == 1
+        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
+    if len(ordered or elements) > 1 and len(gold_ordered or golds) > 1 and (ordered or gold_ordered):
+        return _elementwise(ordered or elements, gold_ordered or golds)
+    unordered, gold_unordered = _unordered(text), _unordered(wanted)
+    if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
+        return _in_any_order(unordered, gold_unordered, gold)
+    return _verdict(same(_values(wanted, gold), parsed(without_name(text))))
+
+
+def _values(wanted: str, gold: Gold) -> list[object]:
+    return gold.parsed if wanted == gold.text else parsed(without_name(wanted))
+
+
+def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
+    """Both as intervals where one of them is an interval and the other an inequality."""
+    if is_interval(wanted):
+        return as_interval(text), wanted
+    return (text, as_interval(wanted)) if is_interval(text) else (text, wanted)
 
 
 def _elementwise(elements: list[str], golds: list[str]) -> Verdict:
     same_length = len(elements) == len(golds)
     return _verdict(same_length and all(grade(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
+
+
+def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
+    """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing."""
+    if len(elements) < len(golds):
+        return _verdict(False)
+    if len(golds) > _MATCHED_ELEMENTS:
+        return _verdict(same(gold.parsed, parsed(without_name(", ".join(elements)))))
+    names = {name_of(one) for one in golds}
+    named = len(names) == len(golds) and names == {name_of(element) for element in elements}
+
+    def matches(element: str, one: str) -> bool:
+        return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
+
+    left = list(golds)
+    for element in elements:
+        found = next((one for one in [*left, *golds] if matches(element, one)), None)
+        if found is None:
+            return _verdict(False)
+        if found in left:
+            left.remove(found)
+    return _verdict(not left)
+
+
+def _unordered(text: str) -> list[str]:
+    """The elements of a list, a set or a union of intervals, with each plus-minus as two of them."""
+    if text[:2] == "\\{" and text[-2:] == "\\}" and "\\}" not in text[2:-2]:
+        text = text[2:-2]
+    parts = union_parts(text) if is_interval(text) else split_top(text, ",")
+    return [
+        _PLUS_MINUS.sub(lambda _, sign=sign: sign, part)  # type: ignore[misc]
+        for part in parts
+        for sign in ("+-" if len(_PLUS_MINUS.findall(part)) == 1 else "+")
+    ]
+
+
+def _single_element(text: str) -> str:
+    r"""`\{3\}` as `3`."""
+    return text[2:-2].strip() if text[:2] == "\\{" and text[-2:] == "\\}" and "," not in text else text
 
 
 def _ordered(text: str) -> list[str]:

@@ -10,35 +10,40 @@ _PLAIN = str.maketrans(
      "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≈": "\\approx ", "≠": "\\ne ", "∨": "\\lor ", "∪": "\\cup ",
      "\x00": "", "\u200b": "", "\u00a0": " ", "~": " "}
 )  # fmt: skip
+_STYLE = (
+    r"text|textbf|textrm|textit|texttt|textsf|textnormal|mathrm|mathbf|mathit|mathcal|mathbb|mathsf|boldsymbol|bm|mbox|hbox|"
+    r"emph|underline|boxed|fbox|framebox"
+)
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\?\$|(?<!\\)\\[()\[\]]", " "),
+        (r"\\?[$€£¥]|(?<!\\)\\[()\[\]]", " "),
         (r"\\\\(?=(?:[lg]eq?|left|right|[dt]?frac|sqrt|text|pi|boxed|cdot|times|pm|infty)(?![A-Za-z]))", r"\\"),
         (r"(?<=[0-9]),\\!\s*(?=[0-9])|(?<=[0-9])\{,\}\s*(?=[0-9])", ""),
-        (r"\\!|\\(?:left|right|displaystyle|limits)(?![A-Za-z])|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
+        (r"\\!|\\(?:left|right|displaystyle|limits|bf|rm|it)(?![A-Za-z])|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
+        (r"\\color\s*\{[a-z]*\}", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad", " "),
+        (r"\{:\}", ":"),
         (r";", ","),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\(?:lor|vee)(?![A-Za-z])|\\+text\s*\{\s*(?:or|and)\s*\}|(?<![A-Za-z])(?:or|and)(?![a-z])", ","),
-        (r"^\s*\\(?:text|textbf|textit|mathrm|mathbf|mathit|mathcal|mathbb|mathsf)\s*\{\s*([^{}\\]+?)\s*\}\s*$", r"\1"),
-        (r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{[^{}0-9]*\}(?:\^\{?[23]\}?)?(?=\s*(?:$|,|=))", " "),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (rf"\\(?:{_STYLE})\s*\{{\s*\}}", " "),
+        (r"\\+text\s*\{[\s,]*(?:or|and|,)[\s,]*\}|\\(?:lor|vee)(?![A-Za-z])|(?<![A-Za-z])(?:or|and)(?![a-z])", ","),
+        (r"^\s*\\(?:text|textbf)\s*\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer(?:\s+is)?\s*:?\s*\}", ""),
+        (r"^\s*\\(?:text|textbf|mathbf|mathrm|bf)\s*\{\s*(\([A-Z]\)|[A-Z][.:)])\s*\}", r"\1 "),
         (r"\\+boxed\s*\{(?=[^{}]*$)", ""),
         (r"(?<=[0-9)}])i(?![A-Za-z])", " i"),
+        (r",(?:\s*,)+", ","),
         (r"\s+", " "),
     )
-)  # fmt: skip
-_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
+)
+_WHOLE = re.compile(rf"\s*\\+(?:{_STYLE})\s*(?=\{{)")
+_WORDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{[^{}0-9]*\}(?:\^\{?-?[0-9]\}?)?(?=\s*(?:$|,|=))")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
 _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
-_UNIT = re.compile(
-    r"(?P<value>.*[0-9})])\s*(?:[A-Za-z]{3,}|\b(?:cm|mm|km|kg|ft|in|mi|lb|oz|hr|ml|mg|m|s)\b)(?:[ /.-]+[A-Za-z]+)*"
-    r"\s*(?:\^\s*\{?[23]\}?)?"
-)
-_SHORT_UNIT = re.compile(rf"(?P<value>[+-]?(?:{_NUMBER})) ?(?:cm|mm|km|kg|ft|in|mi|lb|oz|hr|ml|mg)(?:\^\{{?[23]\}}?)?")
-
-
 _LEADING = ' ,;:\n\t"`'
 _TRAILING = _LEADING + ".\\"
 
@@ -48,7 +53,7 @@ def normalize(text: str) -> str:
     text = text.translate(_PLAIN).rstrip(_TRAILING)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = text.rstrip(_TRAILING).lstrip(_LEADING)
+    text = unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING)).rstrip(_TRAILING)
     if not any(bracket in text for bracket in "([{"):
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
@@ -62,12 +67,16 @@ def normalize(text: str) -> str:
     return text
 
 
-def without_unit(text: str) -> str:
-    """A number without the words after it: for answers whose gold is a bare number."""
-    for pattern in (_SHORT_UNIT, _UNIT):
-        if match := pattern.fullmatch(text):
-            return match["value"].strip()
+def unwrapped(text: str) -> str:
+    r"""Text without the style macros around all of it: `\text{5}` and `\mathbf{\boxed{5}}` are 5."""
+    while (macro := _WHOLE.match(text)) and encloses(text[macro.end() :].rstrip()):
+        text = text[macro.end() :].strip()[1:-1].strip()
     return text
+
+
+def without_words(text: str) -> str:
+    r"""Text without its `\text{...}` words at the end, before a comma or before an equals sign."""
+    return _WORDS.sub(" ", text).strip()
 
 
 def encloses(text: str) -> bool:

@@ -1,0 +1,92 @@
+"""Units and words behind a number: taken off, and compared when both the answer and the gold name a known unit.
+
+The policy: a unit that is missing on one side is no difference, because the question names it; a unit that this module
+does not know is ignored; two different known units differ, without conversion. A percent sign is in rewards/numbers.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+_EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
+_MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
+_SYMBOL = r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
+_LAST = re.compile(
+    rf"(?:{_MACRO}\s*\{{(?P<macro>[^{{}}0-9]*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
+    rf"(?P<exponent>{_EXPONENT})?[\s.,]*\Z"
+)
+_VALUE_END = re.compile(r"(?:[0-9})!%]|\\(?:pi|circ|%))\s*\Z")
+_JOINT = re.compile(r"(?:\s|~|/|-|\.|,|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
+_REFUSED = re.compile(
+    r"not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
+    r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base"
+)
+"""Words that say something about the number: it is then not the plain value before them."""
+_MAGNITUDES = {"dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
+_PERCENT = frozenset(("percent", "percents", "pct"))
+_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
+_NAMES = {
+    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
+    "lb": "lbs pound", "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
+    "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr",
+    "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "mph": "", "kph": "", "unit": "",
+}  # fmt: skip
+_KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
+_TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
+
+Unit = tuple[tuple[str, int], ...]
+"""Known units with their powers, sorted: square inches are (("in", 2),)."""
+
+
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    r"""A number without the words behind it, and their unit when all of them are known.
+
+    "percent" becomes a percent sign and "million" a power of ten. The text is returned as it is when nothing stands
+    before the words, or when one of them changes the number ("5 or more").
+    """
+    value, named, words, plain = text, "", list[str](), False
+    while match := _LAST.search(value):
+        before = value[: match.start()]
+        found = (match["macro"] or match["word"] or "").lower()
+        words += re.findall("[a-z]+", found)
+        plain |= match["word"] is not None
+        joint = _JOINT.search(before)
+        separator = "/" if joint and "/" in joint[0] else " "
+        named = f"{separator}{found}{match['exponent'] or ''} {named}"
+        value = before[: joint.start()] if joint else before
+    if not value.strip() or (plain and not _VALUE_END.search(value)) or any(map(_REFUSED.fullmatch, words)):
+        return text, None
+    if scales := [_MAGNITUDES[word] for word in words if word in _MAGNITUDES]:
+        return " \\times ".join([value, *scales]), None
+    if not _PERCENT.isdisjoint(words):
+        return value + "\\%", None
+    return value, _unit(named) if words else None
+
+
+def units_differ(left: Unit | None, right: Unit | None) -> bool:
+    """Whether both are known and not the same; a bare "unit" is any unit of that power."""
+    if left is None or right is None or left == right:
+        return False
+    return not (left[0][0] == "unit" or right[0][0] == "unit") or left[0][1] != right[0][1]
+
+
+def _unit(words: str) -> Unit | None:
+    powers: dict[str, int] = {}
+    last, pending, sign = "", 1, 1
+    for token in _TOKEN.finditer(words):
+        word = token[0]
+        if token["power"] is not None:
+            powers[last] = powers.get(last, 0) * int(token["power"])
+        elif word in ("/", "per"):
+            sign = -1
+        elif word in _POWERS and not word.endswith("d"):
+            pending = _POWERS[word]
+        elif word in _POWERS:
+            powers[last] = powers.get(last, 0) * _POWERS[word]
+        else:
+            known = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s"))
+            if known is None:
+                return None
+            last, powers[known], pending = known, powers.get(known, 0) + sign * pending, 1
+    return tuple(sorted((name, power) for name, power in powers.items() if name)) or None
