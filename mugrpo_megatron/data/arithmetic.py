@@ -94,9 +94,10 @@ def demonstration(problem: Problem) -> str:
         return problem.answer
     terms = [int(term) for term in problem.question.rstrip("=").split("+")]
     totals = list(accumulate(terms))
-    steps = map(str, totals[1:])
-    if problem.source != "arithmetic_long":
-        steps = (f"{left}+{right}={left + right}" for left, right in zip(totals, terms[1:], strict=False))
+    if problem.source == "arithmetic_long":
+        steps = [str(total) for total in totals[1:]]
+    else:
+        steps = [f"{left}+{right}={left + right}" for left, right in zip(totals, terms[1:], strict=False)]
     return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
 
 

@@ -13,7 +13,7 @@ import argparse
 import csv
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,7 @@ def _kept(study: Study, row: Row, rows: Sequence[Row]) -> bool:
     return _key(row) not in fresh and study.fingerprint(cell_of(row)) in ("", row["stage"])
 
 
-def _key(row: Row) -> tuple[Any, ...]:
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in KEY)
 
 
