@@ -46,8 +46,8 @@ def answer_of(response: str, extract: Extract = "final") -> str:
     "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
     like stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the
     last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the
-    last line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
-    "final"; a recipe whose prompts ask for a box makes it "boxed".
+    last line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto"
+    is "final"; a recipe whose prompts ask for a box makes it "boxed".
     """
     text = response.strip()
     if extract == "last_number":
