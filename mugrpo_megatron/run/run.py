@@ -120,6 +120,7 @@ def open_run(
             stack.callback(shutdown, learner.ranks)
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0, stop)
+            stack.callback(stop.leave)
             cursor = restore_newest(learner, directory.checkpoints, display.say if is_main else lambda damage: None)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint))
             chunks = [policy(chunk) for chunk in learner.chunks]
