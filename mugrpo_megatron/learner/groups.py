@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -23,6 +23,7 @@ from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)
 """How long ranks wait for the last one to join at the start."""
+ARRIVAL_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,9 @@ def _join(backend: str, timeout: timedelta) -> None:
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
         deadline = time.monotonic() + ARRIVAL.total_seconds()
-        while late and time.monotonic() < deadline:  # in short waits: Python sees no signal during one
-            with suppress(dist.DistStoreError):
-                store.wait([f"arrived/{late[0]}"], timedelta(seconds=1))
+        while late and time.monotonic() < deadline:  # not one long wait, in which Python would see no signal
             late = [other for other in late if not store.check([f"arrived/{other}"])]
+            time.sleep(ARRIVAL_POLL_S if late else 0.0)
         if late:
             raise CollectiveFailure(
                 f"rank {rank} of {world}: {named(late)} did not join within {ARRIVAL.seconds // 60} minutes; "

@@ -136,6 +136,7 @@ def open_run(
             stack.enter_context(joined(learner.ranks))
             stack.enter_context(named_phase(learner.ranks))
             world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0, stop)
+            stack.callback(stop.leave)
             record = world.broadcast(record)
             assert record is not None
 

@@ -68,6 +68,10 @@ class StopRequest:
             kept, self._kept = self._kept, None
             raise self.stopped(kept)
 
+    def leave(self) -> None:
+        """Neither tell the other ranks nor ask them from now on: this one closes its connections."""
+        self.others = no_others
+
     def stopped(self, kept: str) -> Stopped:
         """What ends the run, with what it keeps."""
         return Stopped(kept, 130 if self.interrupted else 0)

@@ -49,7 +49,7 @@ class Phase:
 
 
 LONG: Sections = {"rollout": {"prompts_per_update": 400}, "schedule": {"updates_per_stage": 100}}
-MANY: Sections = {"schedule": {"updates_per_stage": 400}}
+MANY: Sections = {"schedule": {"updates_per_stage": 60}}
 PHASES = {
     "start": Phase(lambda run, _: any(run.glob("logs/engine*.log"))),
     "sync": Phase(after("phase", phase="start")),
@@ -57,7 +57,10 @@ PHASES = {
         after("phase", phase="sync"), {"data": {"eval_problems": 500}, "eval": {"samples": 200, "temperature": 1.0}}
     ),
     "generate": Phase(lambda run, _: any(run.glob("stages/00000/shard-*")), LONG),
-    "score": Phase(after("phase", phase="generate"), {"reward": {"function": "run_scripts.bench.stopping:slow"}}),
+    "score": Phase(
+        after("phase", phase="generate"),
+        {"data": {"eval_problems": 1}, "reward": {"function": "run_scripts.bench.stopping:slow"}},
+    ),
     "logprobs": Phase(after("phase", phase="score"), {**MANY, "rollout": {"behaviour": "learner"}}),
     "optimize": Phase(after("update", 3), MANY),
     "save": Phase(lambda run, _: any(run.glob("checkpoints/.*.partial")), {**MANY, "checkpoint": {"every_updates": 3}}),

@@ -118,6 +118,17 @@ def test_a_rank_hears_of_a_request_to_another(clock: Callable[[float], None]) ->
     assert one.heard()
 
 
+def test_a_rank_that_ends_asks_no_other(clock: Callable[[float], None]) -> None:
+    """What it closes then may look once more."""
+    others = Others()
+    request = StopRequest(others=others)
+    request.leave()
+    assert not request.heard()
+    request.ask()
+    assert request.heard()
+    assert others.looks == 0
+
+
 def test_a_request_is_told_once_and_looked_for_once_a_second(clock: Callable[[float], None]) -> None:
     others = Others()
     request = StopRequest(others=others)
