@@ -13,6 +13,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
+_REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
 _DENIED = re.compile(r"(?:\bnot|n't)\s+(?:(?:equal\s+to|the|a)\s+)*\Z", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
@@ -45,9 +46,9 @@ def answer_of(response: str, extract: Extract = "final") -> str:
 
     "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
     like stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the
-    last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last line, or
-    in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is "final"; a
-    recipe whose prompts ask for a box makes it "boxed".
+    last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the
+    last line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto"
+    is "final"; a recipe whose prompts ask for a box makes it "boxed".
     """
     text = response.strip()
     if extract == "last_number":
@@ -88,7 +89,11 @@ def _is_prose(line: str) -> bool:
 
 
 def committed(statement: str) -> str:
-    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers."""
+    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
+
+    What follows "because" or "since" is no part of it.
+    """
+    statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
