@@ -13,6 +13,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
+_REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
 _DENIED = re.compile(r"(?:\bnot|n't)\s+(?:(?:equal\s+to|the|a)\s+)*\Z", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
@@ -88,7 +89,11 @@ def _is_prose(line: str) -> bool:
 
 
 def committed(statement: str) -> str:
-    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers."""
+    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
+
+    What follows "because" or "since" is no part of it.
+    """
+    statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement

@@ -20,7 +20,8 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
     doubtful = [problem for problem in problems if not is_integer(problem.answer)]
     if not doubtful:
         return {}
-    with Verifier(section.model_copy(update={"function": SELF_CHECK})) as verifier:
+    checking = {"function": SELF_CHECK, "max_failure_share": 1.0, "format_weight": 0.0}
+    with Verifier(section.model_copy(update=checking)) as verifier:
         scores = verifier.score([problem.answer for problem in doubtful], [problem.answer for problem in doubtful])
     return {
         problem.id: f"{problem.id}: the answer {problem.answer[:80]!r} does not verify against itself"

@@ -9,7 +9,7 @@ from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worke
 from mugrpo_megatron.rewards.gold import CHOICE, IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
 from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
 from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, without_words
-from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number
+from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number, rounded
 from mugrpo_megatron.rewards.units import split_unit, units_differ
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 
@@ -17,8 +17,10 @@ Policy = Literal["strict", "lenient"]
 Verdict = tuple[float, str]
 
 _CHOSEN = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z)))(?![^\s.:]|\s*[,A-Z(])(?!.*\([A-Z]\)).*", re.DOTALL)
+_ARTICLE = re.compile(r"\A(?:an?|the) ", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
+_DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _MATCHED_ELEMENTS = 16
 """Longer lists are compared as sets by math-verify: matching takes the square of their length."""
@@ -50,7 +52,7 @@ def _same_text(text: str, gold: Gold) -> bool:
         chosen = _CHOSEN.fullmatch(text)
         return chosen is not None and (chosen[1] or chosen[2]) == CHOICE.sub(r"\1", gold.text)
     if gold.kind == "words":
-        return text.casefold() == gold.text.casefold()
+        return _ARTICLE.sub("", text, count=1).casefold() == _ARTICLE.sub("", gold.text, count=1).casefold()
     form = TIME if gold.kind == "time" else IN_BASE
     text = text if len(sides(text)) > 1 else sides(text)[0]
     found, wanted = form.fullmatch(text), form.fullmatch(gold.text)
@@ -102,7 +104,7 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
         return 0.0, refusal
     if text.count("'") != wanted.count("'"):
         return _verdict(False)
-    elements, golds = split_top(text, ","), split_top(wanted, ",")
+    elements, gold_elements = split_top(text, ","), split_top(wanted, ",")
     if "=" not in wanted and any(len(sides(element)) > 1 for element in elements):
         return 0.0, "ambiguous: an equation of two values"
     if text.count("=") > max(wanted.count("="), len(elements)):
@@ -111,18 +113,24 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
         text = without_membership(sides(text)[0])
     ordered, gold_ordered = _ordered(text), _ordered(wanted)
     if ordered and gold_ordered:
-        same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[0] in "(["}) == 1
+        same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
         return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
-    if len(ordered or elements) > 1 and len(gold_ordered or golds) > 1 and (ordered or gold_ordered):
-        return _elementwise(ordered or elements, gold_ordered or golds)
+    if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
+        return _elementwise(ordered or elements, gold_ordered or gold_elements)
     unordered, gold_unordered = _unordered(text), _unordered(wanted)
     if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
         return _in_any_order(unordered, gold_unordered, gold)
-    return _verdict(same(_values(wanted, gold), parsed(without_name(text))))
+    return _verdict(_same_values(text, wanted, gold))
 
 
-def _values(wanted: str, gold: Gold) -> list[object]:
-    return gold.parsed if wanted == gold.text else parsed(without_name(wanted))
+def _same_values(text: str, wanted: str, gold: Gold) -> bool:
+    """Equal in math-verify, as it is or with its roots rounded where the gold has three decimals or more."""
+    wanted_values = gold.parsed if wanted == gold.text else parsed(without_name(wanted))
+    values = parsed(without_name(text))
+    if same(wanted_values, values):
+        return True
+    places = min((len(decimals) for decimals in _DECIMALS.findall(wanted)), default=0)
+    return places >= 3 and "." not in text and same(wanted_values, [rounded(value, places) for value in values])
 
 
 def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
@@ -180,7 +188,7 @@ def _ordered(text: str) -> list[str]:
     """The elements of a tuple, an interval or a column vector, in their order; empty for everything else."""
     if column := _COLUMN.fullmatch(text):
         return [row.strip() for row in column[2].split("\\\\") if row.strip()]
-    if text[0] in "([" and encloses(text):
+    if text and text[0] in "([" and encloses(text):
         inner = split_top(text[1:-1], ",")
         return inner if len(inner) > 1 else []
     return []

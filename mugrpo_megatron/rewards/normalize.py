@@ -24,6 +24,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\color\s*\{[a-z]*\}", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad", " "),
         (r"\{:\}", ":"),
+        (r"\\div(?![A-Za-z])", "/"),
         (r";", ","),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),

@@ -10,8 +10,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
-from sympy import Abs, Expr, Float, Rational, floor
+from sympy import Abs, Basic, Expr, Float, Integer, NumberSymbol, Pow, Rational, floor
 
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, number
 
@@ -72,6 +73,14 @@ def equal(left: Expr, right: Expr) -> bool:
     return bool(apart <= _EQUAL * scale)
 
 
+def rounded(value: Any, places: int) -> Any:
+    """A sympy object with its roots, fractions and constants rounded, as a gold like `x + 1.414` has them."""
+    if not isinstance(value, Basic):
+        return value
+    parts = [part for part in value.atoms(Pow, Rational, NumberSymbol) if part.is_real and part.is_integer is False]
+    return value.xreplace({part: floor(part * 10**places + Rational(1, 2)) / Integer(10) ** places for part in parts})
+
+
 def is_rounding(decimal: Number, exact: Expr) -> bool:
     """Whether a plain decimal is an exact number rounded or cut to the digits that it shows."""
     value = exact.evalf(_DIGITS)
@@ -84,11 +93,11 @@ def is_rounding(decimal: Number, exact: Expr) -> bool:
 
 
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
-    """Equal; or the gold shows two decimals of an exact answer, or of a longer one; or the answer four of the gold."""
+    """Equal; or the gold has two decimals of an exact answer or six of a longer one; or the answer four of the gold."""
     if equal(left, right):
         return True
     if gold.decimal and answer.decimal:
-        longer = gold.places >= 2 and gold.digits >= 3 and answer.places > gold.places
+        longer = gold.places >= 6 and gold.digits >= 6 and answer.places > gold.places
         return longer and _rounds_up_or_down(gold, left)
     if gold.decimal:
         return gold.places >= 2 and gold.digits >= 2 and is_rounding(gold, left)

@@ -18,7 +18,8 @@ _LAST = re.compile(
 _VALUE_END = re.compile(r"(?:[0-9})!%]|\\(?:pi|circ|%))\s*\Z")
 _JOINT = re.compile(r"(?:\s|~|/|-|\.|,|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
 _REFUSED = re.compile(
-    r"not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
+    r",|not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
+    r"is|isn|was|are|be|will|could|can|might|may|never|none|wrong|incorrect|false|impossible|so|"
     r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base"
 )
 """Words that say something about the number: it is then not the plain value before them."""
@@ -49,7 +50,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     while match := _LAST.search(value):
         before = value[: match.start()]
         found = (match["macro"] or match["word"] or "").lower()
-        words += re.findall("[a-z]+", found)
+        words += re.findall("[a-z]+|,(?=.*[a-z])", found)
         plain |= match["word"] is not None
         joint = _JOINT.search(before)
         separator = "/" if joint and "/" in joint[0] else " "
