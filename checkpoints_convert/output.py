@@ -22,6 +22,8 @@ from mugrpo_megatron.files.durable import digest, full_disk_told, read_sealed, r
 
 RECORD = "conversion.json"
 DONE = ".done"
+MALFORMED = (ValueError, KeyError, TypeError)
+"""What a sealed value of another shape raises, as another version may have written it."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Output:
             span = digest(data)
             if (span.end, span.sha256) == (note["bytes"], note["sha256"]):
                 return dict(note)
-        except (OSError, ValueError):
+        except (OSError, *MALFORMED):
             pass
         durable.remove(data)
         durable.remove(noted)
@@ -146,7 +148,7 @@ def converted_files(directory: Path) -> dict[str, str] | None:
     """Name -> SHA-256 of the files that a conversion wrote to the directory; None when it is not one's output."""
     try:
         return dict(read_sealed(directory / RECORD, "conversion")["files"])
-    except (OSError, ValueError):
+    except (OSError, *MALFORMED):
         return None
 
 

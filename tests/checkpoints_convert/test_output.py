@@ -266,8 +266,16 @@ def test_two_at_once_do_not_write_one_directory(
         assert "another conversion is writing" in refused(convert, capsys, tmp_path / "out")
         assert (other.directory / ".x.0123abcd.partial").exists()
         raise ZeroDivisionError
-    write_sealed(resumable(tmp_path / "out") / RECORD, "recipe", {"other": "source"})
     assert convert(tmp_path / "out") == 0
+
+
+def test_a_note_of_another_shape_costs_its_file(tmp_path: Path) -> None:
+    output = Output(tmp_path)
+    for body in (None, 3, [1], {}, {"bytes": 1}, {"bytes": 1, "sha256": "0"}):
+        (tmp_path / "x").write_bytes(b"1")
+        write_sealed(tmp_path / "x.done", "file", body)
+        assert output.finished("x") is None
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_is_refused_at_the_start(
@@ -305,7 +313,11 @@ def test_a_damaged_record_is_not_passed_over(
     hf: Path, megatron: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(megatron, tmp_path / "m")
-    for content in (b"", b"{}", b"[" * 100_000, b"\xff"):
+    sealed: list[bytes] = []
+    for body in (None, 3, [1], {}, {"files": None}, {"files": 3}, {"files": [1]}):
+        write_sealed(tmp_path / "sealed", "conversion", body)
+        sealed.append((tmp_path / "sealed").read_bytes())
+    for content in (b"", b"{}", b"[" * 100_000, b"\xff", *sealed):
         (tmp_path / "m" / RECORD).write_bytes(content)
         given = ["--megatron", str(tmp_path / "m"), "--like", str(hf)]
         message = refused(Conversion(megatron_to_hf.main, given, megatron), capsys, tmp_path / "out")

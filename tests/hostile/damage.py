@@ -29,8 +29,11 @@ ODD_TEXTS: list[bytes] = [
 def damages(data: bytes, count: int, seed: int) -> Iterator[bytes]:
     """`count` versions of a file: bits flipped, cut short, zeroes, bytes inserted, blocks moved, appended to."""
     chance = random.Random(seed)
-    for _ in range(count):
-        yield _damaged(bytearray(data), chance)
+    while count:
+        damaged = _damaged(bytearray(data), chance)
+        if damaged != data:  # zeroes over zeroes
+            count -= 1
+            yield damaged
 
 
 def _damaged(data: bytearray, chance: random.Random) -> bytes:

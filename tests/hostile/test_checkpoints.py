@@ -111,7 +111,7 @@ def versions(clean: Path, count: int, seed: int, names: Collection[str] = ()) ->
 READ = {".metadata", "__0_0.distcp", "config.json", output.RECORD}
 """Files of a converted checkpoint that are read."""
 
-COUNTS = [pytest.param(12, 0, id="few"), pytest.param(300, 1, id="many", marks=pytest.mark.night)]
+COUNTS = [pytest.param(12, 0, id="few"), pytest.param(100, 1, id="many", marks=pytest.mark.night)]
 """Damages for each file, and the seed."""
 
 
