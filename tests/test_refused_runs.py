@@ -54,7 +54,7 @@ def flipped_behaviour(run: Path) -> None:
     path.write_bytes(data)
 
 
-CASES: dict[str, tuple[Callable[[Path], None], str]] = {
+CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "states gone": (without_states, "every checkpoint in"),
     "stages swapped": (swapped, "holds stage 0 of run"),
     "hf of someone else": (foreign_hf, "was not written by this run"),
