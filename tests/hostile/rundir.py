@@ -69,7 +69,8 @@ def save(directory: RunDirectory, cursor: Cursor) -> None:
     (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({})))
     (partial / "__0_0.distcp").write_bytes(bytes(range(256)))
     place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
-    state = {**place, "files": checkpoint.checksums(partial, 0, 1)}
+    counters = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}
+    state = {**place, **counters, "files": checkpoint.checksums(partial, 0, 1)}
     checkpoint.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
 
 
