@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE, read_state
-from mugrpo_megatron.files.durable import full_disk, remove_leftovers, resumable
+from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
@@ -55,14 +55,13 @@ class Saver:
         self._began = time.monotonic()
         path = self._directory / checkpoint_name(cursor)
         place = {"run": self._run, "cursor": asdict(cursor)}
-        with _telling_full_disks(path):
-            write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
+        write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(write, path), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(write, path)
-            self.wait()
+            write()
+            self._remove_old()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the last save is durable; raises what it raised."""
@@ -73,11 +72,10 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def _write(self, write: Callable[[], None], path: Path) -> None:
+    def _write(self, write: Callable[[], None]) -> None:
         try:
-            with _telling_full_disks(path):
-                write()
-                self._remove_old()
+            write()
+            self._remove_old()
         except BaseException as error:
             self._failure = error
 
@@ -87,17 +85,6 @@ class Saver:
                 leftover = resumable(old)  # a kill must not leave half of it under its name
                 old.rename(leftover)
                 shutil.rmtree(leftover)
-
-
-@contextmanager
-def _telling_full_disks(path: Path) -> Iterator[None]:
-    """Raise UserError for a full disk, however torch has wrapped it."""
-    try:
-        yield
-    except Exception as error:
-        if full := full_disk(error, path):
-            raise full from error
-        raise
 
 
 @contextmanager
