@@ -91,7 +91,9 @@ def begin_save(
     group: dist.ProcessGroup | None = None,
     copy: bool = False,
 ) -> Callable[[], None]:
-    """Collect the learner's state, and return the function that writes it and `place` (JSON values) to `directory`.
+    """Collect the learner's state, and return the function that writes it and `place` to `directory`.
+
+    `place` are JSON values: `run`, the run's id, and `cursor`, where it resumes.
 
     Every rank calls that function once; the directory then appears complete or not at all. With `copy` training may
     continue between the two calls, and the function may run in another thread of every rank: `group` is then a gloo

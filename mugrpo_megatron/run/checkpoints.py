@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE, read_state
-from mugrpo_megatron.files.durable import full_disk_told, remove_leftovers, resumable
+from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
@@ -57,14 +57,13 @@ class Saver:
         self._began = time.monotonic()
         path = self._directory / checkpoint_name(cursor)
         place = {"run": self._run, "cursor": asdict(cursor)}
-        with full_disk_told(path):
-            write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
+        write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(write, path), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write(write, path)
-            self.wait()
+            write()
+            self._remove_old()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the last save is durable; raises what it raised."""
@@ -75,14 +74,13 @@ class Saver:
         if failure is not None:
             raise failure
 
-    def _write(self, write: Callable[[], None], path: Path) -> None:
+    def _write(self, write: Callable[[], None]) -> None:
         try:
             if self._learner.ranks.device.type == "cuda":
                 # A new thread has device 0, where the writer's streams would take memory from another rank.
                 torch.cuda.set_device(self._learner.ranks.device)
-            with full_disk_told(path):
-                write()
-                self._remove_old()
+            write()
+            self._remove_old()
         except BaseException as error:
             self._failure = error
 

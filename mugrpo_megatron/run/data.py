@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
@@ -22,7 +23,7 @@ Fingerprint = dict[str, dict[str, str]]
 
 
 def fingerprint(problems: Problems) -> Fingerprint:
-    """{"train", "held-out"} -> a set's name -> SHA-256 of its problems' ids, questions and answers, in order."""
+    """{"train", "held-out"} -> a set's name -> SHA-256 of its problems, all their fields and their order."""
     return {"train": _by_set(problems.train), "held-out": _by_set(problems.held_out)}
 
 
@@ -59,6 +60,6 @@ def record_data(run_dir: Path, problems: Problems) -> None:
 def _by_set(problems: Sequence[Problem]) -> dict[str, str]:
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        line = json.dumps([problem.id, problem.question, problem.answer])
+        line = json.dumps([getattr(problem, field.name) for field in fields(Problem)])
         sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
     return {name: whole.hexdigest() for name, whole in sums.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -76,9 +77,15 @@ def claim(run_dir: Path) -> Record:
 
 def check_own(run_dir: Path) -> None:
     """Raise UserError when `run_dir` cannot be a run's: no directory of its own, or one with another's files."""
-    whole = run_dir.resolve()
-    if os.path.lexists(run_dir) and not run_dir.is_dir():
-        raise UserError(f"run.dir = {run_dir} is not a directory; choose another")
+    whole = _real(run_dir)
+    try:
+        if not stat.S_ISDIR(run_dir.stat().st_mode):
+            raise UserError(f"run.dir = {run_dir} is not a directory; choose another")
+    except FileNotFoundError:
+        if run_dir.is_symlink():
+            raise UserError(f"run.dir = {run_dir} is a broken link; choose another") from None
+    except OSError as error:
+        raise UserError(f"run.dir = {run_dir} cannot be used ({error.strerror}); choose another") from None
     if read_record(run_dir) is not None:
         return
     if whole.parent == whole or whole in (Path.cwd(), Path.home()):
@@ -94,7 +101,7 @@ def check_own(run_dir: Path) -> None:
 def check_model(run_dir: Path, model: Path) -> None:
     """Raise UserError when the checkpoint that a run starts from lies where the run writes its own."""
     hf = run_dir / "hf"
-    if model.resolve().is_relative_to(hf.resolve()):
+    if _real(model).is_relative_to(_real(hf)):
         raise UserError(
             f"model.path = {model} is where this run would write its own checkpoint ({hf}); choose another run.dir"
         )
@@ -116,6 +123,11 @@ def check_hf(run_dir: Path) -> None:
 def mark(record: Record) -> dict[str, str]:
     """The content of `MARK`."""
     return {"run": record.id}
+
+
+def _real(path: Path) -> Path:
+    """The path without links; unlike `Path.resolve` also where they form a loop."""
+    return Path(os.path.realpath(path))
 
 
 def _marked(hf: Path) -> object:

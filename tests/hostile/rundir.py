@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+import torch.distributed.checkpoint as torch_checkpoint
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.files import checkpoint
@@ -66,12 +68,21 @@ def save(directory: RunDirectory, cursor: Cursor) -> None:
     assert record
     partial = directory.checkpoints / f".{checkpoint_name(cursor)}.partial"
     partial.mkdir(exist_ok=True)
-    (partial / checkpoint.INDEX).write_bytes(pickle.dumps(Metadata({}, None, {})))
-    (partial / "__0_0.distcp").write_bytes(bytes(range(256)))
+    for name, data in distributed().items():
+        (partial / name).write_bytes(data)
     place = {"run": record.id, "cursor": {"stage": cursor.stage, "age": cursor.age, "updates": cursor.updates}}
-    taken = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}
-    state = {**place, **taken, "files": checkpoint.checksums(partial, 0, 1)}
+    counters = {"updates_done": cursor.updates, "steps_done": cursor.updates, "model": {"family": "qwen2"}}
+    state = {**place, **counters, "files": checkpoint.checksums(partial, 0, 1)}
     checkpoint.publish(partial, directory.checkpoints / checkpoint_name(cursor), state)
+
+
+@cache
+def distributed() -> dict[str, bytes]:
+    """Index and data file of a distributed checkpoint of one tensor."""
+    with TemporaryDirectory() as folder:
+        writer = torch_checkpoint.FileSystemWriter(folder, single_file_per_rank=True)
+        torch_checkpoint.save({"weight": torch.arange(16.0)}, storage_writer=writer, no_dist=True)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def logprobs(directory: RunDirectory, number: int) -> None:

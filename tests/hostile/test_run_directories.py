@@ -8,18 +8,20 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.log import open_log
+from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.observe.log import open_log, read_rows
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.report.report import write_report
 from mugrpo_megatron.run.checkpoints import check_place
 from mugrpo_megatron.run.data import check_data, record_data
-from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.run.directory import is_finished, open_directory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.samples import Problem
 from tests.hostile.rundir import PROBLEMS, content, make, recipe, resume
@@ -229,16 +231,19 @@ def test_a_run_never_replaces_the_model_it_starts_from(model: str, tmp_path: Pat
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("place", ["", ".", "/", "~", "file", "file/run"])
+@pytest.mark.parametrize("place", ["", ".", "/", "~", "file", "file/run", "loop", "loop/run", "broken", "x" * 300])
 def test_a_run_needs_a_directory_of_its_own(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "broken").symlink_to(tmp_path / "nothing")
     made = recipe(Path("runs/x"))
     made = made.model_copy(update={"run": made.run.model_copy(update={"dir": Path(place).expanduser()})})
     with pytest.raises(UserError, match=r"run\.dir = "), open_directory(made):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not is_finished(made)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken", "file", "loop"]
 
 
 CHANGES = [
@@ -301,3 +306,29 @@ def test_a_second_process_is_refused_and_the_report_is_not(changed: Recipe) -> N
         assert write_report(directory.path).exists()
         log.event("e", "t")
     assert (changed.run.dir / "report.html").stat().st_size > 10_000
+
+
+def test_reports_while_a_run_goes_on_and_ends(changed: Recipe) -> None:
+    """Rows, summary and report are written by the run while another process reads them and writes the same report."""
+    run, ended = changed.run.dir, Event()
+
+    def train() -> None:
+        with open_directory(changed) as directory, open_log(run, TrackSection(tensorboard=False)) as log:
+            for update in range(3, 300):
+                log.update(1, update, update, {"loss": 0.5, "tokens": 9.0})
+            write_json(directory.summary, {"updates": 300})
+            for _ in range(5):
+                write_report(run)
+        ended.set()
+
+    thread = Thread(target=train)
+    thread.start()
+    written = 0
+    while not ended.is_set() and thread.is_alive():
+        write_report(run)
+        written += 1
+    thread.join()
+    assert ended.is_set()
+    assert written
+    assert len(read_rows(run / "metrics.jsonl")) > 300
+    assert not [path.name for path in run.iterdir() if path.name.endswith(".partial")]

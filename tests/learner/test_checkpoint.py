@@ -30,7 +30,7 @@ def train_and_save(model: str, directory: str, sections: Sections) -> list[dict[
     learner = build_learner(recipe(Path(model), **sections))
     for seed in range(2):
         update(learner, samples(seed=seed), advantages(24, seed))
-    checkpoint.begin_save(learner, Path(directory), {"cursor": CURSOR})()
+    checkpoint.begin_save(learner, Path(directory), {"run": "r", "cursor": CURSOR})()
     return [update(learner, samples(seed=seed), advantages(24, seed)) for seed in (2, 3)]
 
 
