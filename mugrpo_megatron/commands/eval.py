@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
-from mugrpo_megatron.data.prompts import shown
+from mugrpo_megatron.data.prompts import shown, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -65,7 +65,8 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
-    prompts = prompts_of(problems, tokenizer, recipe.data.prompt_style, recipe.data.max_prompt_tokens)
+    how = recipe.data.prompt_style, recipe.data.max_prompt_tokens, template_of(recipe.data)
+    prompts = prompts_of(problems, tokenizer, *how)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.overlap import contamination, without_duplicates
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each, shown
+from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each, shown, template_of
 from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -53,7 +53,7 @@ def prepare(
     """
     found = found or read_problems(data, reward)
     notes = list(found.notes)
-    rendering = data.prompt_style, data.max_prompt_tokens
+    rendering = data.prompt_style, data.max_prompt_tokens, template_of(data)
     fits = (
         fitting_prompts(found.train, tokenizer, *rendering),
         fitting_prompts_of_each(found.held_out, tokenizer, *rendering),

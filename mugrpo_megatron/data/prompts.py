@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -44,6 +45,30 @@ def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Template:
+    """The chat template of the style `chat`, and what it is called with."""
+
+    text: str | None = None
+    """Jinja; None takes the tokenizer's own."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Such as `enable_thinking` of Qwen3's template."""
+
+
+OWN = Template()
+"""The tokenizer's template without arguments."""
+
+
+def template_of(section: DataSection) -> Template:
+    """The template that `data.chat_template` and `data.template_arguments` name; UserError for an unreadable file."""
+    if (path := section.chat_template) is None:
+        return Template(None, section.template_arguments)
+    try:
+        return Template(path.read_text(encoding="utf-8"), section.template_arguments)
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.chat_template = {path} cannot be read ({error})") from None
+
+
+@dataclass(frozen=True, slots=True)
 class FittingPrompts:
     """The problems whose prompts fit, with their token ids, and how many did not."""
 
@@ -58,21 +83,13 @@ def check_style(style: str) -> None:
         raise UserError(f"data.prompt_style {style!r} is unknown: choose one of chat, {', '.join(STYLES)}")
 
 
-def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> list[int]:
+def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = OWN) -> list[int]:
     """Prompt token ids of one problem, with the tokenizer's beginning-of-sequence token where it has one.
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
     if style == "chat":
-        if tokenizer.chat_template is None:
-            raise UserError("data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style")
-        turns = problem.messages or (("user", problem.question),)
-        messages = [{"role": role, "content": content} for role, content in turns]
-        try:
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:  # such as: roles must alternate
-            raise UserError(f"{problem.id}: the tokenizer's chat template refuses the messages ({error})") from None
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(_chat(problem, tokenizer, template), add_special_tokens=False)
     check_style(style)
     if len(problem.messages) > 1:
         raise UserError(
@@ -83,11 +100,43 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str) -> 
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
+def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template) -> str:
+    if tokenizer.chat_template is None and template.text is None:
+        raise UserError(
+            "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
+            "with data.chat_template"
+        )
+    turns = problem.messages or (("user", problem.question),)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages,
+                chat_template=template.text,
+                tokenize=False,
+                add_generation_prompt=True,
+                **template.arguments,
+            )
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        ArithmeticError,
+    ) as error:  # roles must alternate
+        raise UserError(f"{problem.id}: the chat template refuses the messages ({error})") from None
+
+
 def fitting_prompts(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    style: str,
+    max_prompt_tokens: int,
+    template: Template = OWN,
 ) -> FittingPrompts:
     """Render every problem and leave out those whose prompt is longer than `max_prompt_tokens`."""
-    rendered = [(problem, render(problem, tokenizer, style)) for problem in problems]
+    rendered = [(problem, render(problem, tokenizer, style, template)) for problem in problems]
     kept = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
     if problems and not kept:
         shortest = min(len(ids) for _, ids in rendered)
@@ -100,13 +149,17 @@ def fitting_prompts(
 
 
 def fitting_prompts_of_each(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    style: str,
+    max_prompt_tokens: int,
+    template: Template = OWN,
 ) -> FittingPrompts:
     """`fitting_prompts` of several data sets, concatenated; each must have a prompt that fits."""
     sets: dict[str, list[Problem]] = {}
     for problem in problems:
         sets.setdefault(problem.source, []).append(problem)
-    fits = [fitting_prompts(own, tokenizer, style, max_prompt_tokens) for own in sets.values()]
+    fits = [fitting_prompts(own, tokenizer, style, max_prompt_tokens, template) for own in sets.values()]
     return FittingPrompts(
         [problem for fit in fits for problem in fit.problems],
         [prompt for fit in fits for prompt in fit.prompts],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.data.prompts import fitting_prompts_of_each
+from mugrpo_megatron.data.prompts import OWN, Template, fitting_prompts_of_each
 from mugrpo_megatron.evaluation.estimators import (
     Interval,
     Measure,
@@ -58,10 +58,14 @@ class Summary:
 
 
 def prompts_of(
-    problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: str, max_prompt_tokens: int
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    style: str,
+    max_prompt_tokens: int,
+    template: Template = OWN,
 ) -> list[Prompt]:
     """Problems as prompts, set by set; those that do not fit are left out."""
-    fits = fitting_prompts_of_each(problems, tokenizer, style, max_prompt_tokens)
+    fits = fitting_prompts_of_each(problems, tokenizer, style, max_prompt_tokens, template)
     pairs = zip(fits.problems, fits.prompts, strict=True)
     return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
 

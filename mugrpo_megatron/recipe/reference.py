@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from mugrpo_megatron.recipe.objective import Section
 from mugrpo_megatron.recipe.sections import Recipe
 
 HEAD = """# Recipe reference
@@ -45,8 +46,9 @@ def _part(name: str, section: Any) -> str:
 
 
 def _named_table(annotation: Any) -> Any:
-    """The section type of a dictionary's values; None when the annotation is not a dictionary."""
-    return get_args(annotation)[1] if get_origin(annotation) is dict else None
+    """The section type of a dictionary's values; None when the annotation is not a dictionary of sections."""
+    inner = get_args(annotation)[1] if get_origin(annotation) is dict else None
+    return inner if isinstance(inner, type) and issubclass(inner, Section) else None
 
 
 def _type(annotation: Any) -> str:
@@ -56,6 +58,8 @@ def _type(annotation: Any) -> str:
         return _type(get_args(annotation)[0])
     if _named_table(annotation) is not None:
         return "tables by name"
+    if get_origin(annotation) is dict:
+        return "table"
     names = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
     if annotation in names:
         return names[annotation]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -63,6 +63,15 @@ class ModelSection(Section):
     """Parameter and activation type of learner and engine; master weights and moments are always float32."""
 
 
+TEMPLATES_OWN = {
+    "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+}  # fmt: skip
+"""Parameters of `apply_chat_template`, which no template argument can replace."""
+T = TypeVar("T")
+
+
 class DataSection(Section):
     """Problems to train on and to evaluate on."""
 
@@ -82,6 +91,10 @@ class DataSection(Section):
     """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template) or a named math style."""
     system_prompt: str | None = None
     """System turn of every chat that has none; needs `prompt_style = "chat"`."""
+    chat_template: Path | None = None
+    """Jinja file that takes the place of the tokenizer's own chat template; needs `prompt_style = "chat"`."""
+    template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """What the chat template is called with, such as `enable_thinking = false`; needs `prompt_style = "chat"`."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
     strict: bool = True
@@ -91,11 +104,18 @@ class DataSection(Section):
     contamination: Literal["report", "drop", "off"] = "report"
     """What to do with training problems that share half of their 8-grams with a held-out problem."""
 
-    @field_validator("system_prompt")
+    @field_validator("system_prompt", "chat_template", "template_arguments")
     @classmethod
-    def _check_style_has_one(cls, value: str | None, info: ValidationInfo) -> str | None:
+    def _check_style_takes_it(cls, value: T, info: ValidationInfo) -> T:
         if value and info.data.get("prompt_style") != "chat":
-            raise ValueError('needs prompt_style = "chat"; the other styles have a system turn of their own or none')
+            raise ValueError('needs prompt_style = "chat"; the other styles are fixed texts')
+        return value
+
+    @field_validator("template_arguments")
+    @classmethod
+    def _check_arguments(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(value.keys() & TEMPLATES_OWN):
+            raise ValueError(f"{taken[0]} is given to the template already")
         return value
 
 

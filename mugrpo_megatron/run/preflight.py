@@ -14,7 +14,7 @@ from typing import Any
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent
-from mugrpo_megatron.data.prompts import check_style
+from mugrpo_megatron.data.prompts import check_style, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
@@ -115,6 +115,7 @@ def _check_layers(recipe: Recipe) -> None:
 
 def _read(recipe: Recipe, say: Say) -> Problems:
     check_style(recipe.data.prompt_style)
+    template_of(recipe.data)
     found = read_problems(recipe.data, recipe.reward)
     check_data(recipe.run.dir, found)
     say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")

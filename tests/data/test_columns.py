@@ -13,7 +13,7 @@ import pytest
 
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import SHOWN_CHARS, render, shown
+from mugrpo_megatron.data.prompts import SHOWN_CHARS, render, shown, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.load import validate
@@ -171,8 +171,48 @@ def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path) -> Non
 def test_a_template_that_refuses_the_messages_is_a_sentence() -> None:
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(UserError, match=r"set:1: the tokenizer's chat template refuses .* \(roles must alternate\)"):
+    with pytest.raises(UserError, match=r"set:1: the chat template refuses .* \(roles must alternate\)"):
         render(Problem("set:1", "q", "1"), tokenizer, "chat")
+
+
+def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ 'T' if thinking else 'N' }}")
+    table = {"prompt_style": "chat", "chat_template": str(path), "template_arguments": {"thinking": True}}
+    section = validate({"data": table}, "recipe").data
+    problem = Problem("set:1", "6*7=", "42", "set", CHAT)
+    assert TOKENIZER.decode(render(problem, TOKENIZER, "chat", template_of(section))) == "[system]Be brief.[user]6*7=T"
+    assert rendered(problem).startswith("<|im_start|>system")
+    bare = build_arithmetic_tokenizer()
+    bare.chat_template = None
+    assert render(problem, bare, "chat", template_of(section)) == render(
+        problem, TOKENIZER, "chat", template_of(section)
+    )
+    for text in ("{% for %}", "{{ 1 + 'x' }}", "{{ messages[9].role }}", "{{ none_such.x }}", "{{ 1 / 0 }}"):
+        path.write_text(text)
+        with pytest.raises(UserError, match="the chat template refuses"):
+            render(problem, TOKENIZER, "chat", template_of(section))
+    path.write_bytes(b"\xff")
+    for wrong in (path, tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=r"data.chat_template = .* cannot be read"):
+            template_of(section.model_copy(update={"chat_template": wrong}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"chat_template": "x.jinja"},
+        {"template_arguments": {"a": 1}},
+        {"prompt_style": "chat", "template_arguments": {"messages": "x"}},
+        {"prompt_style": "chat", "template_arguments": {"add_generation_prompt": False}},
+        {"prompt_style": "chat", "template_arguments": {"a": [1]}},
+        {"prompt_style": "chat", "template_arguments": {"a": {"b": 1}}},
+        {"prompt_style": "chat", "template_arguments": 3},
+    ],
+)
+def test_template_settings_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"recipe: `data\."):
+        validate({"data": wrong}, "recipe")
 
 
 def test_a_prompt_is_shown_as_one_line_with_its_special_tokens() -> None:

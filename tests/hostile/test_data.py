@@ -15,8 +15,10 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.problems import load, load_problems
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.recipe.sections import DataSection
 from tests.hostile.outcome import answered, command, listing, refused
 
@@ -318,10 +320,15 @@ def test_any_row_is_a_problem_or_a_reason(tmp_path_factory: pytest.TempPathFacto
 def test_a_damaged_parquet_file_is_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, place: int, flip: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("parquet")
-    data = folder / "in.parquet"
+    data = tmp_path_factory.mktemp("parquet") / "in.parquet"
     pq.write_table(pa.table({"response": ["1", "2"], "answer": [1, 2], "x": [0.5, None]}), data)
     content = bytearray(data.read_bytes())
     content[place % len(content)] ^= flip
     data.write_bytes(content)
-    answered("score", data, "--out", folder / "out.jsonl")
+    said = str(data)
+    try:
+        for _, row in rows(data):
+            json.dumps(json_value(row), allow_nan=False)
+    except UserError as error:
+        said = str(error)
+    assert said.startswith(str(data))
