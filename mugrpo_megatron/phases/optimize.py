@@ -200,8 +200,9 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     """After an update: save the learner's full state where the recipe or a request to stop asks for it.
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
-    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines, in a
-    run of one stage's updates, always at its end. Raises Stopped, with everything saved, on a request to stop.
+    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
+    in a run that takes one stage's updates, always at its end. Raises Stopped, with everything saved, when the
+    run was asked to stop.
 
     The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
     """
