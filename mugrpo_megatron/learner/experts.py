@@ -9,7 +9,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 
 class Experts(SequentialMLP):
-    """One expert after the other: 3 kernels forward, where Megatron compiles its activation or runs it in eight."""
+    """One expert after the other: 3 kernels forward, where Megatron runs 7 or compiles its activation."""
 
     def forward(
         self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probabilities: torch.Tensor

@@ -73,6 +73,10 @@ class RankParameters:
     def total(self) -> int:
         return self.dense + self.experts
 
+    def shared(self, layout: Layout) -> float:
+        """Parameters whose optimizer states a rank holds, and about those that it writes to a checkpoint."""
+        return self.dense / layout.shards + self.experts / layout.expert_shards
+
 
 def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -> RankParameters:
     """Parameters of a rank of `pp_stage`, vocabulary padding included, from the table that loads weights.

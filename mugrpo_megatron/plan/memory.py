@@ -41,7 +41,7 @@ class State:
 
 def learner_state(mine: RankParameters, layout: Layout, itemsize: int) -> State:
     """State of a rank whose parameters have `itemsize` bytes each."""
-    sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
+    sharded = mine.shared(layout)
     return State(
         weights=itemsize * mine.total,
         gradients=FLOAT * mine.total,
@@ -230,7 +230,8 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max(
-        (b + 12) * rank_parameters(case.architecture, layout, pp_stage).total for pp_stage in range(layout.pipeline)
+        (b + 12) * rank_parameters(case.architecture, layout, pp_stage).shared(layout)
+        for pp_stage in range(layout.pipeline)
     )
     learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)
     return Memory(

@@ -66,7 +66,8 @@ def saving_seconds(others: float, case: Case) -> float:
     if not section.asynchronous:
         return written
     mine = max(
-        rank_parameters(case.architecture, case.layout, pp_stage).total for pp_stage in range(case.layout.pipeline)
+        rank_parameters(case.architecture, case.layout, pp_stage).shared(case.layout)
+        for pp_stage in range(case.layout.pipeline)
     )
     copied = saves * mine * (case.itemsize + 12.0) / case.assumptions.host_link if case.cuda else 0.0
     return copied + max(0.0, written - others - copied)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.groups import shutdown
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.offload import offload, reload
@@ -50,7 +51,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def test_updates_are_those_of_the_cpu(model: Path) -> None:
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("routed")
+    models.save_model(directory, "qwen3_moe", vocab_size=VOCAB, moe_intermediate_size=16, num_hidden_layers=2)
+    return directory
+
+
+@pytest.mark.parametrize("kind", ["model", "routed"])
+def test_updates_are_those_of_the_cpu(kind: str, request: pytest.FixtureRequest) -> None:
+    model: Path = request.getfixturevalue(kind)
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-c", HERE, str(model)], env=hidden, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -96,6 +106,21 @@ def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     offload(learner, "weights")
     assert torch.cuda.memory_allocated() < 0.2 * held
     reload(learner)
+    for found, known in zip(token_logprobs(learner, data), before, strict=True):
+        np.testing.assert_array_equal(found, known)
+    shutdown()
+
+
+def test_a_checkpoint_holds_what_the_device_held_when_it_began(model: Path, tmp_path: Path) -> None:
+    """Training goes on between the copy and the writing."""
+    learner = build_learner(recipe(model, model={"dtype": "bfloat16"}))
+    data = samples()
+    update(learner, data, advantages(len(data)))
+    before = token_logprobs(learner, data)
+    write = checkpoint.begin_save(learner, tmp_path / "c", {"stage": 1}, copy=True)
+    update(learner, data, advantages(len(data)))
+    write()
+    assert checkpoint.load(learner, tmp_path / "c") == {"stage": 1}
     for found, known in zip(token_logprobs(learner, data), before, strict=True):
         np.testing.assert_array_equal(found, known)
     shutdown()

@@ -92,6 +92,11 @@ def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[s
     return found
 
 
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    return run_ranks(1, saved_by_each_rank, model, str(tmp_path_factory.mktemp("alone") / "c"), {})[0]
+
+
 @pytest.mark.parametrize(
     ("sections", "replicas"),
     [
@@ -103,12 +108,11 @@ def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[s
     ids=str,
 )
 def test_data_parallel_ranks_share_the_writing(
-    model: str, tmp_path: Path, sections: Sections, replicas: list[tuple[int, int]]
+    model: str, alone: dict[str, int], tmp_path: Path, sections: Sections, replicas: list[tuple[int, int]]
 ) -> None:
     """Together they copy every state once; those of the same parameters about equally much, into a file each."""
     world = 2 * len(replicas)
     found = run_ranks(world, saved_by_each_rank, model, str(tmp_path / "c"), sections)
-    [alone] = run_ranks(1, saved_by_each_rank, model, str(tmp_path / "alone"), {})
     together: dict[str, int] = {}
     for rank in found:
         for key, size in rank.items():
