@@ -191,7 +191,7 @@ def measures_table(results: Results, block: str) -> str:
                 f"{min(row['ratio_neg_min'] for row in cells):.1e}",
                 f"{min(first)}" if first else "none",
                 _mean(cells, "vetoed", 100, 2),
-                _mean(cells, "ess_min", 1, 2),
+                f"{min(row['ess_min'] for row in cells):.1g}",
                 _mean(cells, "entropy_late", 1, 3),
             ]
         )
@@ -253,7 +253,8 @@ def summary(results: Results) -> str:
             before = results.column("regime", name, "before")
             change = points(mean_of(differences(ends, before)), 1)
             over = f"{len(ends)} seed{'s' if len(ends) > 1 else ''}"
-            lines.append(f"At the regime rate, {results.grid.methods[name].title} gains {change} points ({over}).")
+            method = results.grid.methods[name].title
+            lines.append(f"Accuracy at the regime rate, {method}: {change} points from the warm start ({over}).")
     return " ".join(lines)
 
 

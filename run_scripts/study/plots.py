@@ -29,8 +29,10 @@ LOOKS: Mapping[str, tuple[str, str]] = {
 """Method -> colour and line."""
 PANELS = (
     ("accuracy", "Accuracy on test problems", True),
+    ("truncated", "Test responses cut off", True),
     ("clipped_fraction", "Tokens that the clip holds back", True),
     ("ratio_neg_mean", "E[ρ given A < 0]", False),
+    ("trigger_tokens_1e-4", "Triggers among tokens with A < 0", True),
     ("vetoed_fraction", "Tokens that the veto drops", True),
 )
 """Column of curves.csv, title, and whether it is a share."""
@@ -57,13 +59,14 @@ def inside(results: Results, block: str, fresh: str = "") -> Figure | None:
     cells = {name: rows for name, rows in cells.items() if rows}
     if not cells:
         return None
-    figure = Figure(figsize=(WIDTH, 7.2), layout="constrained", facecolor=LIGHT["paper"])
+    figure = Figure(figsize=(WIDTH, 9.6), layout="constrained", facecolor=LIGHT["paper"])
     FigureCanvasAgg(figure)
-    for axes, (column, title, share) in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    for axes, (column, title, share) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
         for name, rows in cells.items():
             _lines(axes, results, name, rows, column)
         if share:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+            axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1e-4))
         _finish(axes, title, "update")
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),
