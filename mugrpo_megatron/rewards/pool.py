@@ -184,6 +184,8 @@ class Verifier:
         finally:
             self._fail_all(failure)
             for worker in self._workers:
+                worker.process.end()
+            for worker in self._workers:
                 worker.process.kill()
 
     def _handle_events(self) -> None:

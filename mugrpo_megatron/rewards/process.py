@@ -44,9 +44,13 @@ class WorkerProcess:
         """One message. Raises EOFError or OSError when the worker is dead, or stopped in the middle of a message."""
         return json.loads(self.connection.recv_bytes())
 
-    def kill(self) -> None:
-        """Kill the worker and all that it has started; returns once they are gone, or after DEATH_SECONDS."""
+    def end(self) -> None:
+        """Ask the guard to kill the worker and all that it has started, and return at once."""
         self.process.send_signal(END)
+
+    def kill(self) -> None:
+        """`end`, and wait until they are gone, at most DEATH_SECONDS."""
+        self.end()
         try:
             self.process.wait(DEATH_SECONDS)
         except subprocess.TimeoutExpired:  # the guard waits for a process that hangs in the kernel, or is stopped

@@ -144,8 +144,8 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | 
 
 
 def _told(error: BaseException) -> str:
-    """An exception's type, text and place."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """An exception's type, text and place; no place when this module itself raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:MAX_WHY] + place
 
