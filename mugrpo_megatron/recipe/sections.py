@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -69,7 +69,6 @@ TEMPLATES_OWN = {
     "return_assistant_tokens_mask", "tokenizer_kwargs",
 }  # fmt: skip
 """Parameters of `apply_chat_template`, which no template argument can replace."""
-T = TypeVar("T")
 
 
 class DataSection(Section):
@@ -106,7 +105,7 @@ class DataSection(Section):
 
     @field_validator("system_prompt", "chat_template", "template_arguments")
     @classmethod
-    def _check_style_takes_it(cls, value: T, info: ValidationInfo) -> T:
+    def _check_style_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get("prompt_style") != "chat":
             raise ValueError('needs prompt_style = "chat"; the other styles are fixed texts')
         return value
