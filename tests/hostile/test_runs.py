@@ -83,9 +83,9 @@ def holding(path: Path, other: bytes) -> Iterator[None]:
         path.write_bytes(data)
 
 
-def mutations(data: bytes, draw: random.Random) -> Iterator[bytes]:
+def mutations(data: bytes, draw: random.Random, flips: int = FLIPS) -> Iterator[bytes]:
     """Flipped bits, torn and extended files, and other text in its place."""
-    for place in draw.sample(range(len(data)), min(FLIPS, len(data))):
+    for place in draw.sample(range(len(data)), min(flips, len(data))):
         yield data[:place] + bytes([data[place] ^ (1 << draw.randrange(8))]) + data[place + 1 :]
     for end in draw.sample(range(len(data)), min(3, len(data))):
         yield data[:end]
@@ -93,14 +93,15 @@ def mutations(data: bytes, draw: random.Random) -> Iterator[bytes]:
     yield from JUNK
 
 
+@pytest.mark.parametrize("flips", [FLIPS, pytest.param(400, marks=pytest.mark.night)])
 @pytest.mark.parametrize("file", FILES)
-def test_any_byte_may_change(file: str, whole: tuple[Recipe, str]) -> None:
+def test_any_byte_may_change(file: str, flips: int, whole: tuple[Recipe, str]) -> None:
     """What is read is what was written, or the file is named; everything else stays as it was."""
     made, digest = whole
     path = made.run.dir / file
     data, before, count = path.read_bytes(), content(made.run.dir), 0
     outcomes: list[tuple[str, list[str]]] = []
-    for mutated in mutations(data, random.Random(file)):
+    for mutated in mutations(data, random.Random(file), flips):
         count += 1
         with holding(path, mutated):
             refusal = refused(lambda: outcomes.append(resume(made)))
