@@ -48,6 +48,8 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         if generator and scorer:
             for group in scorer.during(_sampled(run, generator, cursor, queue, bar)):
                 stage.append(_samples(group, recipe))
+            if run.stop.asked:
+                stage.flush()  # before it waits: another rank may have died
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,9 +14,14 @@ import torch.distributed as dist
 
 from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks, named_phase
+from mugrpo_megatron.learner.heartbeat import named
 from mugrpo_megatron.run.stopping import Stopped, StopRequest
 
 T = TypeVar("T")
+STOP_PATIENCE_S = 18.0
+"""A rank that was asked to stop gives up a dead one after this time: torchrun kills it 30 s after the other's death."""
+MISSED_BEAT_S = 9.0
+"""A rank has missed a heartbeat: they come every 10 s at most."""
 STOP, FAILED = "run/stop", "run/failed"
 """Keys of the rendezvous store: how many ranks were asked to stop, and how a failing rank ended."""
 
@@ -41,10 +47,16 @@ class World:
         if heartbeat is None:
             return
 
+        heard_at: list[float] = []
+
         def look() -> None:
             meanwhile()
-            if self.stop.heard() and (cause := heartbeat.likely_cause()):
-                raise _failure(self.ranks, cause)
+            if not self.stop.heard():
+                return
+            heard_at.extend([] if heard_at else [time.monotonic()])
+            waited_s = time.monotonic() - heard_at[0]
+            if waited_s > STOP_PATIENCE_S and (silent := heartbeat.silent(MISSED_BEAT_S)):
+                raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {named(silent)}")
 
         heartbeat.barrier(look)
 

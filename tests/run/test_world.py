@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.heartbeat import Heartbeat
+from mugrpo_megatron.run import world as world_module
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from tests.ranks import run_ranks
@@ -17,9 +18,9 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.process
 
 
-def opened() -> World:
+def opened(patience_s: float = 60) -> World:
     rank, world = dist.get_rank(), dist.get_world_size()
-    heartbeat = Heartbeat(dist.distributed_c10d._get_default_store(), rank, world, f"node {rank}", 60)
+    heartbeat = Heartbeat(dist.distributed_c10d._get_default_store(), rank, world, f"node {rank}", patience_s)
     values: dict[str, Any] = {"rank": rank, "world": world, "heartbeat": heartbeat}
     ranks = cast(Ranks, type("Some", (), values)())
     return open_world(ranks, 60, engines=1, stop=StopRequest())
@@ -47,6 +48,28 @@ def waits_for_a_rank_that_fails() -> str:
     except (CollectiveFailure, ValueError) as error:
         return str(error)
     return ""
+
+
+def stops_while_another_rank_is_dead() -> str:
+    world = opened(patience_s=20)  # a heartbeat every 2 s
+    heartbeat = world.ranks.heartbeat
+    assert heartbeat
+    heartbeat.ask(lambda store: store.num_keys())  # after the first heartbeat
+    if world.ranks.rank == 1:
+        heartbeat.leave()
+        return ""
+    world_module.STOP_PATIENCE_S, world_module.MISSED_BEAT_S = 0.0, 3.0
+    world.stop.ask()
+    try:
+        world.barrier()
+    except CollectiveFailure as error:
+        return str(error)
+    return "it went on"
+
+
+def test_a_rank_asked_to_stop_gives_up_a_dead_one_early() -> None:
+    waiting, _ = run_ranks(2, stops_while_another_rank_is_dead)
+    assert waiting == "rank 0 of 2 ends in start: the run stops, and there is no heartbeat from rank 1"
 
 
 def test_a_rank_asked_in_a_barrier_tells_the_one_that_it_waits_for() -> None:
