@@ -1,6 +1,6 @@
 """Units and words behind a number: taken off, and compared when both the answer and the gold name a known unit.
 
-The policy: a unit that is missing on one side is no difference, because the question names it; a unit that this module
+The policy: a unit that is missing on one side does not count, because the question names it; a unit that this module
 does not know is ignored; two different known units differ, without conversion. A percent sign is in rewards/numbers.py.
 """
 
