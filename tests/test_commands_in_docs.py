@@ -66,7 +66,7 @@ STATED: dict[str, Mapping[str, Any]] = {
     "mugrpo generate RECIPE": {},
     "mugrpo optimize RECIPE": {},
     "mugrpo rollouts RUN_DIR": {"run_dir": Path("runs/quickstart")},
-    "mugrpo report RUN_DIR": {"run_dir": Path("runs/quickstart")},
+    "mugrpo report RUN_DIR": {"run_dir": [Path("runs/quickstart")]},
     "mugrpo sft RECIPE": {},
     "mugrpo eval MODEL --data SETS": {"data": ["math500"], "eval.samples": 1, "eval.temperature": 0.0},
     "mugrpo score IN --out OUT": {"input": Path("responses.jsonl"), "out": Path("scored.jsonl")},
@@ -91,7 +91,7 @@ STATED: dict[str, Mapping[str, Any]] = {
     # docs/paper.md
     f"mugrpo plan {QWEN}.mu_grpo.toml --gpus-per-node 4": schedule(4, 1024) | MU_GRPO | {"nodes": 1, "gpu": "h200"},
     f"run_scripts/torchrun.sh 4 train {QWEN}.mu_grpo.toml": schedule(4, 1024) | MU_GRPO,
-    "mugrpo report runs/paper/qwen2.5-math-7b.mu_grpo": {"run_dir": Path("runs/paper/qwen2.5-math-7b.mu_grpo")},
+    "mugrpo report runs/paper/qwen2.5-math-7b.mu_grpo": {"run_dir": [Path("runs/paper/qwen2.5-math-7b.mu_grpo")]},
     f"run_scripts/torchrun.sh 4 train {QWEN}.grpo.toml --set schedule.stages=256 --set eval.every_stages=16"
     " --set run.dir=runs/paper/one-stage.grpo": schedule(256, 4) | GRPO | {"eval.every_stages": 16},
     f"run_scripts/torchrun.sh 4 train {QWEN}.grpo_mu1024.toml --set schedule.stages=1 --set eval.every_updates=64"
