@@ -21,7 +21,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import Span, durable_file, fsync, read_sealed, remove_leftovers, write_sealed
+from mugrpo_megatron.files.durable import (
+    Span,
+    durable_file,
+    fsync,
+    full_disk,
+    read_sealed,
+    remove_leftovers,
+    write_sealed,
+)
 from mugrpo_megatron.stages.manifest import parquet_spans, verify
 
 FORMAT = 1
@@ -52,9 +60,12 @@ def write_logprobs(path: Path, of: Mapping[str, Any], write: bool) -> Iterator[A
         return
     for name in (path.name, sums(path).name):
         remove_leftovers(path.parent, name)
-    if sums(path).exists():
-        sums(path).unlink()
-        fsync(path.parent)
+    try:
+        if sums(path).exists():
+            sums(path).unlink()
+            fsync(path.parent)
+    except OSError as error:
+        raise full_disk(error, path) or error from error
     with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
     row_groups, footer = parquet_spans(path)

@@ -85,11 +85,11 @@ def distributed() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
-def logprobs(directory: RunDirectory, number: int) -> None:
+def logprobs(directory: RunDirectory, number: int, part: int = 2) -> None:
     store = stage_of(directory, number)
     with write_logprobs(directory.behaviour(number), {"stage": store.content}, write=True) as append:
         for update in range(UPDATES):
-            append([sample.behaviour_logprobs / 2 for sample in store.read_update(update)])
+            append([sample.behaviour_logprobs / part for sample in store.read_update(update)])
 
 
 def make(run_dir: Path) -> Recipe:

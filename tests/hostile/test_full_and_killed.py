@@ -164,6 +164,11 @@ def generated(path: Path) -> None:
     generates(path, path)
 
 
+def computed(path: Path) -> None:
+    generated(path)
+    logprobs(RunDirectory(path), 0, part=3)
+
+
 def exported(path: Path) -> None:
     (path / "hf").mkdir(parents=True)
     for name in OLD:
@@ -180,7 +185,7 @@ Check = Callable[[Path, Any, bool], Any]
 WRITERS: dict[str, tuple[Prepare, Act, Check]] = {
     "open": (nothing, opens, check_opens),
     "generate": (begun, generates, check_generates),
-    "recompute": (generated, recomputes, check_recomputes),
+    "recompute": (computed, recomputes, check_recomputes),
     "save": (begun, saves, check_saves),
     "export": (exported, exports, check_exports),
     "branch": (nothing, branches, check_branches),
