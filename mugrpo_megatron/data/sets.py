@@ -11,10 +11,7 @@ from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.files import SUFFIXES
 from mugrpo_megatron.data.presets import PRESETS
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.scoring import EvalSection
-
-MEAN = "mean"
-"""The name of all sets together in a metric; no set gets it."""
+from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
 
 
 def named_sources(sources: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.heartbeat import Heartbeat, named
-from mugrpo_megatron.observe.environment import finds_cuda
+from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
 
 ARRIVAL = timedelta(minutes=15)
@@ -85,7 +85,7 @@ def initialize(recipe: Recipe) -> Ranks:
     torch.manual_seed(recipe.run.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
     ranks = _ranks(device, recipe.run.collective_timeout_s)
-    torch.set_num_threads(recipe.learner.threads or max(1, (os.cpu_count() or 1) // ranks.local_world))
+    torch.set_num_threads(recipe.learner.threads or max(1, usable_cores() // ranks.local_world))
     return ranks
 
 

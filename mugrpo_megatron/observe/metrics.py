@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mugrpo_megatron.algorithm import diagnostics
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.observe.paper import NAMES as PAPER_NAMES
+from mugrpo_megatron.recipe.scoring import MEAN
 
 Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
 

@@ -13,6 +13,10 @@ STYLES_WITHOUT_BOX = frozenset({"plain", "chat"})
 """Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
 
 
+MEAN = "mean"
+"""The name of all sets together in a metric; no set gets it."""
+
+
 class RewardSection(Section):
     """How a response becomes a number."""
 

@@ -8,11 +8,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, rounded
 from mugrpo_megatron.report.evaluations import between, interval_in, measure_in, sets_in, shown
 from mugrpo_megatron.report.html import render

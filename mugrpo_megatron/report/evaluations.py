@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
+from mugrpo_megatron.recipe.scoring import MEAN
 
 Row = Mapping[str, Any]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.paper import mask_name
+from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.curves import Chart, Series, column, over_updates, rounded
 from mugrpo_megatron.report.evaluations import interval_in, measure_in, sets_in
 from mugrpo_megatron.report.rundata import RunData

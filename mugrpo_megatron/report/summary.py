@@ -10,11 +10,11 @@ from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.paper import paper_seconds
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.evaluations import (
     between,
     difference,

@@ -8,10 +8,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
-from mugrpo_megatron.data.sets import MEAN
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown, value_in
 from mugrpo_megatron.report.rundata import RunData, seconds_by_phase
 from mugrpo_megatron.report.summary import mean_of

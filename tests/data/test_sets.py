@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.sets import MEAN, check_sets, held_out_sets, named_sources
+from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.metrics import defined
-from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
 
 WORDS = st.sampled_from(["a", "b", "test", "arithmetic", "math500", "mean", "x y", "ü"])
 SOURCES = st.one_of(
