@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +124,9 @@ def findings(results: Results) -> list[Finding]:
         sides = [results.column(one.block, name, one.column) for name in (one.left, one.right)]
         values.append(differences(*sides))
     if any(len(each) < results.grid.seeds for each in values):
-        return [Finding(one, each, None) for one, each in zip(PRIMARY, values, strict=True)]
+        return list(map(Finding, PRIMARY, values, [None] * len(PRIMARY)))
     ps = holm([sign_flip(each, one.bound) for one, each in zip(PRIMARY, values, strict=True)])
-    return [Finding(one, each, p) for one, each, p in zip(PRIMARY, values, ps, strict=True)]
+    return list(map(Finding, PRIMARY, values, ps))
 
 
 def contrast_table(found: Sequence[Finding], seeds: int) -> str:
@@ -133,13 +134,12 @@ def contrast_table(found: Sequence[Finding], seeds: int) -> str:
     rows = []
     for one in found:
         gap = mean_of(one.values) if one.values else None
-        shown = points(gap, 1) + " points" if one.contrast.column == "after" else plain(gap)
-        measured = "–" if gap is None else shown
+        measured = points(gap, 1) if one.contrast.column == "after" else plain(gap)
         p = "–" if one.p is None else f"{one.p:.3f}"
         rows.append(
             [one.contrast.claim, one.contrast.block, measured, f"{len(one.values)} of {seeds}", p, one.verdict(seeds)]
         )
-    return markdown(("Claim", "Rate", "Measured", "Seeds", "p, corrected", "Verdict"), rows)
+    return markdown(("Claim", "Rate", "Points, or ratio", "Seeds", "p, corrected", "Verdict"), rows)
 
 
 def block_table(results: Results, block: str) -> str:
@@ -248,13 +248,14 @@ def summary(results: Results) -> str:
         lines.append("So all four verdicts are open.")
     else:
         lines += [f"{one.contrast.claim}: {one.verdict(results.grid.seeds)}." for one in found]
+    gains = []
     for name in ("none", "veto", "strict"):
-        if ends := results.column("regime", name, "after"):
-            before = results.column("regime", name, "before")
-            change = points(mean_of(differences(ends, before)), 1)
-            over = f"{len(ends)} seed{'s' if len(ends) > 1 else ''}"
-            method = results.grid.methods[name].title
-            lines.append(f"Accuracy at the regime rate, {method}: {change} points from the warm start ({over}).")
+        if after := results.column("regime", name, "after"):
+            gain = points(mean_of(differences(after, results.column("regime", name, "before"))), 1)
+            over = f"{len(after)} seed{'s' if len(after) > 1 else ''}"
+            gains.append(f"{results.grid.methods[name].title} {gain} ({over})")
+    if gains:
+        lines.append(f"Points gained over the warm start at the regime rate: {'; '.join(gains)}.")
     return " ".join(lines)
 
 
@@ -264,7 +265,7 @@ def with_summary(readme: str, results: Results) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
-    return f"{head}{begin}{summary(results)}\n{end}{tail}"
+    return f"{head}{begin}{textwrap.fill(summary(results), 120)}\n{end}{tail}"
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
