@@ -9,7 +9,7 @@ import argparse
 import statistics
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,8 +24,12 @@ from run_scripts.study.results import (
     Results,
     differences,
     holm,
+    markdown,
     mean_of,
     outcome_of,
+    percent,
+    plain,
+    points,
     read_results,
     sign_flip,
 )
@@ -107,6 +111,7 @@ def text(results: Results) -> str:
         seeds={name: seeds_of(results, name) for name in results.grid.blocks},
         contrasts=contrast_table(findings(results), results.grid.seeds),
         collapsed=lambda block, method: collapsed(results, block, method),
+        gap=lambda block, left, right: gap(results, block, left, right),
         block_table=lambda block: block_table(results, block),
         measures_table=lambda block: measures_table(results, block),
         tuning=tuning_table(results),
@@ -167,6 +172,14 @@ def block_table(results: Results, block: str) -> str:
         return "No cell has finished yet."
     head = ("Method", "Rate", "Seeds", "Before %", "After %", "Minus no veto, points", "Collapsed", "Cut off %")
     return markdown(head, rows)
+
+
+def gap(results: Results, block: str, left: str, right: str) -> str:
+    """The difference of two methods' final accuracies in a block."""
+    found = differences(*(results.column(block, name, "after") for name in (left, right)))
+    if not found:
+        return "not measured yet"
+    return f"{points(mean_of(found), 1)} points over {len(found)} seed{'s' if len(found) > 1 else ''}"
 
 
 def collapsed(results: Results, block: str, method: str) -> str:
@@ -266,29 +279,6 @@ def with_summary(readme: str, results: Results) -> str:
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
     return f"{head}{begin}{textwrap.fill(summary(results), 120)}\n{end}{tail}"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; columns after the first are right-aligned."""
-    rule = ["---", *["--:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
-
-
-def percent(mean: Mean) -> str:
-    """`63.1 ± 1.2` with the half-width of the 95 % interval."""
-    return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
-
-
-def points(mean: Mean | None, digits: int) -> str:
-    """A difference of shares in points, with its sign."""
-    return plain(None if mean is None else Mean(100 * mean.value, mean.half and 100 * mean.half, mean.n), digits)
-
-
-def plain(mean: Mean | None, digits: int = 3) -> str:
-    """A difference with its sign; `–` without a value."""
-    if mean is None:
-        return "–"
-    return f"{mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {mean.half:.{digits}f}")
 
 
 def _mean(rows: Sequence[dict[str, float]], column: str, scale: float, digits: int) -> str:
