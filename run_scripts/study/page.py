@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,12 @@ from run_scripts.study.results import (
     Results,
     differences,
     holm,
+    markdown,
     mean_of,
     outcome_of,
+    percent,
+    plain,
+    points,
     read_results,
     sign_flip,
 )
@@ -106,6 +111,7 @@ def text(results: Results) -> str:
         seeds={name: seeds_of(results, name) for name in results.grid.blocks},
         contrasts=contrast_table(findings(results), results.grid.seeds),
         collapsed=lambda block, method: collapsed(results, block, method),
+        gap=lambda block, left, right: gap(results, block, left, right),
         block_table=lambda block: block_table(results, block),
         measures_table=lambda block: measures_table(results, block),
         tuning=tuning_table(results),
@@ -123,9 +129,9 @@ def findings(results: Results) -> list[Finding]:
         sides = [results.column(one.block, name, one.column) for name in (one.left, one.right)]
         values.append(differences(*sides))
     if any(len(each) < results.grid.seeds for each in values):
-        return [Finding(one, each, None) for one, each in zip(PRIMARY, values, strict=True)]
+        return list(map(Finding, PRIMARY, values, [None] * len(PRIMARY)))
     ps = holm([sign_flip(each, one.bound) for one, each in zip(PRIMARY, values, strict=True)])
-    return [Finding(one, each, p) for one, each, p in zip(PRIMARY, values, ps, strict=True)]
+    return list(map(Finding, PRIMARY, values, ps))
 
 
 def contrast_table(found: Sequence[Finding], seeds: int) -> str:
@@ -133,13 +139,12 @@ def contrast_table(found: Sequence[Finding], seeds: int) -> str:
     rows = []
     for one in found:
         gap = mean_of(one.values) if one.values else None
-        shown = points(gap, 1) + " points" if one.contrast.column == "after" else plain(gap)
-        measured = "–" if gap is None else shown
+        measured = points(gap, 1) if one.contrast.column == "after" else plain(gap)
         p = "–" if one.p is None else f"{one.p:.3f}"
         rows.append(
             [one.contrast.claim, one.contrast.block, measured, f"{len(one.values)} of {seeds}", p, one.verdict(seeds)]
         )
-    return markdown(("Claim", "Rate", "Measured", "Seeds", "p, corrected", "Verdict"), rows)
+    return markdown(("Claim", "Rate", "Points, or ratio", "Seeds", "p, corrected", "Verdict"), rows)
 
 
 def block_table(results: Results, block: str) -> str:
@@ -167,6 +172,14 @@ def block_table(results: Results, block: str) -> str:
         return "No cell has finished yet."
     head = ("Method", "Rate", "Seeds", "Before %", "After %", "Minus no veto, points", "Collapsed", "Cut off %")
     return markdown(head, rows)
+
+
+def gap(results: Results, block: str, left: str, right: str) -> str:
+    """The difference of two methods' final accuracies in a block."""
+    found = differences(*(results.column(block, name, "after") for name in (left, right)))
+    if not found:
+        return "not measured yet"
+    return f"{points(mean_of(found), 1)} points over {len(found)} seed{'s' if len(found) > 1 else ''}"
 
 
 def collapsed(results: Results, block: str, method: str) -> str:
@@ -248,13 +261,14 @@ def summary(results: Results) -> str:
         lines.append("So all four verdicts are open.")
     else:
         lines += [f"{one.contrast.claim}: {one.verdict(results.grid.seeds)}." for one in found]
+    gains = []
     for name in ("none", "veto", "strict"):
-        if ends := results.column("regime", name, "after"):
-            before = results.column("regime", name, "before")
-            change = points(mean_of(differences(ends, before)), 1)
-            over = f"{len(ends)} seed{'s' if len(ends) > 1 else ''}"
-            method = results.grid.methods[name].title
-            lines.append(f"Accuracy at the regime rate, {method}: {change} points from the warm start ({over}).")
+        if after := results.column("regime", name, "after"):
+            gain = points(mean_of(differences(after, results.column("regime", name, "before"))), 1)
+            over = f"{len(after)} seed{'s' if len(after) > 1 else ''}"
+            gains.append(f"{results.grid.methods[name].title} {gain} ({over})")
+    if gains:
+        lines.append(f"Points gained over the warm start at the regime rate: {'; '.join(gains)}.")
     return " ".join(lines)
 
 
@@ -264,30 +278,7 @@ def with_summary(readme: str, results: Results) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
-    return f"{head}{begin}{summary(results)}\n{end}{tail}"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; columns after the first are right-aligned."""
-    rule = ["---", *["--:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
-
-
-def percent(mean: Mean) -> str:
-    """`63.1 ± 1.2` with the half-width of the 95 % interval."""
-    return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
-
-
-def points(mean: Mean | None, digits: int) -> str:
-    """A difference of shares in points, with its sign."""
-    return plain(None if mean is None else Mean(100 * mean.value, mean.half and 100 * mean.half, mean.n), digits)
-
-
-def plain(mean: Mean | None, digits: int = 3) -> str:
-    """A difference with its sign; `–` without a value."""
-    if mean is None:
-        return "–"
-    return f"{mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {mean.half:.{digits}f}")
+    return f"{head}{begin}{textwrap.fill(summary(results), 120)}\n{end}{tail}"
 
 
 def _mean(rows: Sequence[dict[str, float]], column: str, scale: float, digits: int) -> str:

@@ -1,11 +1,11 @@
-"""The study's kept results, docs/study/cells.csv and curves.csv, and the statistics of its page."""
+"""The study's kept results in docs/study, the statistics of its page, and how it writes figures."""
 
 from __future__ import annotations
 
 import csv
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -136,6 +136,29 @@ def holm(ps: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(ps) - rank) * ps[place]))
         corrected[place] = least
     return corrected
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; columns after the first are right-aligned."""
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
+
+
+def percent(mean: Mean) -> str:
+    """`63.1 ± 1.2` with the half-width of the 95 % interval."""
+    return f"{100 * mean.value:.1f}" + ("" if mean.half is None else f" ± {100 * mean.half:.1f}")
+
+
+def points(mean: Mean | None, digits: int) -> str:
+    """A difference of shares in points, with its sign."""
+    return plain(None if mean is None else Mean(100 * mean.value, mean.half and 100 * mean.half, mean.n), digits)
+
+
+def plain(mean: Mean | None, digits: int = 3) -> str:
+    """A difference with its sign; `–` without a value."""
+    if mean is None:
+        return "–"
+    return f"{mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {mean.half:.{digits}f}")
 
 
 def _value(key: str, text: str) -> Any:

@@ -10,8 +10,8 @@ from statistics import fmean
 import pytest
 
 from run_scripts.study.grid import load_grid
-from run_scripts.study.page import BEGIN, END, percent, points, with_summary
-from run_scripts.study.results import DOCS, differences, mean_of, read_results
+from run_scripts.study.page import BEGIN, END, with_summary
+from run_scripts.study.results import DOCS, differences, mean_of, percent, points, read_results
 
 README = (DOCS.parents[1] / "README.md").read_text(encoding="utf-8")
 
