@@ -128,7 +128,8 @@ def test_training_does_not_notice(between_stages: str, plain: Path, model: Path,
     assert write_report(run_dir).stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("times", [1, 3])
 def test_a_run_killed_while_it_is_evaluated(times: int, plain: Path, model: Path, tmp_path: Path) -> None:
     """It evaluates on resuming, where the checkpoint is older than the evaluation too, and nothing twice."""
     sections: dict[str, dict[str, Any]] = {"eval": SAMPLED, "checkpoint": {"every_updates": 3}}

@@ -22,7 +22,7 @@ def question(row: object, text: str) -> object:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_every_row_shape_trains(tmp_path: Path) -> None:
     files = []
     for number, (name, (row, _, _)) in enumerate(ROWS.items()):

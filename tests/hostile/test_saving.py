@@ -30,7 +30,7 @@ def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[
             said = ""
             try:
                 for name in (FIRST, SECOND):
-                    checkpoint.begin_save(learner, place / name, {"stage": 0})()
+                    checkpoint.begin_save(learner, place / name, {"run": "run", "cursor": {"stage": 0}})()
             except UserError as error:
                 said = str(error)
             whole = [path.name for path in complete(place)]

@@ -11,7 +11,7 @@ from mugrpo_megatron.kernels import torch_ops, triton_ops, triton_swiglu
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
-from tests.kernels.problems import OBJECTIVES, TEMPERATURE, VOCAB, distance, make_problem, materialised
+from tests.kernels.problems import OBJECTIVES, TEMPERATURE, VOCAB, distance, make_problem, materialised, tolerance_of
 
 WIDE = 2 * triton_ops.BLOCK + 24
 """Columns that need more than two blocks."""
@@ -106,7 +106,7 @@ def test_fused_loss(name: str) -> None:
         reference=leaves.reference,
     )
     found.loss.backward()
-    tolerance = 1e-5 if problem.config.ratio == "sequence" else 1e-6
+    tolerance = tolerance_of(problem.config)
     assert distance(found.loss.detach(), expected.loss) < tolerance
     assert distance(leaves.hidden.grad, expected.d_hidden) < tolerance
     assert distance(leaves.weight.grad, expected.d_weight) < tolerance

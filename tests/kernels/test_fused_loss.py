@@ -23,6 +23,7 @@ from tests.kernels.problems import (
     make_problem,
     materialised,
     materialised_scores,
+    tolerance_of,
 )
 
 
@@ -64,8 +65,7 @@ def assert_same(found: Answer, expected: Answer, tolerance: float) -> None:
 )
 def test_equals_the_materialised_loss(name: str, chunk: int, seed: int, lengths: list[int]) -> None:
     problem = make_problem(OBJECTIVES[name], seed=seed, lengths=(3, 5, *lengths))
-    tolerance = 1e-5 if problem.config.ratio == "sequence" else 1e-6  # exp of a sum of log-ratios enlarges rounding
-    assert_same(fused(problem, chunk), materialised(problem), tolerance)
+    assert_same(fused(problem, chunk), materialised(problem), tolerance_of(problem.config))
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))
@@ -73,7 +73,7 @@ def test_every_chunk_size_gives_the_same(name: str) -> None:
     problem = make_problem(OBJECTIVES[name])
     expected = fused(problem, 1000)
     for chunk in range(1, len(problem.targets) + 1):
-        assert_same(fused(problem, chunk), expected, 1e-5 if problem.config.ratio == "sequence" else 1e-6)
+        assert_same(fused(problem, chunk), expected, tolerance_of(problem.config))
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))

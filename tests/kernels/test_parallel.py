@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels import parallel
-from tests.kernels.problems import OBJECTIVES
+from tests.kernels.problems import OBJECTIVES, tolerance_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.process
 
 def tolerance(name: str) -> float:
     """exp of a sum of log-ratios enlarges their rounding."""
-    return 1e-5 if OBJECTIVES[name].ratio == "sequence" else 1e-6
+    return tolerance_of(OBJECTIVES[name])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

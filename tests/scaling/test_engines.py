@@ -79,7 +79,7 @@ def groups_on_disk(stage: Path, wanted: set[int]) -> dict[int, list[Sample]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     recipe = write_recipe(
