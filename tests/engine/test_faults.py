@@ -157,8 +157,8 @@ def _members_with_scheduler(host: int) -> list[psutil.Process]:
 
 
 def _host(engine: Engine) -> int:
-    hosts = [p for p in psutil.Process().children() if "mugrpo_megatron.engine.host" in p.cmdline()]
-    return max(hosts, key=lambda process: process.create_time()).pid
+    assert engine._host
+    return engine._host._process.pid
 
 
 def _kill_scheduler(host: int) -> None:
