@@ -126,7 +126,7 @@ def weights(run_dir: Path) -> bytes:
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_killed_while_generating_sealing_refreshing_optimizing_and_saving(tmp_path: Path) -> None:
     hit = killed_again_and_again(tmp_path, ["shard", "seal", "reference", "optimize", "save"], stages=1, seed=0)
     assert sum(hit.values()) == 5

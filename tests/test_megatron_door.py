@@ -69,7 +69,7 @@ def test_only_the_door_and_the_learner_import_megatron() -> None:
     assert {place for place in places if not place.startswith(DOOR)} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.process
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing stands in for CUDA where there is CUDA")
 def test_the_stand_ins_are_there_before_megatron_whatever_is_imported_first() -> None:

@@ -100,7 +100,7 @@ def test_a_run_asked_to_stop_and_then_killed_ends_bitwise_like_the_unbroken_one(
     assert weights(run_dir) == weights(finished_run)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_an_engine_killed_while_generating_costs_no_group(tmp_path: Path) -> None:
     prompts, updates = 64, 20
     shape: dict[str, dict[str, Any]] = {
