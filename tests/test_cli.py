@@ -171,7 +171,7 @@ def test_every_phase_is_checked_first(
     wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
     assert main([command, str(recipe), "--set", wrong]) == 2
     with pytest.raises(ImportError):
-        main([command, str(recipe)])
+        main([command, str(recipe), "--set", f"sft.output={tmp_path / 'warm-start'}"])
 
 
 def test_a_dry_run_says_what_it_checked_and_what_it_could_not(

@@ -71,7 +71,7 @@ def objective(
                 value, d_ratio, d_logprob = -ratio * a, -a, 0.0
             elif config.surrogate == "dppo":
                 value, d_ratio, d_logprob, clipped[i][t] = dppo(
-                    ratio, logprobs[i][t], behaviour[i][t], a, low, high, config
+                    ratio, logprobs[i][t], behaviour[i][t], a, *ranges[t], config
                 )
             else:
                 value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *ranges[t], config)
@@ -143,7 +143,7 @@ def token(
         clamped = min(max(ratio, low), high)
         gain, d_ratio = (ratio * a, -a) if ratio * a <= clamped * a else (clamped * a, 0.0)
         clipped = (a > 0 and ratio > high) or (a < 0 and ratio < low)
-        if config.dual_clip is not None and a < 0 and ratio > config.dual_clip:
+        if config.dual_clip is not None and a < 0 and gain < config.dual_clip * a:
             gain, d_ratio, clipped = config.dual_clip * a, 0.0, True
         value = -gain
     elif config.surrogate == "sapo":
