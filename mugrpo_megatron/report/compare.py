@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,14 @@ from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.recipe.scoring import MEAN
-from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, rounded
-from mugrpo_megatron.report.evaluations import between, interval_in, measure_in, sets_in, shown
-from mugrpo_megatron.report.html import render
+from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
+from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown
+from mugrpo_megatron.report.html import is_page, render
+from mugrpo_megatron.report.paper_charts import with_interval
+from mugrpo_megatron.report.payload import axis_of, buckets_of
 from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.report.summary import mean_of, summary_of
+from mugrpo_megatron.report.tables import flat_settings, setting_text
 
 BRAND = "mu-GRPO comparison"
 """Every such page says this; a page that does not is not replaced."""
@@ -57,13 +59,9 @@ def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     if len({directory.resolve() for directory in run_dirs}) < len(run_dirs):
         raise UserError("the same run directory is named twice; name each run once")
     runs = [read_run(directory) for directory in run_dirs]
-    check_output(path, f"--out {path}", own=_is_comparison(path), remedy="it is not a comparison, so choose another")
+    check_output(path, f"--out {path}", own=is_page(path, BRAND), remedy="it is not a comparison, so choose another")
     write_text(path, comparison(runs))
     return path
-
-
-def _is_comparison(path: Path) -> bool:
-    return path.is_file() and BRAND.encode() in path.read_bytes()
 
 
 def comparison(runs: Sequence[RunData]) -> str:
@@ -116,22 +114,14 @@ def telling(runs: Sequence[RunData]) -> list[str]:
 
 def differences(runs: Sequence[RunData]) -> list[str]:
     """The settings in which the runs' recipes differ, as `section.key`, in the recipe's order."""
-    flat = [_flat(run.recipe) for run in runs]
+    flat = [_settings(run.recipe) for run in runs]
     keys = dict.fromkeys(key for one in flat for key in one)
     return [key for key in keys if key not in LEFT_OUT and len({str(one.get(key)) for one in flat}) > 1]
 
 
 def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
-    first, differing = _flat(runs[0].recipe), set(differences(runs))
-    keys = (
-        "objective.name",
-        "schedule.stages",
-        "schedule.updates_per_stage",
-        "data.train",
-        "model.path",
-        "optimizer.lr",
-    )
-    return ((key, _value(first[key])) for key in keys if key in first and key not in differing)
+    first, differing = _settings(runs[0].recipe), set(differences(runs))
+    return ((key, _value(first[key])) for key in SHARED if key in first and key not in differing)
 
 
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
@@ -144,15 +134,16 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
         format="percent" if measure == "accuracy" else "number",
         wide=True,
     )
+    buckets = [buckets_of(run.updates, MAX_POINTS)[1] for run in runs]
     for metric, title, explains, looks in PANELS:
         series = [
             replace(
                 over_updates(
-                    _buckets(run), labels[number], COLORS[number % len(COLORS)], metric, smooth=True, restarts=True
+                    buckets[number], labels[number], COLORS[number % len(COLORS)], metric, smooth=True, restarts=True
                 ),
                 axis=f"update{number}",
             )
-            for number, run in enumerate(runs)
+            for number in range(len(runs))
         ]
         yield Chart(metric, title, explains, [one for one in series if has_values(one.y)], **looks)
 
@@ -160,28 +151,20 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
 def _evaluations(number: int, run: RunData, label: str, measure: str) -> Iterable[Series]:
     names = sets_in(run.evals)
     name = MEAN if len(names) != 1 else names[0]
-    ends = [interval_in(row, name) for row in run.evals]
-    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
-    values = column(run.evals, f"{measure}/{name}")
-    if has_values(values):
-        yield Series(label, COLORS[number % len(COLORS)], f"eval{number}", values, draw="dots", low=low, high=high)
+    curve = with_interval(run.evals, name, measure, label, COLORS[number % len(COLORS)], f"eval{number}")
+    if has_values(curve.y):
+        yield curve
 
 
 def _axes(number: int, run: RunData) -> dict[str, dict[str, list[float]]]:
-    firsts = [rows[0] for rows in _buckets(run)]
+    firsts = [rows[0] for rows in buckets_of(run.updates, MAX_POINTS)[1]]
     return {
         f"{name}{number}": {
-            "u": [row["update"] for row in rows],
-            "t": [round(run.clock(row["time"]), 2) for row in rows],
+            **axis_of([row["update"] for row in rows], [run.clock(row["time"]) for row in rows]),
             "starts": [row["update"] for row in run.stage_starts()],
         }
         for name, rows in (("update", firsts), ("eval", run.evals))
     }
-
-
-def _buckets(run: RunData) -> list[list[Any]]:
-    size = math.ceil(len(run.updates) / MAX_POINTS) or 1
-    return [run.updates[start : start + size] for start in range(0, len(run.updates), size)]
 
 
 def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
@@ -211,16 +194,14 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
     return {"settings": settings, "figures": figures, "rows": rows, "also": ", ".join(also)}
 
 
+def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Every setting of a recipe, by `section.key`."""
+    return dict(flat_settings(recipe))
+
+
 def _setting(run: RunData, key: str) -> str:
-    return _value(_flat(run.recipe).get(key))
-
-
-def _flat(table: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{within}{key}.") if isinstance(value, dict) else {f"{within}{key}": value}
-    return flat
+    return _value(_settings(run.recipe).get(key))
 
 
 def _value(value: object) -> str:
-    return "–" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "–" if value is None else setting_text(value)

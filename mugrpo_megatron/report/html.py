@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -43,6 +44,11 @@ def render(**content: Any) -> str:
         script=Markup("".join(map(_source, SCRIPTS))),
         **{**EMPTY, **content},
     )
+
+
+def is_page(path: Path, brand: str) -> bool:
+    """Whether the file is a page of this brand, which a new one may replace."""
+    return path.is_file() and brand.encode() in path.read_bytes()
 
 
 def _source(name: str) -> str:

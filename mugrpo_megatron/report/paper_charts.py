@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.paper import mask_name
@@ -50,16 +51,19 @@ def held_out(evals: Sequence[Row]) -> list[Series]:
     measure, names = measure_in(evals), sets_in(evals)
     several = len(names) > 1
     label, name = (f"mean {measure}", MEAN) if several else (f"held-out {measure}", *names, MEAN)[:2]
-    ends = [interval_in(row, name) for row in evals]
-    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
-    mean = Series(
-        label, "blue", "eval", column(evals, f"{measure}/{name}"), draw="dots", low=low, high=high, bold=several
-    )
+    mean = replace(with_interval(evals, name, measure, label, "blue", "eval"), bold=several)
     sets = [
         Series(name, SET_COLORS[place % len(SET_COLORS)], "eval", column(evals, f"{measure}/{name}"), draw="dots")
         for place, name in enumerate(names)
     ]
     return [*(sets if several else []), mean]
+
+
+def with_interval(evals: Sequence[Row], name: str, measure: str, label: str, color: str, axis: str) -> Series:
+    """A held-out set's curve, or the mean's, with its intervals."""
+    ends = [interval_in(row, name) for row in evals]
+    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
+    return Series(label, color, axis, column(evals, f"{measure}/{name}"), draw="dots", low=low, high=high)
 
 
 def _accuracy(run: RunData) -> Chart:

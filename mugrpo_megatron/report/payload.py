@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,16 +42,15 @@ class Drawing:
 
 def draw(run: RunData) -> Drawing:
     """The drawing of a run, without charts that have no value."""
-    bucket = math.ceil(len(run.updates) / MAX_POINTS) or 1
-    buckets = [run.updates[start : start + bucket] for start in range(0, len(run.updates), bucket)]
+    bucket, buckets = buckets_of(run.updates, MAX_POINTS)
     boundaries = _boundaries(run)
     begin = {boundary["stage"]: boundary for boundary in boundaries}
     stages = [row for row in run.stages if row["stage"] in begin]
     axes = {
-        "update": _axis([rows[0]["update"] for rows in buckets], [run.clock(rows[0]["time"]) for rows in buckets]),
-        "eval": _axis([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
-        "stage": _axis([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
-        "age": _axis(range(1 + max((row["age"] for row in run.updates), default=0)), []),
+        "update": axis_of([rows[0]["update"] for rows in buckets], [run.clock(rows[0]["time"]) for rows in buckets]),
+        "eval": axis_of([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
+        "stage": axis_of([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
+        "age": axis_of(range(1 + max((row["age"] for row in run.updates), default=0)), []),
     }
     return Drawing(
         axes=axes,
@@ -62,6 +61,17 @@ def draw(run: RunData) -> Drawing:
         bucket=bucket,
         not_finite=_count_not_finite(run.updates),
     )
+
+
+def buckets_of(updates: Sequence[Row], most: int) -> tuple[int, list[Sequence[Row]]]:
+    """How many updates a point stands for so that there are at most `most` points, and the updates of each."""
+    size = math.ceil(len(updates) / most) or 1
+    return size, [updates[start : start + size] for start in range(0, len(updates), size)]
+
+
+def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, list[float]]:
+    """The positions of an axis's points in updates (or age) and in seconds."""
+    return {"u": list(updates), "t": [round(value, 2) for value in seconds]}
 
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
@@ -93,10 +103,6 @@ def _timeline(run: RunData) -> dict[str, Any]:
         for place in range(int(start / width), min(int(end / width), SLICES - 1) + 1):
             slices[phase][place] += min(end, (place + 1) * width) - max(start, place * width)
     return {"phases": names, "spans": [], "slices": [[round(value / width, 3) for value in row] for row in slices]}
-
-
-def _axis(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, list[float]]:
-    return {"u": list(updates), "t": [round(value, 2) for value in seconds]}
 
 
 def _count_not_finite(updates: Iterable[Row]) -> dict[str, int]:

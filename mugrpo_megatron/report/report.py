@@ -9,7 +9,7 @@ from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration, short
 from mugrpo_megatron.report.evaluations import between, difference, shown
-from mugrpo_megatron.report.html import render
+from mugrpo_megatron.report.html import is_page, render
 from mugrpo_megatron.report.paper_charts import paper_remark
 from mugrpo_megatron.report.payload import Drawing, draw
 from mugrpo_megatron.report.rundata import RunData, read_run
@@ -75,13 +75,9 @@ def write_report(run_dir: Path) -> Path:
     """
     path = run_dir / FILE_NAME
     run = read_run(run_dir)
-    check_output(path, str(path), own=_is_report(path), remedy="it is not a run's report, so move it away")
+    check_output(path, str(path), own=is_page(path, BRAND), remedy="it is not a run's report, so move it away")
     write_text(path, page(run))
     return path
-
-
-def _is_report(path: Path) -> bool:
-    return path.is_file() and BRAND.encode() in path.read_bytes()
 
 
 def page(run: RunData, live_s: int = 0) -> str:

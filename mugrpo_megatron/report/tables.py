@@ -82,8 +82,8 @@ def recipe_sections(run: RunData) -> list[dict[str, Any]]:
         {
             "name": section,
             "entries": [
-                {"name": name, "value": _toml(value), "changed": defaults.get(section, {}).get(name) != value}
-                for name, value in _flat(table)
+                {"name": name, "value": setting_text(value), "changed": defaults.get(section, {}).get(name) != value}
+                for name, value in flat_settings(table)
             ],
         }
         for section, table in run.recipe.items()
@@ -131,14 +131,15 @@ def _with_interval(value: float | None, interval: Sequence[float] | None, measur
     return f"{shown(value, measure)} ({between(interval, measure).removesuffix(' %')})"
 
 
-def _flat(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
+def flat_settings(table: dict[str, Any], within: str = "") -> Iterable[tuple[str, Any]]:
     """Keys and values; keys of an inner table begin with its name."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{within}{key}.")
+            yield from flat_settings(value, f"{within}{key}.")
         else:
             yield f"{within}{key}", value
 
 
-def _toml(value: object) -> str:
+def setting_text(value: object) -> str:
+    """A setting's value as TOML writes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
