@@ -180,7 +180,7 @@ def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
 
 def surrogate_of(config: ObjectiveSection) -> Surrogate:
     """The token loss that `config.surrogate` names. Raises UserError where the user's own cannot be loaded."""
-    return _SURROGATES[config.surrogate] if config.surrogate in _SURROGATES else load_function(config.surrogate)
+    return SURROGATES[config.surrogate] if config.surrogate in SURROGATES else load_function(config.surrogate)
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ _LEVELS: dict[str, Callable[[Tensor, Segments], Tensor]] = {
     "sequence_mean": lambda log_ratio, segments: response_mean(log_ratio, segments)[segments.ids],
     "sequence": lambda log_ratio, segments: response_sum(log_ratio, segments)[segments.ids],
 }
-_SURROGATES: dict[str, Surrogate] = {
+SURROGATES: dict[str, Surrogate] = {
     "ppo": ppo,
     "cispo": cispo,
     "topr": topr,

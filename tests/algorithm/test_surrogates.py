@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from mugrpo_megatron.algorithm import surrogates
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.surrogates import surrogate_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.recipe.objective import SURROGATES
 from tests.algorithm.batches import Batch, batches, random_batch
 
 
@@ -25,6 +27,10 @@ def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[torch.Ten
     segments, reference = batch.segments(config), batch.reference_for(config)
     loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, reference=reference)
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0], metrics
+
+
+def test_every_surrogate_that_a_recipe_may_name_is_there() -> None:
+    assert set(surrogates.SURROGATES) == set(SURROGATES)
 
 
 @settings(max_examples=50, deadline=None)

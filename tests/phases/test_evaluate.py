@@ -17,13 +17,12 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, open_log, read_rows
+from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
 from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
-from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
@@ -118,12 +117,6 @@ class Stand:
 def verifier() -> Iterator[Verifier]:
     with Verifier(RECIPE.reward) as verifier:
         yield verifier
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[MetricLog]:
-    with open_log(tmp_path, TrackSection(tensorboard=False)) as log:
-        yield log
 
 
 @pytest.fixture

@@ -16,11 +16,10 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, open_log, read_rows
+from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases.generate import generate, stage_prompt
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.sections import TrackSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
 from mugrpo_megatron.run.checkpoints import Saver
@@ -95,12 +94,6 @@ class Stand:
 def verifier() -> Iterator[Verifier]:
     with Verifier(RECIPE.reward) as verifier:
         yield verifier
-
-
-@pytest.fixture
-def log(tmp_path: Path) -> Iterator[MetricLog]:
-    with open_log(tmp_path, TrackSection(tensorboard=False)) as log:
-        yield log
 
 
 @pytest.fixture
