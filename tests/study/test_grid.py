@@ -44,8 +44,11 @@ def test_seeds_run_whole_and_tuned_cells_wait_for_their_rate() -> None:
     grid = load_grid()
     cells = list(wanted(grid, {}))
     fixed = [one for one in cells if isinstance(one, Cell) and one.seed != grid.tuning_seed and not one.repeat]
-    assert [cell.seed for cell in fixed] == sorted(cell.seed for cell in fixed)
-    assert len(fixed) == len(set(fixed)) == grid.seeds * (8 + 8 + 1)
+    contrasts, rest = fixed[: grid.seeds * 2], fixed[grid.seeds * 2 :]
+    assert {(cell.method, cell.rate) for cell in contrasts} == {("none", 1.6e-4), ("veto", 1.6e-4)}
+    for part in (contrasts, rest):
+        assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
+    assert len(rest) == len(set(fixed)) == grid.seeds * (8 + 8 + 1)
     waiting = {one for one in cells if isinstance(one, Waiting)}
     assert len(waiting) == grid.seeds * 4
     assert [one.repeat for one in cells if isinstance(one, Cell) and one.repeat] == [1, 2]
