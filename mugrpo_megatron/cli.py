@@ -10,7 +10,8 @@ import warnings
 from collections.abc import Sequence
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.commands.table import COMMANDS, Command, say
+from mugrpo_megatron.commands.command import Command, say
+from mugrpo_megatron.commands.table import COMMANDS
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.run.stopping import Stopped

@@ -1,0 +1,59 @@
+"""The commands that look at runs: `rollouts`, `report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mugrpo_megatron.commands.command import Command, Options, Parser, takes_overrides
+
+
+def _takes_rollouts(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
+    parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
+    parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
+    parser.add_argument("--min-reward", type=float, metavar="R")
+    parser.add_argument("--max-reward", type=float, metavar="R")
+    parser.add_argument("--advantage", choices=["positive", "negative", "zero"])
+    parser.add_argument("--vetoed", action="store_true", help="only responses that the veto takes tokens out of")
+    parser.add_argument(
+        "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
+    )
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses")
+    takes_overrides(parser)
+
+
+def _rollouts(options: Options) -> int:
+    from mugrpo_megatron.commands.rollouts import Selection, browse
+
+    selection = Selection(
+        update=options.update,
+        group=options.group,
+        min_reward=options.min_reward,
+        max_reward=options.max_reward,
+        advantage=options.advantage,
+        vetoed=options.vetoed,
+        limit=options.limit,
+    )
+    browse(options.run_dir, options.stage, selection, options.policy, options.overrides)
+    return 0
+
+
+def _takes_report(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
+    parser.add_argument("--port", type=int, default=0, help="of --live; a free one by default")
+
+
+def _report(options: Options) -> int:
+    from mugrpo_megatron.commands.report import report
+
+    report(options.run_dir, options.out, options.live, options.port)
+    return 0
+
+
+ROLLOUTS = Command(
+    "rollouts", "look at a stage's responses, and at what the veto takes out of them", _takes_rollouts, _rollouts
+)
+REPORT = Command("report", "a page about a run, or about several; live while a run goes on", _takes_report, _report)
