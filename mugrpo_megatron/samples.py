@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +22,22 @@ class Problem:
     """Unique within its data set: `source:line`."""
     question: str
     answer: str
-    """The gold answer as the data has it, not yet wrapped for the verifier."""
+    """What `math` compares with: the answer in a gold that is a worked solution; of a structure, its JSON text."""
     source: str = ""
     messages: tuple[Message, ...] = ()
     """The chat that asks the question: system turn, history, and the user's last turn; empty for a bare question."""
+    gold: Any = field(default=None, hash=False)
+    """The gold as the row has it, any JSON value, for a user's function; the answer where the problem has no row."""
+    data_source: str = ""
+    """What verl's column `data_source` says, else `source`; rewards are chosen by it."""
+    row: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The whole row as JSON values, columns that nothing here reads included; empty for a bundled task."""
+
+    def __post_init__(self) -> None:
+        if self.gold is None:
+            object.__setattr__(self, "gold", self.answer)
+        if not self.data_source:
+            object.__setattr__(self, "data_source", self.source)
 
 
 @dataclass(frozen=True, slots=True)

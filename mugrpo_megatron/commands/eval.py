@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,15 @@ class Record:
 
     def append(self, graded: Graded) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(graded)) + "\n")
+            file.write(json.dumps(_written(graded)) + "\n")
+
+
+def _written(graded: Graded) -> dict[str, Any]:
+    """A line of problems.jsonl; the row and the untouched gold stay in the data, where the problem's id finds them."""
+    bare = replace(graded.problem, gold=None, row={})
+    written = asdict(replace(graded, problem=bare))
+    del written["problem"]["gold"], written["problem"]["row"]
+    return written
 
 
 def _graded(row: dict[str, Any] | str, place: str) -> Graded:

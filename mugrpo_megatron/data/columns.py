@@ -36,22 +36,33 @@ CONVERSATION = "the last message"
 """Stands for the gold of a row of messages without a column for it: what the assistant says last."""
 
 
-def recognised(row: dict[str, Any]) -> Columns | None:
-    """The columns of a row that has a question under a usual name; None when it has none, or nothing to verify."""
+TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
+"""Columns that hold a program's tests, in the sets that have them; a gold for functions that read any value."""
+NOTHING = ""
+"""Stands for the gold of a row that has none: a user's function may judge by the row or by the response alone."""
+
+
+def recognised(row: dict[str, Any], any_gold: bool = False) -> Columns | None:
+    """The columns of a row that has a question under a usual name; None when it has none, or nothing to verify.
+
+    With `any_gold` a program's tests are a gold too, and a row needs none.
+    """
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
         return None
-    for answer in ANSWERS:
+    for answer in (*ANSWERS, *TESTS) if any_gold else ANSWERS:
         if answer != question and has(row, answer):
             return Columns(question, answer)
     messages = row[question]
     if isinstance(messages, list) and len(messages) > 1 and _role(messages[-1]) == "assistant":
         return Columns(question, CONVERSATION)
-    return None
+    return Columns(question, NOTHING) if any_gold else None
 
 
 def described(columns: Columns) -> str:
     """The columns in words: `slime's (prompt, label)`."""
+    if columns.answer == NOTHING:
+        return f"{columns.question}, without a gold"
     named = KNOWN.get((columns.question, columns.answer), "")
     return f"{named} {columns.question}, {columns.answer}".strip()
 

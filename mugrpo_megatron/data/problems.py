@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.columns import CONVERSATION, Columns, described, field_at, has, messages_of, recognised
+from mugrpo_megatron.data.columns import Columns, described
 from mugrpo_megatron.data.files import SUFFIXES, rows
 from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
+from mugrpo_megatron.data.reading import columns_of, data_source_of, problem_of
 from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.rewards.extract import boxed_answer
-from mugrpo_megatron.samples import Message, Problem
+from mugrpo_megatron.samples import Problem
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
-_PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
 OTHER_SUFFIXES = (".txt", ".arrow", ".feather", ".xlsx", ".gz", ".zip", ".zst", ".bz2", ".xz")
@@ -56,12 +51,27 @@ class Read:
     """One sentence for each kind of rows that was recognised."""
 
 
+AnyGold = Callable[[str], bool]
+"""Whether the gold of a row with this `data_source` may be any JSON value: a function reads it that is not `math`."""
+
+
+def no_source(data_source: str) -> bool:
+    """The `AnyGold` of data that `math` alone verifies."""
+    return False
+
+
 def load_problems(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> list[Problem]:
     """The problems of `load`, for callers that do not report malformed rows."""
     return load(source, section, split, seed).problems
 
 
-def load(source: str, section: DataSection, split: arithmetic.Split = "train", seed: int = 0) -> Read:
+def load(
+    source: str,
+    section: DataSection,
+    split: arithmetic.Split = "train",
+    seed: int = 0,
+    any_gold: AnyGold = no_source,
+) -> Read:
     """All problems of a source, or of several separated by commas; `split` and `seed` choose inside a named set.
 
     A problem's `source` is the short name of its set (`sets.named_sources`).
@@ -77,7 +87,7 @@ def load(source: str, section: DataSection, split: arithmetic.Split = "train", s
             count = section.generated_problems if split == "train" else section.eval_problems
             found.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
-        read = read_source(replace(resolve(one, section, split), name=name))
+        read = read_source(replace(resolve(one, section, split), name=name), any_gold)
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
         found.problems.extend(read.problems)
@@ -144,7 +154,7 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
     raise _unknown(source)
 
 
-def read_source(source: Source) -> Read:
+def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
     """Every row of a source, in order."""
     read = Read()
     for path in source.files:
@@ -152,8 +162,9 @@ def read_source(source: Source) -> Read:
             try:
                 if isinstance(row, str):
                     raise ValueError(row)
-                columns, recognised = _columns(row, source)
-                problem = _problem(row, columns, source.name, f"{path}:{line}")
+                free = any_gold(data_source_of(row) or source.name)
+                columns, recognised = columns_of(row, source.readings, source.recognises, free)
+                problem = problem_of(row, columns, source.name, f"{path}:{line}", free)
             except ValueError as error:
                 read.malformed.append(f"{path}:{line}: {error}")
             else:
@@ -162,82 +173,7 @@ def read_source(source: Source) -> Read:
     return read
 
 
-def _columns(row: dict[str, Any], source: Source) -> tuple[Columns, bool]:
-    """The columns to read a row by, and whether they were recognised."""
-    for columns in source.readings:
-        if has(row, columns.question) and has(row, columns.answer):
-            return columns, False
-    found = recognised(row) if source.recognises else None
-    return (found, True) if found else (source.readings[0], False)
-
-
-def _problem(row: dict[str, Any], columns: Columns, source: str, place: str) -> Problem:
-    """The problem of a row; ValueError says why the row is malformed."""
-    asked = _value(row, columns.question)
-    messages = _messages(asked, columns) if isinstance(asked, list) else ()
-    if columns.answer == CONVERSATION:
-        gold = messages[-1][1]
-    else:
-        gold = ", ".join(_answers(_value(row, columns.answer), columns.answer))
-    if messages and (columns.answer == CONVERSATION or columns.question == "messages"):
-        messages = messages[:-1] if messages[-1][0] == "assistant" else messages
-    if messages and messages[-1][0] == "assistant":
-        raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
-    question = "\n".join(text for _, text in messages) if isinstance(asked, list) else str(asked)
-    for path, text in ((columns.question, question), (columns.answer, gold)):
-        if not text.strip():
-            raise ValueError(f"field {path!r} is empty")
-    question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
-    answer = final_answer(gold)
-    if not answer:
-        raise ValueError(f"field {columns.answer!r} holds no answer")
-    return Problem(place, question, answer, source, messages)
-
-
-def _value(row: dict[str, Any], path: str) -> Any:
-    """The text, number or list in a field."""
-    try:
-        value = field_at(row, path)
-    except KeyError:
-        raise ValueError(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
-    return value if isinstance(value, list) else _scalar(value, path)
-
-
-def _scalar(value: Any, path: str) -> Any:
-    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        raise ValueError(f"field {path!r} holds {type(value).__name__}, not text or a number")
-    if isinstance(value, float | Decimal) and not math.isfinite(value):
-        raise ValueError(f"field {path!r} is {value}, not a number")
-    return value
-
-
-def _messages(value: list[Any], columns: Columns) -> tuple[Message, ...]:
-    try:
-        return messages_of(value)
-    except ValueError as error:
-        raise ValueError(f"field {columns.question!r}: {error}") from None
-
-
 def _with_system(problem: Problem, prompt: str) -> Problem:
     """The problem with a system turn, unless it has one."""
     messages = problem.messages or (("user", problem.question),)
     return problem if messages[0][0] == "system" else replace(problem, messages=(("system", prompt), *messages))
-
-
-def final_answer(text: str) -> str:
-    r"""The answer in a gold text: after the last `####`, in the last `\boxed{}`, or the whole text."""
-    if "####" in text:
-        return text.rsplit("####", 1)[1].strip()
-    boxed = boxed_answer(text)
-    return text.strip() if boxed is None else boxed
-
-
-def _answers(value: Any, path: str) -> Iterator[str]:
-    """The answers in a value: several come as a list, in some data sets as a printed Python list."""
-    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
-        try:
-            value = ast.literal_eval(value.strip())
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
-            value = [value]
-    for one in value if isinstance(value, list) else [value]:
-        yield str(_scalar(one, path))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
@@ -23,7 +22,7 @@ Fingerprint = dict[str, dict[str, str]]
 
 
 def fingerprint(problems: Problems) -> Fingerprint:
-    """{"train", "held-out"} -> a set's name -> SHA-256 of its problems, all their fields and their order."""
+    """{"train", "held-out"} -> a set's name -> SHA-256 of its problems, with their rows and their order."""
     return {"train": _by_set(problems.train), "held-out": _by_set(problems.held_out)}
 
 
@@ -57,9 +56,15 @@ def record_data(run_dir: Path, problems: Problems) -> None:
         write_sealed(run_dir / FILE_NAME, "data", fingerprint(problems))
 
 
+def _told(problem: Problem) -> list[object]:
+    """What a run's responses and rewards depend on; a problem without a row is told as it was before rows were kept."""
+    own: list[object] = [problem.id, problem.question, problem.answer, problem.source, problem.messages]
+    return [*own, problem.gold, problem.data_source, problem.row] if problem.row else own
+
+
 def _by_set(problems: Sequence[Problem]) -> dict[str, str]:
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        line = json.dumps([getattr(problem, field.name) for field in fields(Problem)])
+        line = json.dumps(_told(problem))
         sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
     return {name: whole.hexdigest() for name, whole in sums.items()}

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.problems import final_answer, load, load_problems
+from mugrpo_megatron.data.problems import load, load_problems
+from mugrpo_megatron.data.reading import final_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 

@@ -1,0 +1,138 @@
+"""From a row of a data file to a problem: its question, its gold, and the row itself as JSON values."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from decimal import Decimal
+from typing import Any
+
+from mugrpo_megatron.data.columns import CONVERSATION, NOTHING, Columns, field_at, has, messages_of, recognised
+from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.rewards.extract import boxed_answer
+from mugrpo_megatron.samples import Message, Problem
+
+_PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
+
+
+def columns_of(
+    row: dict[str, Any], readings: Sequence[Columns], recognises: bool, any_gold: bool
+) -> tuple[Columns, bool]:
+    """The columns to read a row by: the first of `readings` that it has, else recognised ones; and whether those."""
+    for columns in readings:
+        if has(row, columns.question) and has(row, columns.answer):
+            return columns, False
+    found = recognised(row, any_gold) if recognises else None
+    return (found, True) if found else (readings[0], False)
+
+
+def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, any_gold: bool = False) -> Problem:
+    """The problem of a row; ValueError says why the row is malformed.
+
+    With `any_gold` the gold may be any JSON value, or be missing where `columns` say so; else it has to be an answer
+    that `math` can verify: text, a number or a list of them.
+    """
+    asked = _value(row, columns.question)
+    messages = _messages(asked, columns) if isinstance(asked, list) else ()
+    said = messages[-1][1] if messages and columns.answer == CONVERSATION else None
+    if messages and (said is not None or columns.question == "messages"):
+        messages = messages[:-1] if messages[-1][0] == "assistant" else messages
+    if messages and messages[-1][0] == "assistant":
+        raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
+    question = "\n".join(text for _, text in messages) if isinstance(asked, list) else str(asked)
+    if not question.strip():
+        raise ValueError(f"field {columns.question!r} is empty")
+    question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
+    kept = kept_row(row)
+    gold = said if said is not None else None if columns.answer == NOTHING else _found(kept, columns.answer)
+    if any_gold:
+        answer = _as_text(gold)
+    else:
+        answers = _answers(_value(row, columns.answer), columns.answer) if said is None else [said]
+        answer = _verifiable(", ".join(answers), columns)
+    return Problem(place, question, answer, source, messages, gold, data_source_of(row), kept)
+
+
+def data_source_of(row: dict[str, Any]) -> str:
+    """The text of verl's column `data_source`; empty when the row has none."""
+    named = row.get("data_source")
+    return named if isinstance(named, str) else ""
+
+
+def kept_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row as JSON values, in the order of its columns; equal column names of different rows are one string.
+
+    Raises ValueError for a value that has no form in JSON.
+    """
+    try:
+        return {sys.intern(str(name)): json_value(value) for name, value in row.items()}
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def final_answer(text: str) -> str:
+    r"""The answer in a gold text: after the last `####`, in the last `\boxed{}`, or the whole text."""
+    if "####" in text:
+        return text.rsplit("####", 1)[1].strip()
+    boxed = boxed_answer(text)
+    return text.strip() if boxed is None else boxed
+
+
+def _verifiable(gold: str, columns: Columns) -> str:
+    if not gold.strip():
+        raise ValueError(f"field {columns.answer!r} is empty")
+    if answer := final_answer(gold):
+        return answer
+    raise ValueError(f"field {columns.answer!r} holds no answer")
+
+
+def _as_text(gold: Any) -> str:
+    """The answer of a gold that only a user's function reads: the text's own, else JSON."""
+    if gold is None:
+        return ""
+    return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
+
+
+def _found(row: dict[str, Any], path: str) -> Any:
+    try:
+        return field_at(row, path)
+    except KeyError:
+        raise ValueError(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
+
+
+def _value(row: dict[str, Any], path: str) -> Any:
+    """The text, number or list in a field."""
+    value = _found(row, path)
+    return value if isinstance(value, list) else _scalar(value, path)
+
+
+def _scalar(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        raise ValueError(f"field {path!r} holds {type(value).__name__}, not text or a number")
+    if isinstance(value, float | Decimal) and not math.isfinite(value):
+        raise ValueError(f"field {path!r} is {value}, not a number")
+    return value
+
+
+def _messages(value: list[Any], columns: Columns) -> tuple[Message, ...]:
+    try:
+        return messages_of(value)
+    except ValueError as error:
+        raise ValueError(f"field {columns.question!r}: {error}") from None
+
+
+def _answers(value: Any, path: str) -> Iterator[str]:
+    """The answers in a value: several come as a list, in some data sets as a printed Python list."""
+    if isinstance(value, str) and _PYTHON_LIST.fullmatch(value.strip()):
+        try:
+            value = ast.literal_eval(value.strip())
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # brackets that mean something else
+            value = [value]
+    for one in value if isinstance(value, list) else [value]:
+        yield str(_scalar(one, path))
