@@ -17,6 +17,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.phases.probe import probe
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
@@ -44,6 +45,7 @@ def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Curs
             "mismatch_max": float(distance.max()),
         },
     )
+    probe(run, learner, cursor, age=0)
 
 
 def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
@@ -198,6 +200,7 @@ def record_update(
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
     if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
         _give_up(run, learner, cursor, samples)
+    probe(run, learner, cursor, age=cursor.age + 1)
 
 
 def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:

@@ -20,6 +20,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
+from mugrpo_megatron.recipe.reporting import ReportSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
@@ -254,6 +255,7 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
+    report: ReportSection = ReportSection()
     sft: SftSection = SftSection()
 
     @model_validator(mode="before")

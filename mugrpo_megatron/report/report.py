@@ -27,6 +27,7 @@ PHASE_COLORS = {
     "generate": "blue",
     "score": "yellow",
     "logprobs": "magenta",
+    "probe": "red",
     "optimize": "teal",
     "save": "grey",
     "eval": "orange",

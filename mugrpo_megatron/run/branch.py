@@ -29,6 +29,7 @@ FREE_TO_BRANCH = (
     "run.device",
     "run.collective_timeout_s",
     "data.eval",
+    "report.",
     "sft.",
 )
 """Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights."""

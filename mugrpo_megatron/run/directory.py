@@ -69,6 +69,14 @@ class RunDirectory:
         """Logprobs of some updates' samples under the policy before update `age` of the stage."""
         return self.references / f"stage{stage:05d}-age{age:05d}.parquet"
 
+    def probe(self, stage: int) -> Path:
+        """How ratios of some of the stage's responses moved; outside the stage's directory, as `references`."""
+        return self.path / "probe" / f"stage{stage:05d}"
+
+    def samples(self, updates: int) -> Path:
+        """Some responses of the evaluation after `updates` updates of the run."""
+        return self.path / "evaluations" / f"update{updates:06d}.jsonl"
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 

@@ -20,7 +20,17 @@ from mugrpo_megatron.files.json_text import read_json
 FILE_NAME = "run.json"
 MARK = "mugrpo.json"
 """The file in hf/ that names the run that wrote it."""
-OF_A_RUN = ("recipe.toml", "branch.json", "metrics.jsonl", "summary.json", "hf", "stages", "checkpoints", "reference")
+OF_A_RUN = (
+    "recipe.toml",
+    "branch.json",
+    "metrics.jsonl",
+    "summary.json",
+    "hf",
+    "stages",
+    "checkpoints",
+    "reference",
+    "probe",
+)
 """What a directory without a record must not hold: a run would replace it or continue it."""
 
 

@@ -17,7 +17,11 @@ from mugrpo_megatron.recipe.objective import VetoScope
 
 Phase = dict[str, Any]
 LETTERS = dict(
-    zip(("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval"), "sygclove", strict=True)
+    zip(
+        ("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval", "probe"),
+        "sygclovep",
+        strict=True,
+    )
 )
 
 

@@ -1,0 +1,17 @@
+"""The recipe's section about what a run keeps for its report; each docstring is an entry of docs/recipe.md."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from mugrpo_megatron.recipe.objective import Section
+
+
+class ReportSection(Section):
+    """What a run keeps for people to look at. Training is the same, bit by bit, with any of it."""
+
+    probe_responses: int = Field(32, ge=0, le=1024)
+    """Responses of each stage whose ratios are followed while it is optimized: nine forward passes over them, at ages
+    0, µ/8, ... µ. Stages of fewer than 8 updates are not probed; 0 probes none."""
+    eval_problems: int = Field(6, ge=0, le=1000)
+    """Problems of each held-out set of which every evaluation keeps one response; 0 keeps none."""

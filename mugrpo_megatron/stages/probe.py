@@ -1,0 +1,106 @@
+"""A stage's probe: the logprobs of some of its responses at several ages of the stage.
+
+    probe/stage00003/responses.parquet   the responses: tokens as text, behaviour logprobs, reward, advantage
+    probe/stage00003/age00128.parquet    their logprobs under the weights after 128 of the stage's updates
+
+Each file is whole or absent. The report reads them, nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_file, remove_leftovers
+
+PARTS = 8
+"""A stage is probed at its start and after each of so many equal parts."""
+RESPONSES = "responses.parquet"
+SCHEMA = pa.schema(
+    {
+        "update": pa.int32(),
+        "group": pa.int32(),
+        "problem": pa.string(),
+        "reward": pa.float64(),
+        "advantage": pa.float64(),
+        "tokens": pa.list_(pa.string()),
+        "behaviour_logprobs": pa.list_(pa.float32()),
+    }
+)
+LOGPROBS = pa.schema({"logprobs": pa.list_(pa.float32())})
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A response that is followed; R tokens."""
+
+    update: int
+    """The update of the stage that trains on it, from 0."""
+    group: int
+    problem: str
+    reward: float
+    advantage: float
+    tokens: list[str]
+    """[R]: each token as text."""
+    behaviour_logprobs: np.ndarray
+    """float32 [R]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What was found of a stage's probed responses."""
+
+    responses: list[Probed]
+    logprobs: dict[int, list[np.ndarray]]
+    """Age -> float32 [R] of each response under the weights after so many of the stage's updates; ages ascend."""
+
+
+def probe_ages(updates: int) -> tuple[int, ...]:
+    """The ages at which a stage of so many updates is probed; none for a stage that is too short."""
+    return tuple(round(part * updates / PARTS) for part in range(PARTS + 1)) if updates >= PARTS else ()
+
+
+def write_responses(directory: Path, responses: Sequence[Probed]) -> None:
+    """Begin a stage's probe with the responses that it follows."""
+    directory.mkdir(parents=True, exist_ok=True)
+    columns = {name: [getattr(one, name) for one in responses] for name in SCHEMA.names}
+    _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))
+
+
+def write_age(directory: Path, age: int, logprobs: Sequence[np.ndarray]) -> None:
+    """Add the logprobs, float32 [R] of each response, at an age of the stage; those written before are replaced."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / f"age{age:05d}.parquet", pa.table({"logprobs": list(logprobs)}, schema=LOGPROBS))
+
+
+def read_probe(directory: Path) -> Probe | None:
+    """A stage's probe as far as it is written; None without one. Raises UserError when a file of it is damaged."""
+    if not (directory / RESPONSES).is_file():
+        return None
+    try:
+        rows = pq.read_table(directory / RESPONSES, schema=SCHEMA).to_pylist()
+        responses = [
+            Probed(**{**row, "behaviour_logprobs": np.array(row["behaviour_logprobs"], np.float32)}) for row in rows
+        ]
+        logprobs = {}
+        for path in sorted(directory.glob("age*.parquet")):
+            found = pq.read_table(path, schema=LOGPROBS)["logprobs"].to_pylist()
+            age = int(path.stem.removeprefix("age"))
+            logprobs[age] = [np.array(own, np.float32) for own in found]
+            if [len(own) for own in found] != [len(one.tokens) for one in responses]:
+                raise ValueError(f"{path.name} is of other responses")
+    except (OSError, ValueError, TypeError, pa.ArrowException) as error:
+        raise UserError(f"{directory} is damaged ({error}); remove it, the report does not need it") from None
+    return Probe(responses, logprobs)
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    remove_leftovers(path.parent, path.name)
+    with durable_file(path) as file:
+        pq.write_table(table, file, compression="zstd")

@@ -1,0 +1,178 @@
+"""The probe: which responses, at which ages, and that training does not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.phases import probe as module
+from mugrpo_megatron.phases.probe import PLACES, probe, probed
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.probe import PARTS, probe_ages, read_probe
+from mugrpo_megatron.stages.store import StageStore
+from tests.tiny import mugrpo
+
+UPDATES, PROMPTS, RESPONSES = 16, 2, 4
+LEARNER: Any = None
+
+
+@given(updates=st.integers(1, 5000))
+def test_ages_are_the_ends_of_equal_parts(updates: int) -> None:
+    ages = probe_ages(updates)
+    if updates < PARTS:
+        assert ages == ()
+        return
+    assert (ages[0], ages[-1], len(ages)) == (0, updates, PARTS + 1)
+    assert max(np.diff(ages)) - min(np.diff(ages)) <= 1
+
+
+def sealed(directory: Path) -> StageStore:
+    """Of each group the first response is right; group 3 of every four has no right one."""
+    store = StageStore(directory)
+    for group in range(UPDATES * PROMPTS):
+        rewards = [float(place == 0 and group % 4 != 3) for place in range(RESPONSES)]
+        ids = [np.array([5, 6 + place % 3, 7], dtype=np.int32) for place in range(RESPONSES)]
+        samples = [
+            Sample(group, f"p{group}", own, own, np.zeros(3, dtype=np.float32), reward, 0, "stop")
+            for own, reward in zip(ids, rewards, strict=True)
+        ]
+        store.append(samples)
+    store.seal(UPDATES, PROMPTS)
+    return StageStore(directory)
+
+
+@given(count=st.integers(1, 40))
+def test_mostly_negative_responses_of_evenly_spaced_updates(
+    count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "stage-of-the-probe"
+    store = StageStore(path) if path.exists() else sealed(path)
+    recipe = Recipe.model_validate({"report": {"probe_responses": count}})
+    chosen, again = probed(store, recipe), probed(store, recipe)
+    assert [(u, s.group, s.response_ids.tolist()) for u, s, _ in chosen] == [
+        (u, s.group, s.response_ids.tolist()) for u, s, _ in again
+    ]
+    assert len(chosen) == min(count, PLACES * PROMPTS * RESPONSES)
+    assert {update for update, _, _ in chosen} <= {0, 4, 8, 12}
+    if count >= 2 * PLACES:
+        assert len({update for update, _, _ in chosen}) == PLACES
+        assert sum(advantage < 0 for _, _, advantage in chosen) >= len(chosen) * 3 // 8
+
+
+class Stand:
+    """A run of one rank whose learner gives every token of a response its age / 10."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 8) -> None:
+        build_arithmetic_tokenizer().save_pretrained(path / "model")
+        recipe = Recipe.model_validate(
+            {
+                "model": {"path": str(path / "model")},
+                "schedule": {"stages": 1, "updates_per_stage": UPDATES},
+                "report": {"probe_responses": count},
+            }
+        )
+        self.directory = RunDirectory(path)
+        store = sealed(self.directory.stage(0))
+        self.run: Any = SimpleNamespace(
+            recipe=recipe,
+            directory=self.directory,
+            is_main=True,
+            log=SimpleNamespace(phase=lambda *_: nullcontext()),
+            stage_store=lambda cursor: store,
+        )
+        self.passes = 0
+        self.age = 0
+        monkeypatch.setattr(module, "token_logprobs", self._logprobs)
+
+    def _logprobs(self, learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
+        self.passes += 1
+        return [np.full(len(s.response_ids), -self.age / 10, dtype=np.float32) for s in samples]
+
+    def optimize(self, ages: range) -> None:
+        """Where the phase looks: before the first update, and after each."""
+        for age in ages:
+            if age == 0:
+                probe(self.run, LEARNER, Cursor(0, 0, 0), age=0)
+            self.age = age + 1
+            probe(self.run, LEARNER, Cursor(0, age, age), age=age + 1)
+
+
+def test_what_is_written_is_read_and_costs_nine_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(tmp_path, monkeypatch)
+    assert read_probe(stand.directory.probe(0)) is None
+    stand.optimize(range(UPDATES))
+    assert stand.passes == PARTS + 1
+    found = read_probe(stand.directory.probe(0))
+    assert found
+    assert list(found.logprobs) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    for age, logprobs in found.logprobs.items():
+        assert all((own == np.float32(-age / 10)).all() for own in logprobs)
+    tokenizer = build_arithmetic_tokenizer()
+    for one, (update, sample, advantage) in zip(
+        found.responses, probed(stand.run.stage_store(None), stand.run.recipe), strict=True
+    ):
+        assert (one.update, one.group, one.reward) == (update, sample.group, sample.reward)
+        assert one.advantage == pytest.approx(advantage)
+        assert one.tokens == [tokenizer.decode([token]) for token in sample.response_ids]
+
+
+def test_a_run_that_resumes_has_the_ages_before_and_those_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand = Stand(tmp_path, monkeypatch)
+    stand.optimize(range(7))
+    stand.optimize(range(5, UPDATES))  # the newest checkpoint was at update 5
+    found = read_probe(stand.directory.probe(0))
+    assert found
+    assert tuple(found.logprobs) == probe_ages(UPDATES)
+
+
+def test_a_recipe_without_a_probe_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(tmp_path, monkeypatch, count=0)
+    stand.optimize(range(UPDATES))
+    assert stand.passes == 0
+    assert not stand.directory.probe(0).exists()
+
+
+@pytest.mark.parametrize("file", ["responses.parquet", "age00008.parquet"])
+def test_a_damaged_file_is_one_sentence(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(tmp_path, monkeypatch)
+    stand.optimize(range(UPDATES))
+    path = stand.directory.probe(0) / file
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"damaged.* remove it, the report does not need it"):
+        read_probe(stand.directory.probe(0))
+
+
+@pytest.mark.process
+def test_training_ends_with_the_same_bytes_and_metrics(finished_run: Path, tmp_path: Path) -> None:
+    ends = []
+    for count in (0, 24):
+        run_dir = tmp_path / f"probe{count}"
+        recipe = finished_run / "recipe.toml"
+        options = ["--set", f"run.dir={run_dir}", "--set", f"report.probe_responses={count}"]
+        mugrpo("optimize", recipe, "--stage", 0, "--from", finished_run, *options)
+        rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
+        learned = [{key: value for key, value in row.items() if key not in ("time", "seconds")} for row in rows]
+        ends.append(((run_dir / "hf" / "model.safetensors").read_bytes(), learned))
+        assert (run_dir / "probe").exists() == bool(count)
+    assert ends[0] == ends[1]
+    found = read_probe(RunDirectory(tmp_path / "probe24").probe(0))
+    assert found
+    assert tuple(found.logprobs) == probe_ages(20)
+    moved = [np.abs(last - first).max() for first, last in zip(found.logprobs[0], found.logprobs[20], strict=True)]
+    assert min(moved) > 0
