@@ -122,6 +122,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "problems/SET", "problems", "Problems of the set that were evaluated."),
     Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
     Metric("eval", "truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
+    Metric("eval", "unparsed/SET", "fraction", "Responses in which `math` found no answer."),
+    Metric("eval", "passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
     Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.grading import mean_at_k, measure_of
-from mugrpo_megatron.evaluation.scoring import scored
+from mugrpo_megatron.evaluation.scoring import ScoredGroup, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
@@ -15,13 +16,28 @@ from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
+from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.samples import Prompt
 
-Rewards = dict[int, tuple[list[float], int, int]]
-"""A held-out problem's place -> the rewards of its responses, their tokens, and how many of them were truncated."""
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an evaluation needs of the responses to one problem."""
+
+    rewards: list[float]
+    tokens: int
+    truncated: int
+    unparsed: int
+    """Responses in which no answer was found."""
+    kept: Kept | None
+    """The first response, if it is one that is kept."""
+
+
+Rewards = dict[int, Answers]
+"""By a held-out problem's place."""
 
 
 def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
@@ -98,14 +114,22 @@ def _evaluate(run: Run, generator: Generator | None, cursor: Cursor) -> bool:
 def _log(run: Run, cursor: Cursor, names: Sequence[str], rewards: Rewards, bar: Bar) -> None:
     """One row of the log, set by set; `names` holds the set's name for each problem."""
     measure = measure_of(run.recipe.reward)
-    sets, truncated = {}, {}
+    sets: dict[str, SetFigures] = {}
+    shares: dict[str, float] = {}
     for name in dict.fromkeys(names):
         answers = [rewards[place] for place, other in enumerate(names) if other == name]
-        own = [each for each, _, _ in answers]
+        own = [each.rewards for each in answers]
         sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
-        truncated[f"truncated/{name}"] = sum(cut for _, _, cut in answers) / (len(own) * len(own[0]))
-    tokens = float(sum(tokens for _, tokens, _ in rewards.values()))
-    figures = figures_of(measure, sets) | truncated | {"tokens": tokens}
+        responses = len(own) * len(own[0])
+        shares |= {f"truncated/{name}": sum(each.truncated for each in answers) / responses}
+        if measure == "accuracy":
+            shares |= {f"unparsed/{name}": sum(each.unparsed for each in answers) / responses}
+            shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
+    tokens = float(sum(each.tokens for each in rewards.values()))
+    figures = figures_of(measure, sets) | shares | {"tokens": tokens}
+    kept = [rewards[place].kept for place in sorted(rewards)]
+    if run.is_main and any(kept):
+        write_kept(run.directory.samples(cursor.updates), [one for one in kept if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -123,7 +147,7 @@ def _score(run: Run, generator: Generator | None, name: str, places: Sequence[in
         run.world.barrier()
         found = {place: one for part in run.world.gather(own) for place, one in part.items()}
         rewards |= found
-        bar.advance(len(rewards) - bar.done, sum(tokens for _, tokens, _ in rewards.values()) - bar.tokens)
+        bar.advance(len(rewards) - bar.done, sum(one.tokens for one in rewards.values()) - bar.tokens)
         if not found or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
@@ -134,6 +158,8 @@ def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar
     held_out = generator.problems.held_out
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, generator.tokenizer, name)
+    names = [problem.source for problem in held_out.problems]
+    kept = set(chosen_places(names, run.recipe.report.eval_problems))
     rewards: Rewards = {}
 
     def take(held: int, slots: int) -> list[Prompt]:
@@ -141,7 +167,34 @@ def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar
 
     groups = sampled(run, generator, queue, take, samples, how)
     for group in scored(groups, generator.verifier, generator.tokenizer, run.stop.heard):
-        truncated = sum(response.finish_reason == "length" for response in group.responses)
-        rewards[group.prompt.index] = [score.reward for score in group.scores], group.tokens, truncated
+        rewards[group.prompt.index] = _answers(group, group.prompt.index in kept)
         bar.advance(tokens=group.tokens)
     return rewards
+
+
+def _answers(group: ScoredGroup, keep: bool) -> Answers:
+    return Answers(
+        rewards=[score.reward for score in group.scores],
+        tokens=group.tokens,
+        truncated=sum(response.finish_reason == "length" for response in group.responses),
+        unparsed=sum(not score.extracted for score in group.scores),
+        kept=_kept(group) if keep else None,
+    )
+
+
+def _kept(group: ScoredGroup) -> Kept:
+    """The first response, for people to read."""
+    problem, response, score = group.prompt.problem, group.responses[0], group.scores[0]
+    return Kept(
+        set=problem.source,
+        problem=problem.id,
+        question=problem.question or (problem.messages[-1][1] if problem.messages else ""),
+        gold=problem.answer,
+        text=shortened(group.texts[0]),
+        extracted=shortened(score.extracted),
+        why=score.why,
+        reward=score.reward,
+        tokens=len(response.ids),
+        truncated=response.finish_reason == "length",
+        components=dict(getattr(score, "components", {})),
+    )

@@ -23,6 +23,7 @@ from mugrpo_megatron.phases import evaluate
 from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
+from mugrpo_megatron.report.kept import read_kept
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
@@ -231,3 +232,23 @@ def test_a_request_that_comes_with_the_last_answer_loses_no_evaluation(stand: St
     stand.evaluate(Cursor(1, 3, 11))
     assert len(stand.rows) == 1
     assert stand.saver.cursors == []
+
+
+def test_shares_are_those_of_the_responses(stand: Stand) -> None:
+    stand.evaluate(Cursor(1, 3, 11))
+    (row,) = stand.rows
+    assert [row[f"passed/{name}"] for name in SETS] == [1.0, 0.0, 0.0]
+    assert [row[f"unparsed/{name}"] for name in SETS] == [0.0, 0.0, 0.0]
+
+
+def test_one_response_of_the_same_problems_is_kept_at_every_evaluation(stand: Stand) -> None:
+    for cursor in (Cursor(0, 0, 0), Cursor(1, 3, 11)):
+        stand.evaluate(cursor)
+    first, later = (read_kept(stand.run.directory.samples(update)) for update in (0, 11))
+    assert [one.problem for one in first] == [one.problem for one in later]
+    few = RECIPE.report.eval_problems
+    assert [one.set for one in first] == [name for name, size in SETS.items() for _ in range(min(few, size))]
+    for one in first:
+        answer = "2" if one.set == "two" else "4"
+        assert (one.text, one.extracted, one.gold, one.reward) == (answer, answer, "2", float(one.set == "two"))
+        assert one.truncated == (one.set == "four")

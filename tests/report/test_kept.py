@@ -1,0 +1,51 @@
+"""Kept responses: what is written is read, of any text, and is bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.report.kept import MOST, Kept, chosen_places, read_kept, shortened, write_kept
+
+WORDS = st.text(max_size=30)
+
+
+@given(text=WORDS, question=WORDS, gold=WORDS, why=WORDS, reward=st.floats(allow_nan=False, allow_infinity=False))
+def test_any_text_comes_back(
+    text: str, question: str, gold: str, why: str, reward: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "evaluations" / "update000001.jsonl"
+    one = Kept("set", "set:1", question, gold, text, "", why, reward, 3, False, {"math": reward})
+    write_kept(path, [one, one])
+    assert read_kept(path) == [one, one]
+
+
+def test_a_long_text_keeps_both_ends(tmp_path: Path) -> None:
+    text = "begin" + "x" * 10 * MOST + "end"
+    write_kept(tmp_path / "e" / "a.jsonl", [Kept("", "", "", "", text, "", "", 0.0, 1, True)])
+    (one,) = read_kept(tmp_path / "e" / "a.jsonl")
+    assert len(one.text) < MOST + 80
+    assert one.text.startswith("beginxxx")
+    assert one.text.endswith("xxxend")
+    assert f"{len(text) - MOST:,} characters are left out" in one.text
+    assert shortened("short") == "short"
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), count=st.integers(0, 10))
+def test_places_are_of_every_set_and_distinct(sizes: list[int], count: int) -> None:
+    names = [f"set{k}" for k, size in enumerate(sizes) for _ in range(size)]
+    places = chosen_places(names, count)
+    assert len(set(places)) == len(places) == sum(min(count, size) for size in sizes)
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"[]", b"{}", b'{"set": 1}', b"\xff", b"null", b'"text"', b"[" * 100_000, b'{"set": "\\ud800"}']
+)
+def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content + b"\n")
+    with pytest.raises(UserError, match=r"damaged .* the report does not need it"):
+        read_kept(tmp_path / "a.jsonl")
