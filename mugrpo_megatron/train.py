@@ -57,7 +57,7 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) -> Cursor:
-    """µ updates on one stage, from `start` on; its responses grow stale by up to µ - 1 updates on the way.
+    """µ updates on one stage, from `start` on, `schedule.passes` times; its responses grow stale on the way.
 
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
@@ -83,8 +83,7 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
         advantages = group_advantages(rewards, groups, run.recipe.objective)
         metrics = update(learner, samples, advantages)
         record_update(run, learner, cursor, samples, metrics, bar)
-        last = cursor.age + 1 == stage.updates or stage_exhausted(metrics, schedule)
-        cursor = cursor.advanced(schedule, ends_stage=last)
+        cursor = cursor.advanced(schedule, stage.updates, stage_exhausted(metrics, schedule))
         save_if_due(run, cursor)
         if cursor.stage > start.stage or cursor.due(run.evaluates_every):
             return cursor

@@ -32,7 +32,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "µ, staleness",
         "`schedule.updates_per_stage`, `age`",
-        "`age` is the number of updates taken on a stage before the current one, 0 to µ − 1.",
+        "`age` is the number of updates taken on a stage before the current one, 0 to µ x `schedule.passes` − 1.",
     ),
     ("average accuracy, Avg.", "`accuracy/mean`", "Unweighted mean of `accuracy/<set>` over the held-out sets."),
     (

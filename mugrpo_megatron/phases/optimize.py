@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
+from mugrpo_megatron.data.order import update_at
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.files.durable import durable_file, fsync
 from mugrpo_megatron.learner.learner import Learner
@@ -77,7 +78,7 @@ def refresh_reference(run: Run, learner: Learner, stage: StageStore, cursor: Cur
     if every == 1 or cursor.age % every:
         return
     path = run.directory.reference(cursor.stage, cursor.age)
-    ages = range(stage.updates)[cursor.age : cursor.age + every]
+    ages = range(cursor.stage_length(run.recipe.schedule, stage.updates))[cursor.age : cursor.age + every]
     if run.is_main:
         path.parent.mkdir(exist_ok=True)
         fsync(run.directory.path)
@@ -110,7 +111,8 @@ def _remove_passed_references(run: Run) -> None:
 def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
     """The samples of one update, with the behaviour and reference logprobs that the recipe asks for.
 
-    With `objective.zero_variance = "leave_out"` updates consist of informative groups only. Raises UserError when the
+    Passes over the stage after the first take its updates in an order that the run's seed shuffles. With
+    `objective.zero_variance = "leave_out"` updates consist of informative groups only. Raises UserError when the
     reference of a resumed run's update is missing.
     """
     samples = _formed_update(run, stage, cursor.stage, cursor.age)
@@ -149,14 +151,15 @@ def _behaviour_remedy(run: Run, stage: int) -> str:
 
 
 def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
-    """The samples of update `age` of stage `number`; informative groups only where the recipe asks for it."""
+    """The samples of the update taken at `age` of stage `number`; informative groups only where the recipe asks."""
+    taken = update_at(run.recipe.run.seed, number, stage.updates, age)
     if run.recipe.objective.zero_variance != "leave_out":
-        return _stored_update(run, stage, number, age)
+        return _stored_update(run, stage, number, taken)
     per_update = run.recipe.rollout.prompts_per_update
     rewards, groups = stage.rewards()
     differs = np.zeros(groups.max() + 1, dtype=bool)
     differs[groups] = informative(rewards, groups)
-    chosen = informative_updates(differs, per_update)[age]
+    chosen = informative_updates(differs, per_update)[taken]
     stored = {place: _stored_update(run, stage, number, place) for place in sorted({*(chosen // per_update).tolist()})}
     return [
         replace(sample, group=place)  # a group that occurs twice in one update counts as two groups
@@ -166,12 +169,13 @@ def _formed_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
     ]
 
 
-def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[Sample]:
-    samples = stage.read_update(age)
+def _stored_update(run: Run, stage: StageStore, number: int, update: int) -> list[Sample]:
+    """The samples of an update as the stage holds it, with the behaviour logprobs that the recipe asks for."""
+    samples = stage.read_update(update)
     if run.recipe.rollout.behaviour == "engine":
         return samples
     path = run.directory.behaviour(number)
-    behaviour = read_logprobs(path, _of_behaviour(stage), age, _behaviour_remedy(run, number))
+    behaviour = read_logprobs(path, _of_behaviour(stage), update, _behaviour_remedy(run, number))
     return [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)
@@ -181,7 +185,8 @@ def _stored_update(run: Run, stage: StageStore, number: int, age: int) -> list[S
 @contextmanager
 def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
     """The phase's wall-clock and a bar around the updates up to the stage's end or the next evaluation."""
-    every, updates = run.evaluates_every, cursor.stage_updates(run.recipe.schedule) - cursor.age
+    length = cursor.stage_length(run.recipe.schedule, run.stage_store(cursor).updates)
+    every, updates = run.evaluates_every, length - cursor.age
     updates = min(updates, every - cursor.age % every) if every else updates
     with (
         run.log.phase("optimize", cursor.stage) as facts,
@@ -204,8 +209,7 @@ def record_update(
 
 
 def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:
-    last = cursor.age + 1 == run.stage_store(cursor).updates
-    run.saver.save(cursor.advanced(run.recipe.schedule, ends_stage=last))
+    run.saver.save(cursor.advanced(run.recipe.schedule, run.stage_store(cursor).updates))
     run.saver.wait()
     path = run.directory.poisoned(cursor.stage, cursor.age)
     if run.is_main:

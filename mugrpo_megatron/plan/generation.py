@@ -51,7 +51,7 @@ def evaluations(recipe: Recipe) -> tuple[int, int]:
     """
     schedule, section = recipe.schedule, recipe.eval
     before = 1 + ((schedule.stages - 1) // section.every_stages if section.every_stages else 0)
-    inside = (schedule.updates_per_stage - 1) // section.every_updates if section.every_updates else 0
+    inside = (schedule.updates_on_stage - 1) // section.every_updates if section.every_updates else 0
     return before, schedule.stages * inside + 1
 
 

@@ -104,6 +104,8 @@ def _schedules(plan: Plan) -> Table:
     title = "The whole run under three schedules, same objective"
     table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
     table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
+    if any(one.passes > 1 for one in plan.schedules):
+        table.add_row("  passes", *(f"{one.passes:,}" for one in plan.schedules))
     for phase in plan.schedules[0].seconds:
         table.add_row(phase, *(duration(one.seconds[phase]) for one in plan.schedules))
         if phase == "generate":

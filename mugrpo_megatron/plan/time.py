@@ -49,7 +49,7 @@ def phases(case: Case, need: Memory) -> Phases:
         score=max(0.0, scoring_seconds(responses, case) - generate),
         evaluate=evaluate / schedule.stages,
         logprobs=logprob_seconds(case),
-        optimize=schedule.updates_per_stage * update_seconds(case),
+        optimize=schedule.updates_on_stage * update_seconds(case),
     )
     return replace(found, save=saving_seconds(found.total, case))
 
@@ -60,7 +60,7 @@ def saving_seconds(others: float, case: Case) -> float:
     With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
     ended when the next one begins (run/checkpoints.py).
     """
-    section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_per_stage
+    section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_on_stage
     saves = 1 / section.every_stages + ((updates - 1) // section.every_updates if section.every_updates else 0)
     written = saves * checkpoint_bytes(case) / case.assumptions.disk
     if not section.asynchronous:
@@ -102,6 +102,7 @@ class Schedule:
     name: str
     stages: int
     updates_per_stage: int
+    passes: int
     seconds: Mapping[str, float]
     """Phase -> seconds of the whole run."""
     tail: float
@@ -130,7 +131,7 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        found.append(Schedule(name, stages, per_stage, seconds, tail, stage_bytes(other)))
+        found.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other)))
     return found
 
 

@@ -46,7 +46,7 @@ def flops_of(case: Case) -> float:
 def logprob_seconds(case: Case) -> float:
     """Seconds of a stage's forward passes: the mismatch with the engine, learner behaviour, reference policy."""
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
-    whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1)
+    whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1) * recipe.schedule.passes
     responses += whole * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 

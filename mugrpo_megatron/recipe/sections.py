@@ -125,16 +125,23 @@ class ScheduleSection(Section):
     stages: PositiveInt = 4
     """S: how often the engines generate, unless stages end early."""
     updates_per_stage: PositiveInt = 64
-    """µ: optimizer updates taken on one stage's responses; the paper has 4 for GRPO and 1024 for mu-GRPO."""
+    """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
+    passes: int = Field(1, ge=1, le=1000)
+    """How often each stage's updates are taken: µ x passes optimizer updates a stage, later passes in another order."""
     min_ess: float = Field(0.0, ge=0.0, lt=1.0)
-    """End a stage early after an update whose effective sample size is below this; the run still takes S µ updates."""
+    """End a stage early after an update whose effective sample size is below this; the run takes all its updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
 
     @property
+    def updates_on_stage(self) -> int:
+        """µ x passes: optimizer updates taken on a stage of full length."""
+        return self.updates_per_stage * self.passes
+
+    @property
     def total_updates(self) -> int:
-        """S µ: optimizer updates of the whole run."""
-        return self.stages * self.updates_per_stage
+        """S µ x passes: optimizer updates of the whole run."""
+        return self.stages * self.updates_on_stage
 
 
 class RolloutSection(Section):

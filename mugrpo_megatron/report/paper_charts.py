@@ -42,7 +42,9 @@ def paper_remark(run: RunData) -> str:
     """The run's settings in the terms of the paper's legends."""
     objective = run.recipe.get("objective", {})
     clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
-    stage = run.recipe.get("schedule", {}).get("updates_per_stage", "?")
+    schedule = run.recipe.get("schedule", {})
+    passes = f" x {schedule['passes']} passes" if schedule.get("passes", 1) != 1 else ""
+    stage = f"{schedule.get('updates_per_stage', '?')}{passes}"
     return f"this run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
 
 

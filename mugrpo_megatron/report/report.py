@@ -108,12 +108,14 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
     def recipe(section: str, key: str) -> Any:
         return run.recipe.get(section, {}).get(key, "?")
 
+    passes = run.recipe.get("schedule", {}).get("passes", 1)
     return [
         {"before": before, "value": value, "after": after}
         for before, value, after in (
             ("", recipe("objective", "name"), ""),
             ("S = ", recipe("schedule", "stages"), " stages"),
             ("µ = ", recipe("schedule", "updates_per_stage"), " updates each"),
+            *((("", passes, " passes over each stage"),) if passes != 1 else ()),
             ("", recipe("rollout", "prompts_per_update"), " prompts an update"),
             ("", recipe("rollout", "responses_per_prompt"), " responses a prompt"),
             ("data ", recipe("data", "train"), ""),

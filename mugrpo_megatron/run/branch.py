@@ -23,6 +23,7 @@ FREE_TO_BRANCH = (
     "optimizer.",
     "rollout.behaviour",
     "schedule.stages",
+    "schedule.passes",
     "schedule.min_ess",
     "schedule.max_vetoed",
     "run.dir",

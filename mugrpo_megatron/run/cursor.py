@@ -12,14 +12,17 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
-    `age` counts the updates already taken on the stage's responses, so it is also how stale they are. A run is finished
-    after S µ updates; where stages end early, it takes more than S stages to get there.
+    `age` counts the updates already taken on the stage's responses, so it is also how stale they are. Each of the
+    stage's µ updates is taken `schedule.passes` times. A run is finished after S µ x passes updates; where stages end
+    early, it takes more than S stages to get there.
     """
 
     stage: int = 0
     age: int = 0
     updates: int = 0
     """Optimizer updates taken since the run began; the version of the weights that the engines get."""
+    repeated: int = 0
+    """Those before this stage that were not their stage's first pass, and so needed no responses of their own."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates
@@ -28,19 +31,27 @@ class Cursor:
         """Updates that the stage's responses are generated for: µ, or the run's remaining ones."""
         return min(schedule.updates_per_stage, schedule.total_updates - self._before_stage)
 
+    def stage_length(self, schedule: ScheduleSection, held: int) -> int:
+        """Updates taken on a stage that holds the responses of `held`: all of its passes, or the run's remaining."""
+        return min(held * schedule.passes, schedule.total_updates - self._before_stage)
+
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
         """Positions in the run's prompt order that the stage samples: they start where the last stage's ended.
 
-        S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order.
+        S=4, µ=64 and S=64, µ=4 therefore train on the same problems in the same order, whatever the passes.
         """
-        start = self._before_stage * prompts_per_update
+        start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
 
-    def advanced(self, schedule: ScheduleSection, ends_stage: bool = False) -> Cursor:
-        """The cursor after one more update, which ends the stage when it is the last one or with `ends_stage`."""
-        if ends_stage or self.age + 1 >= self.stage_updates(schedule):
-            return Cursor(self.stage + 1, 0, self.updates + 1)
-        return Cursor(self.stage, self.age + 1, self.updates + 1)
+    def advanced(self, schedule: ScheduleSection, held: int, exhausted: bool = False) -> Cursor:
+        """The cursor after one more update on a stage that holds the responses of `held` updates.
+
+        The stage ends with its last update, or early with `exhausted`.
+        """
+        if exhausted or self.age + 1 >= self.stage_length(schedule, held):
+            repeated = max(0, self.age + 1 - held)
+            return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
+        return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated)
 
     def due(self, every: int) -> bool:
         """Whether a multiple of `every` updates of the stage are taken; False for `every` = 0 and at a stage's ends."""

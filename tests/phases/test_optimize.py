@@ -35,7 +35,7 @@ def group(index: int) -> list[Sample]:
     return [Sample(index, f"p{index}", ids, ids, logprobs, reward, 0, "stop") for reward in rewards]
 
 
-def problems_of_updates(directory: Path, zero_variance: str) -> list[list[str]]:
+def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) -> list[list[str]]:
     store = StageStore(directory)
     for index in range(UPDATES * PROMPTS):
         store.append(group(index))
@@ -44,7 +44,7 @@ def problems_of_updates(directory: Path, zero_variance: str) -> list[list[str]]:
         {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
     )
     run: Any = SimpleNamespace(recipe=recipe)
-    updates = [read_update(run, store, Cursor(0, age)) for age in range(UPDATES)]
+    updates = [read_update(run, store, Cursor(0, age)) for age in range(UPDATES * passes)]
     for update in updates:
         assert len({sample.group for sample in update}) == PROMPTS
         assert len(update) == PROMPTS * RESPONSES
@@ -60,6 +60,14 @@ def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
     assert problems_of_updates(tmp_path, "leave_out") == [["p1", "p2"], ["p5", "p1"], ["p2", "p5"]]
 
 
+@pytest.mark.parametrize("zero_variance", ["count", "leave_out"])
+def test_later_passes_take_the_same_updates_in_another_order(tmp_path: Path, zero_variance: str) -> None:
+    taken = problems_of_updates(tmp_path, zero_variance, passes=3)
+    passes = [taken[:UPDATES], taken[UPDATES : 2 * UPDATES], taken[2 * UPDATES :]]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+    assert len({str(one) for one in passes}) > 1
+
+
 EVERY = 2
 LEARNER: Any = None
 
@@ -67,7 +75,7 @@ LEARNER: Any = None
 class Refreshed:
     """A sealed stage and a run of one rank on it, whose learner gives every token of problem p at update u p + u/10."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, zero_variance: str, passes: int = 1) -> None:
         self.directory = RunDirectory(path)
         self.store = StageStore(self.directory.stage(0))
         for index in range(UPDATES * PROMPTS):
@@ -76,7 +84,7 @@ class Refreshed:
         recipe = Recipe.model_validate(
             {
                 "rollout": {"prompts_per_update": PROMPTS},
-                "schedule": {"stages": 1, "updates_per_stage": UPDATES},
+                "schedule": {"stages": 1, "updates_per_stage": UPDATES, "passes": passes},
                 "objective": {"name": "off_policy_grpo", "reference_every": EVERY, "zero_variance": zero_variance},
             }
         )
@@ -116,18 +124,22 @@ class Refreshed:
         return parquet
 
 
+@pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("zero_variance", ["mask", "leave_out"])
 def test_samples_carry_the_logprobs_of_the_policy_at_the_refresh(
-    zero_variance: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    zero_variance: str, passes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an update is formed of groups that lie in several stored ones; the last stretch is shorter."""
-    refreshed = Refreshed(tmp_path, monkeypatch, zero_variance)
-    for age in range(UPDATES):
+    """Also where an update is formed of groups that lie in several stored ones; the last stretch is shorter.
+
+    With several passes a stretch between two refreshes reaches from one pass into the next.
+    """
+    refreshed = Refreshed(tmp_path, monkeypatch, zero_variance, passes)
+    for age in range(UPDATES * passes):
         samples = refreshed.take(age)
         for sample in samples:
             assert sample.reference_logprobs is not None
             assert sample.reference_logprobs == np.float32(int(sample.problem[1:]) + (age - age % EVERY) / 10)
-    assert refreshed.files == ["stage00000-age00000.parquet", "stage00000-age00002.parquet"]
+    assert refreshed.files == [f"stage00000-age{age:05d}.parquet" for age in range(0, UPDATES * passes, EVERY)]
 
 
 def test_a_run_that_resumes_between_refreshes_reads_what_is_there(

@@ -30,7 +30,7 @@ def saves(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> lis
     run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=True)
     cursor = Cursor()
     while not cursor.finished(recipe.schedule):
-        cursor = cursor.advanced(recipe.schedule)
+        cursor = cursor.advanced(recipe.schedule, cursor.stage_updates(recipe.schedule))
         save_if_due(run, cursor)
     return found
 
