@@ -69,7 +69,10 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One scored response, a row of the stage store; its advantage follows from the rewards and the objective."""
+    """One scored response, a row of the stage store.
+
+    What training does not read is empty where training has read it.
+    """
 
     group: int
     """The prompt's index in the stage; samples of one group share prompt and baseline."""
@@ -83,6 +86,21 @@ class Sample:
     reward: float
     weight_version: int
     finish_reason: str
+    loss_mask: np.ndarray | None = None
+    """bool [R]: the tokens that are trained on; None for all."""
+    text: str = ""
+    """The response's text, as the verifier read it."""
+    gold: str = ""
+    extracted: str = ""
+    """The answer that was found in the text."""
+    why: str = ""
+    """Why it has its score."""
+    components: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """The score's parts by name, before their weights."""
+    advantage: float | None = None
+    """Under the objective of the recipe that generated it; training computes its own."""
+    row: str = ""
+    """The problem's row in its data set, as JSON; empty where it has none."""
     engine_logprobs: np.ndarray | None = None
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
     reference_logprobs: np.ndarray | None = None
@@ -92,6 +110,10 @@ class Sample:
         for logprobs in (self.behaviour_logprobs, self.engine_logprobs, self.reference_logprobs):
             if logprobs is not None and len(logprobs) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {len(logprobs)} logprobs")
+        if self.loss_mask is not None and len(self.loss_mask) != len(self.response_ids):
+            raise ValueError(
+                f"group {self.group}: {len(self.response_ids)} token ids, a loss mask of {len(self.loss_mask)}"
+            )
 
     @property
     def tokens(self) -> int:

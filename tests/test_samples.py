@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -19,9 +22,12 @@ def test_a_response_has_as_many_logprobs_as_tokens() -> None:
 
 @pytest.mark.parametrize("which", ["behaviour_logprobs", "engine_logprobs", "reference_logprobs"])
 def test_so_does_a_sample(which: str) -> None:
-    whole = {"behaviour_logprobs": np.zeros(3, dtype=np.float32)}
+    whole = Sample(7, "p", IDS, IDS, np.zeros(3, dtype=np.float32), 0.0, 0, "stop")
+    fewer: dict[str, Any] = {which: FEWER}
     with pytest.raises(ValueError, match="group 7: 3 token ids, 2 logprobs"):
-        Sample(7, "p", IDS, IDS, reward=0.0, weight_version=0, finish_reason="stop", **{**whole, which: FEWER})
+        replace(whole, **fewer)
+    with pytest.raises(ValueError, match="group 7: 3 token ids, a loss mask of 2"):
+        replace(whole, loss_mask=FEWER > 0)
 
 
 def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:

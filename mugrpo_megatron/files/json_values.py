@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -35,3 +36,9 @@ def json_value(value: Any) -> Any:
             return str(value)
         case _:
             raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def as_text(value: Any) -> str:
+    """A text itself, any other JSON value as JSON; what UTF-8 lacks (half of a surrogate pair) becomes `?`."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 import numpy as np
 
+from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.order import problem_at
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import PromptSource
@@ -16,6 +17,7 @@ from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.files.json_values import as_text
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.recipe import Recipe
@@ -150,20 +152,34 @@ def _show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
 
 def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
     """A scored group as rows of the stage store."""
+    problem = group.prompt.problem
     prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
     limit = recipe.rollout.max_response_tokens
+    rewards = [
+        shaped(score, len(response.ids), limit, recipe.reward)
+        for response, score in zip(group.responses, group.scores, strict=True)
+    ]
+    advantages = group_advantages(np.array(rewards), np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
+    scored = zip(group.responses, group.texts, group.scores, rewards, advantages.tolist(), strict=True)
     return [
         Sample(
             group=group.prompt.index,
-            problem=group.prompt.problem.id,
+            problem=problem.id,
             prompt_ids=prompt_ids,
             response_ids=response.ids,
             behaviour_logprobs=response.logprobs,
-            reward=shaped(score, len(response.ids), limit, recipe.reward),
+            reward=reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
+            text=as_text(text),
+            gold=gold,
+            extracted=as_text(score.extracted),
+            why=as_text(score.why),
+            advantage=advantage,
+            row=row,
         )
-        for response, score in zip(group.responses, group.scores, strict=True)
+        for response, text, score, reward, advantage in scored
     ]
 
 

@@ -68,7 +68,7 @@ def write_logprobs(path: Path, of: Mapping[str, Any], write: bool) -> Iterator[A
         raise full_disk(error, path) or error from error
     with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
-    row_groups, footer = parquet_spans(path)
+    row_groups, _, footer = parquet_spans(path, SCHEMA.names)
     body = {"of": dict(of), "row_groups": [asdict(span) for span in row_groups], "footer": asdict(footer)}
     write_sealed(sums(path), "logprobs", body, format=FORMAT)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
+from mugrpo_megatron.files.json_text import read_json
 
-FORMAT = 2
+FORMAT = 3
+"""3: what a response said and why it has its score, and a checksum for them beside the one of what training reads."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
 """Any number of a shard."""
@@ -55,13 +57,17 @@ class Sealed:
     updates: int
     prompts_per_update: int
     row_groups: list[Span]
+    """Of each row group the columns that training reads."""
+    told: list[Span]
+    """Of each row group the other columns."""
     footer: Span
-    """Everything after the last row group; footer and row groups cover every byte after the magic bytes."""
+    """Everything after the last row group; the three cover every byte after the magic bytes."""
     statistics: dict[str, float]
 
     @property
     def content(self) -> str:
-        return hashlib.sha256("".join(span.sha256 for span in self.row_groups).encode()).hexdigest()
+        spans = (*self.row_groups, *self.told)
+        return hashlib.sha256("".join(span.sha256 for span in spans).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +110,29 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
     try:
         return _manifest(read_sealed(path, "stage", format=FORMAT))
     except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(
-            f"{path}: damaged or of another version, so the stage's contents are unknown; restore it from a copy, or "
-            f"remove {directory} to generate the stage again"
-        ) from None
+        raise UserError(f"{path}: {_unreadable(path)}, or remove {directory} to generate the stage again") from None
+
+
+def _unreadable(path: Path) -> str:
+    """What is wrong with a manifest that cannot be read, and the way out."""
+    try:
+        found = read_json(path).get("format")
+    except UserError:
+        found = None
+    if isinstance(found, int) and found != FORMAT:
+        return (
+            f"the stage has format {found}, and this version reads format {FORMAT} alone; finish the run with the "
+            "version that began it"
+        )
+    return "damaged, so the stage's contents are unknown; restore it from a copy"
 
 
 def _manifest(body: Any) -> Manifest:
     shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
     if sealed is not None:
-        row_groups = [Span(**span) for span in sealed["row_groups"]]
-        sealed = Sealed(**{**sealed, "row_groups": row_groups, "footer": Span(**sealed["footer"])})
+        spans = {name: [Span(**span) for span in sealed[name]] for name in ("row_groups", "told")}
+        sealed = Sealed(**{**sealed, **spans, "footer": Span(**sealed["footer"])})
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
 
 
@@ -190,13 +207,21 @@ def intact(directory: Path, shards: list[Shard]) -> list[Shard]:
     return intact
 
 
-def parquet_spans(path: Path) -> tuple[list[Span], Span]:
-    """Checksums of a Parquet file: of each row group, and of everything after the last one."""
+def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[Span], Span]:
+    """Checksums of a Parquet file: of the `first` columns of each row group, of its others, of all after the last one.
+
+    `first` are the names of the columns that come first in the file.
+    """
     metadata = pq.read_metadata(path)
-    ends = [4]  # the magic bytes
+    spans: tuple[list[Span], list[Span]] = [], []
+    end = 4  # the magic bytes
     for index in range(metadata.num_row_groups):
         row_group = metadata.row_group(index)
         chunks = [row_group.column(column) for column in range(row_group.num_columns)]
-        ends.append(ends[-1] + sum(chunk.total_compressed_size for chunk in chunks))
-    row_groups = [digest(path, start, end) for start, end in pairwise(ends)]
-    return row_groups, digest(path, ends[-1])
+        for found, mine in zip(spans, (True, False), strict=True):
+            start = end
+            end += sum(
+                chunk.total_compressed_size for chunk in chunks if (chunk.path_in_schema.split(".")[0] in first) is mine
+            )
+            found.append(digest(path, start, end))
+    return *spans, digest(path, end)

@@ -11,16 +11,13 @@ Each file has one writer; any number of processes may read. The schema is in `sc
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
@@ -42,7 +39,8 @@ from mugrpo_megatron.stages.manifest import (
     verify,
     write_manifest,
 )
-from mugrpo_megatron.stages.schema import SCHEMA, to_samples, to_table
+from mugrpo_megatron.stages.merge import covering, in_order
+from mugrpo_megatron.stages.schema import OPTIONAL, optional_columns, to_samples, to_table, training_columns
 from mugrpo_megatron.stages.summary import StageStatistics
 
 SHARD_TOKENS = 1 << 20
@@ -51,8 +49,6 @@ SHARD_SECONDS = 10.0
 """A shard is written when it has this many tokens or responses, or its oldest group has waited this long."""
 VISIBLE_SECONDS = 20.0
 """Longest delay until a shared file system shows one node what another has written."""
-SHARDS_IN_MEMORY = 4
-"""Decoded shards that sealing keeps: an update's groups finish at different times, so several shards hold them."""
 COMPRESSION: Final = "zstd"
 REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
 
@@ -73,6 +69,8 @@ class StageStore:
         self._buffered_since = 0.0
         self._groups: set[int] = set()
         """While this store writes: every group that it holds, on disk or buffered."""
+        self._optional: tuple[str, ...] | None = None
+        """While this store writes: the optional columns of its groups, once there is one."""
         self._own: Manifest | None = None
         """Set once this store writes: from then on only this store changes its writer's manifest."""
         self._final: Sealed | None = None
@@ -149,6 +147,7 @@ class StageStore:
             self._buffered_since = time.monotonic()
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
             raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
+        self._check_columns(optional_columns(group))
         self._groups.add(index)
         self._buffer.append(group)
         self._buffered_tokens += sum(sample.tokens for sample in group)
@@ -182,15 +181,16 @@ class StageStore:
         wanted = set(range(updates * prompts_per_update))
         if missing := sorted(wanted.difference(*(shard.groups for shard in named))):
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
-        shards = _covering(self.directory, named, wanted)
+        shards = covering(self.directory, named, wanted)
         path = self.directory / SEALED_NAME
+        schema = pq.read_schema(self.directory / shards[0].file)
         statistics = StageStatistics()
-        with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA, compression=COMPRESSION) as writer:
-            for table in _in_order(self.directory, shards, updates, prompts_per_update):
+        with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
+            for table in in_order(self.directory, shards, updates, prompts_per_update):
                 writer.write_table(table, row_group_size=len(table))
                 statistics.add(table)
-        row_groups, footer = parquet_spans(path)
-        final = Sealed(path.name, updates, prompts_per_update, row_groups, footer, statistics.result())
+        row_groups, told, footer = parquet_spans(path, training_columns(schema))
+        final = Sealed(path.name, updates, prompts_per_update, row_groups, told, footer, statistics.result())
         self._replace([], final)
         self._final = final
         for pattern in ("shard-*.parquet", OTHER_MANIFESTS):
@@ -198,24 +198,28 @@ class StageStore:
                 merged.unlink()
             remove_leftovers(self.directory, pattern)
 
-    def read_update(self, update: int) -> list[Sample]:
-        """The samples of one update of the sealed stage, groups in order; reads and verifies only that row group.
+    def read_update(self, update: int, whole: bool = False) -> list[Sample]:
+        """The samples of one update of the sealed stage, groups in order; reads and verifies only their bytes.
 
-        Raises UserError when its bytes are damaged.
+        They are what training needs, or `whole`. Raises UserError when their bytes are damaged.
         """
         sealed = self._sealed()
         path = self.directory / sealed.file
         if self._layout is None:
             verify(path, sealed.footer, REMEDY)
             self._layout = pq.read_metadata(path)
-        verify(path, sealed.row_groups[update], REMEDY)
+        spans = (sealed.row_groups[update], sealed.told[update]) if whole else (sealed.row_groups[update],)
+        for span in spans:
+            verify(path, span, REMEDY)
         with pq.ParquetFile(path, metadata=self._layout) as file:
-            return to_samples(file.read_row_group(update, use_threads=False))
+            columns = None if whole else training_columns(file.schema_arrow)
+            return to_samples(file.read_row_group(update, columns=columns, use_threads=False))
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.
 
-        Keeps only these two columns in memory. The first call verifies the whole file; UserError when it is damaged.
+        Keeps only these two columns in memory. The first call verifies all that training reads; UserError when it is
+        damaged.
         """
         if self._rewards is None:
             sealed = self._sealed()
@@ -251,6 +255,19 @@ class StageStore:
             raise ValueError(f"{self.directory} is sealed: nothing can be added")
         return self._own
 
+    def _check_columns(self, optional: tuple[str, ...]) -> None:
+        """UserError when the stage's groups so far have other optional columns."""
+        if self._optional is None:
+            shards = [*self._open_for_writing().shards, *other_shards(self.directory, self._writer)]
+            names = pq.read_schema(self.directory / shards[0].file).names if shards else optional
+            self._optional = tuple(name for name in OPTIONAL if name in names)
+        if self._optional != optional:
+            raise UserError(
+                f"{self.directory}: the groups on disk have the optional columns {list(self._optional)}, the new ones "
+                f"{list(optional)}; take the recipe's keys that the stage was begun with, or remove the directory to "
+                "generate the stage again"
+            )
+
     def _remove_leftovers(self, named: set[str]) -> None:
         """Remove this writer's shards that its manifest does not list, and its temporaries."""
         shards = shard_name(self._writer, DIGITS)
@@ -264,34 +281,3 @@ class StageStore:
         own = Manifest(shards, sealed, self._origin)
         write_manifest(self.directory, own, manifest_name(self._writer))
         self._own = own
-
-
-def _covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
-    """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
-    whole = intact(directory, shards)
-    lost = wanted.difference(*(shard.groups for shard in whole))
-    for shard in shards:
-        if lost.intersection(shard.groups):
-            verify(directory / shard.file, shard.whole, "run the same command again to generate its groups again")
-    return whole
-
-
-def _in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
-    """Each update's rows, groups in order, gathered from the shards."""
-    places: dict[int, tuple[Shard, int, int]] = {}
-    for shard in shards:
-        ends = accumulate(shard.rows)
-        places.update(
-            (group, (shard, end - rows, rows)) for group, rows, end in zip(shard.groups, shard.rows, ends, strict=True)
-        )
-
-    @lru_cache(maxsize=SHARDS_IN_MEMORY)
-    def read(file: str) -> pa.Table:
-        return pq.read_table(directory / file, use_threads=False)
-
-    for update in range(updates):
-        rows = []
-        for group in range(update * prompts_per_update, (update + 1) * prompts_per_update):
-            shard, start, length = places[group]
-            rows.append(read(shard.file).slice(start, length))
-        yield pa.concat_tables(rows).combine_chunks()

@@ -66,8 +66,15 @@ def group(index: int, responses: int = 4, tokens: int = 6, seed: int = 0) -> lis
             reward=float(generator.integers(0, 2)),
             weight_version=7,
             finish_reason="stop" if length < tokens else "length",
+            text=f"response {number} of {index}: é\n",
+            gold=str(index),
+            extracted=str(number),
+            why="differs" if number else "",
+            components={"math": 1.0 + number, "format": 0.5} if index % 3 else {},
+            advantage=None if index % 2 else 0.25 * number,
+            row='{"question": "?"}' if index % 2 else "",
         )
-        for length in generator.integers(1, tokens + 1, responses).tolist()
+        for number, length in enumerate(generator.integers(1, tokens + 1, responses).tolist())
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -44,7 +46,7 @@ RECIPE = Recipe.model_validate(
         "engine": {"max_failures": 2},
     }
 )
-PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins") for n in range(2 * GROUPS)]
+PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins", row={"n": n}) for n in range(2 * GROUPS)]
 CURSOR = Cursor(1, 0, UPDATES)
 
 
@@ -112,7 +114,7 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
 def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) -> None:
     stand.generate()
     stage = stand.run.stage_store(CURSOR)
-    samples = [sample for update in range(stage.updates) for sample in stage.read_update(update)]
+    samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, whole=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
     generator = stand.engines.generator
     assert generator
@@ -122,6 +124,12 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
     assert [(a.reward, b.reward) for a, b in zip(samples[::2], samples[1::2], strict=True)] == [
         (gold, 1 - gold) for gold in golds
     ]
+    assert [(one.text, one.gold) for one in samples[:2]] == [(text, prompts[0].problem.answer) for text in "10"]
+    assert [one.extracted for one in samples[:2]] == ["1", "0"]
+    assert all(one.why for one in samples)
+    rewards, groups = np.array([one.reward for one in samples]), np.array([one.group for one in samples])
+    assert [one.advantage for one in samples] == group_advantages(rewards, groups, RECIPE.objective).tolist()
+    assert [json.loads(one.row)["n"] for one in samples[::2]] == [prompt.problem.row["n"] for prompt in prompts]
 
 
 @pytest.mark.parametrize("finished", [0, 1, GROUPS - 1])

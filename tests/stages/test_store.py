@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable as durable_module
+from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages import merge
 from mugrpo_megatron.stages import store as store_module
 from mugrpo_megatron.stages.manifest import Origin, check_stage
-from mugrpo_megatron.stages.schema import COLUMNS, SCHEMA
+from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
 
@@ -35,13 +37,14 @@ SHARD = 4
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SHARD_RESPONSES", SHARD * 4)
-    monkeypatch.setattr(store_module, "SHARDS_IN_MEMORY", 2)
+    monkeypatch.setattr(merge, "SHARDS_IN_MEMORY", 2)
 
 
-def assert_same(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
+def assert_same(found: Sequence[Sample], expected: Sequence[Sample], whole: bool = False) -> None:
+    """Training's columns are the same, or all of them."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        for name in COLUMNS:
+        for name in COLUMNS if whole else TRAINING | OPTIONAL:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         for name in ("prompt_ids", "response_ids", "behaviour_logprobs"):
             assert getattr(one, name).dtype == getattr(other, name).dtype
@@ -84,6 +87,7 @@ def test_updates_come_back_in_order_however_groups_completed(
     assert reader.sealed
     for k in range(UPDATES):
         assert_same(reader.read_update(k), update_of(k))
+        assert_same(reader.read_update(k, whole=True), update_of(k), whole=True)
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "stage.parquet"]
 
 
@@ -187,15 +191,71 @@ def test_a_crash_at_any_step_leaves_the_state_before_or_after_it(
         assert_same(resumed.read_update(k), update_of(k))
 
 
-def test_a_flipped_byte_anywhere_in_a_sealed_stage_is_found_and_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_flipped_byte_of_what_is_read_is_found_and_named(whole: bool, tmp_path: Path) -> None:
+    """Training reads its own columns alone, so damage to the others is found by whoever reads those."""
     sealed(tmp_path)
     path = tmp_path / "stage.parquet"
-    whole = path.read_bytes()
-    for place in random.Random(0).sample(range(4, len(whole)), 60):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+    content, passed = path.read_bytes(), 0
+    with pq.ParquetFile(path) as file:
+        told = [span_of(file.metadata.row_group(k), TOLD) for k in range(UPDATES)]
+    for place in random.Random(0).sample(range(4, len(content)), 60):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :])
         store = StageStore(tmp_path)
+        if not whole and any(start <= place < end for start, end in told):
+            for k in range(UPDATES):
+                assert_same(store.read_update(k), update_of(k))
+            passed += 1
+            continue
         with pytest.raises(UserError, match=r"stage\.parquet: damaged, bytes \d+ to \d+.*generate the stage again"):
-            [store.read_update(k) for k in range(UPDATES)]
+            [store.read_update(k, whole=whole) for k in range(UPDATES)]
+    assert bool(passed) is not whole
+
+
+def span_of(row_group: Any, names: Collection[str]) -> tuple[int, int]:
+    """The bytes of some columns of a row group, which lie next to each other."""
+    chunks = [row_group.column(place) for place in range(row_group.num_columns)]
+    mine = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+    starts = [chunk.dictionary_page_offset or chunk.data_page_offset for chunk in mine]
+    return min(starts), max(start + chunk.total_compressed_size for start, chunk in zip(starts, mine, strict=True))
+
+
+@given(inner=st.sampled_from([(), (2,), (3, 2)]), seed=st.integers(0, 9))
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_an_optional_column_comes_back_with_its_shape(
+    inner: tuple[int, ...], seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The loss mask is flat; the mechanism also carries an array of each token's own."""
+    generator = np.random.default_rng(seed)
+    directory = tmp_path_factory.mktemp("stage")
+
+    def masked(index: int) -> list[Sample]:
+        return [
+            replace(one, loss_mask=generator.integers(0, 2, (len(one.response_ids), *inner)).astype(bool))
+            for one in group(index)
+        ]
+
+    groups = [masked(index) for index in range(PROMPTS)]
+    store = StageStore(directory)
+    for one in groups:
+        store.append(one)
+    store.seal(1, PROMPTS)
+    assert_same(StageStore(directory).read_update(0), [sample for one in groups for sample in one])
+
+
+def test_groups_with_and_without_an_optional_column_do_not_share_a_stage(tmp_path: Path) -> None:
+    filled(tmp_path, [0])
+    masked = [replace(one, loss_mask=np.ones(len(one.response_ids), dtype=bool)) for one in group(1)]
+    with pytest.raises(UserError, match="new ones \\['loss_mask'\\]; take the recipe's keys"):
+        StageStore(tmp_path).append(masked)
+    with pytest.raises(ValueError, match="same optional columns"):
+        StageStore(tmp_path / "other").append([*masked, *group(1)])
+
+
+def test_a_stage_of_an_older_format_is_refused_by_name(tmp_path: Path) -> None:
+    write_sealed(tmp_path / "manifest.json", "stage", {"shards": [], "sealed": None, "origin": None}, format=2)
+    with pytest.raises(UserError, match=r"manifest\.json: the stage has format 2, and this version reads format 3"):
+        StageStore(tmp_path).present()
 
 
 def test_damage_to_one_update_leaves_the_others_readable(tmp_path: Path) -> None:
@@ -364,8 +424,12 @@ def test_rewards_are_read_of_an_intact_stage_only(tmp_path: Path) -> None:
     sealed(tmp_path)
     path = tmp_path / "stage.parquet"
     whole = path.read_bytes()
+    with pq.ParquetFile(path) as file:
+        told = [span_of(file.metadata.row_group(k), TOLD) for k in range(UPDATES)]
     for place in random.Random(1).sample(range(4, len(whole)), 30):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        if any(start <= place < end for start, end in told):
+            continue
         with pytest.raises(UserError, match=r"stage\.parquet: damaged"):
             StageStore(tmp_path).rewards()
 
@@ -391,11 +455,11 @@ def test_other_tools_read_the_stage(tmp_path: Path) -> None:
     path = tmp_path / "stage.parquet"
     expected = [sample for k in range(UPDATES) for sample in update_of(k)]
     with pq.ParquetFile(path) as file:
-        assert file.schema_arrow.equals(SCHEMA)
+        assert file.schema_arrow.equals(schema(expected))
         assert b"Index of the prompt" in file.schema_arrow.field("group").metadata[b"meaning"]
         assert file.metadata.num_row_groups == UPDATES
     frame = pytest.importorskip("pandas").read_parquet(path)
-    assert list(frame.columns) == list(COLUMNS)
+    assert list(frame.columns) == [*TRAINING, *TOLD]
     assert frame["response_ids"][7].tolist() == expected[7].response_ids.tolist()
 
 
