@@ -21,6 +21,7 @@ from mugrpo_megatron.phases.optimize import (
     refresh_reference,
     save_if_due,
 )
+from mugrpo_megatron.phases.profile import profiled
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
@@ -81,7 +82,8 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
         rewards = np.array([sample.reward for sample in samples])
         groups = np.array([sample.group for sample in samples])
         advantages = group_advantages(rewards, groups, run.recipe.objective)
-        metrics = update(learner, samples, advantages)
+        with profiled(run, cursor):
+            metrics = update(learner, samples, advantages)
         record_update(run, learner, cursor, samples, metrics, bar)
         cursor = cursor.advanced(schedule, stage.updates, stage_exhausted(metrics, schedule))
         save_if_due(run, cursor)

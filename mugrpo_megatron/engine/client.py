@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.files.tensors import Sums
+from mugrpo_megatron.observe.peaks import group_memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt, Response
 
@@ -55,6 +57,8 @@ class Engine:
         self._ready = False
         self._asleep: set[Tag] = set()
         self._starts = 0
+        self.record = LoadRecord()
+        """Readings of the engine's load in the last generation."""
 
     @classmethod
     def start(
@@ -83,6 +87,11 @@ class Engine:
     def running(self) -> bool:
         """Whether there is a process: True from a start until a stop or a failure that a call has noticed."""
         return self._host is not None
+
+    @property
+    def memory(self) -> float:
+        """Resident bytes of the engine's processes, 0 without any; an engine on CUDA has more on its devices."""
+        return group_memory(self._host.pid) if self._host is not None else 0.0
 
     @property
     def tensor_parallel(self) -> int:
@@ -167,6 +176,7 @@ class Engine:
         """
         self.wait_ready()
         self._send(("generate", sampling), "generate")
+        self.record = LoadRecord()
         waiting: dict[int, Prompt] = {}
         slots = max(1, int(self._arguments["max_running_requests"]) // n)
         submitted = 0
@@ -216,7 +226,7 @@ class Engine:
         host = self._running()
         try:
             while (message := host.receive(timeout_s, doing))[0] == "progress":
-                pass
+                self.record.add(message[1])
             return message
         except EngineFailure:
             self._host = None

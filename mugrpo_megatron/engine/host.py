@@ -19,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
+from collections.abc import Sequence
 from typing import IO, Any
 
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.launch import SUMMING
+from mugrpo_megatron.engine.load import Load
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack
@@ -121,12 +124,12 @@ class Generation:
     async def _report(self) -> None:
         """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""
         before = 0
+        manager = self._engine.tokenizer_manager
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            unfinished = self._engine.tokenizer_manager.rid_to_state.values()
-            tokens = self._tokens + sum(len(state.output_ids) for state in unfinished)
+            tokens = self._tokens + sum(len(state.output_ids) for state in manager.rid_to_state.values())
             if tokens != before:
-                self._outbox.put(("progress", tokens))
+                self._outbox.put(("progress", read_load(tokens, await manager.get_loads())))
             before = tokens
 
     def _flush(self) -> None:
@@ -143,6 +146,17 @@ class Generation:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             self._connection.send(message)
+
+
+def read_load(tokens: int, snapshots: Sequence[Any]) -> Load:
+    """The engine's load from what its schedulers have published, one snapshot for each that works on its own data."""
+    return Load(
+        time=time.time(),
+        tokens=tokens,
+        running=sum(one.num_running_reqs for one in snapshots),
+        queued=sum(one.num_waiting_reqs for one in snapshots),
+        kv_use=max((float(one.token_usage) for one in snapshots), default=0.0),
+    )
 
 
 class Host:

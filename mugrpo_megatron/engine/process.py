@@ -67,6 +67,10 @@ class HostProcess:
         self._channel.send(("start", arguments))
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether the process exists; says nothing about whether it answers."""
         return self._process.returncode is None and self._process.poll() is None

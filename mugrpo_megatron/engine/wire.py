@@ -6,7 +6,7 @@ cost of a short response at a few microseconds.
 
 Client to host:  `start` arguments · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work] · `close`
                  · `stop`
-Host to client:  `ready` · `result` value · `groups` Groups · `progress` tokens · `done` · `error` text
+Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load · `done` · `error` text
 """
 
 from __future__ import annotations

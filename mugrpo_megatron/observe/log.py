@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.observe.environment import environment
-from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
+from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row
+from mugrpo_megatron.observe.sinks import Row, Sink, json_lines, tensorboard, wandb_run
 from mugrpo_megatron.recipe.sections import TrackSection
-
-Row = dict[str, Any]
-Sink = Callable[[Row], None]
 
 FILE_NAME = "metrics.jsonl"
 
@@ -47,6 +43,15 @@ class MetricLog:
         self._write("eval", {"time": self.clock(), "stage": stage, "update": update, "age": age}, metrics)
         self.evaluated.add(update)
 
+    def engine(self, stage: int, engine: int, time: float, metrics: Mapping[str, float]) -> None:
+        """Log a reading of an engine's load, taken at `time` (Unix seconds) while it generated `stage`."""
+        self._write("engine", {"time": time, "stage": stage, "engine": engine}, metrics)
+
+    def samples(self, stage: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Show some responses of a stage where a table can be shown (Weights & Biases); all have the same keys."""
+        for sink in self.sinks if samples else ():
+            sink({"kind": "samples", "stage": stage, "samples": samples})
+
     def event(self, event: str, text: str) -> None:
         """Log an event: a short name and a sentence."""
         self._write("event", {"time": self.clock(), "event": event, "text": text}, {})
@@ -72,7 +77,13 @@ class MetricLog:
 
 @contextmanager
 def open_log(
-    run_dir: Path, section: TrackSection, *, updates_done: int = 0, run_id: str = "", write: bool = True
+    run_dir: Path,
+    section: TrackSection,
+    *,
+    updates_done: int = 0,
+    run_id: str = "",
+    config: Mapping[str, Any] = MappingProxyType({}),
+    write: bool = True,
 ) -> Iterator[MetricLog]:
     """Open the run's log to append to it; `write` is true only on the main rank.
 
@@ -85,13 +96,13 @@ def open_log(
     with ExitStack() as stack:
         sinks: list[Sink] = []
         if write:
-            sinks.append(stack.enter_context(_json_lines(run_dir / FILE_NAME)))
+            sinks.append(stack.enter_context(json_lines(run_dir / FILE_NAME)))
         if write and section.tensorboard:
             # A run resumed from a checkpoint does not repeat evaluations that were made after it: keep them.
             later = [row for row in evaluations if row["update"] >= updates_done]
-            sinks.append(stack.enter_context(_tensorboard(run_dir / "tensorboard", updates_done, later)))
+            sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
-            sinks.append(stack.enter_context(_wandb(run_dir, section.wandb_project, run_id)))
+            sinks.append(stack.enter_context(wandb_run(run_dir, section, run_id, config)))
         clock = steady_clock(rows)
         for sink in sinks:
             sink({"kind": "process", "time": clock(), "environment": environment()})
@@ -129,84 +140,3 @@ def read_rows(path: Path) -> list[Row]:
             raise UserError(f"{path}:{number}: not a row ({error}); delete the line to continue") from None
         rows.append(row)
     return rows
-
-
-@contextmanager
-def _json_lines(path: Path) -> Iterator[Sink]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _drop_torn_line(path)
-    with path.open("ab", buffering=0) as file:  # a full disk is told at its row, not again when the file is closed
-
-        def sink(row: Row) -> None:
-            left = memoryview((json.dumps(_finite(row)) + "\n").encode())
-            try:
-                while left:
-                    left = left[file.write(left) :]
-            except OSError as error:
-                raise UserError(
-                    f"{path} cannot be written ({error.strerror}); all complete files are kept; free some space and "
-                    "run the same command again"
-                ) from error
-
-        yield sink
-
-
-@contextmanager
-def _tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iterator[Sink]:
-    """Curves that continue at `updates_done`: later points are dropped, except the rows `kept`."""
-    from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
-
-    with SummaryWriter(str(directory), purge_step=updates_done) as writer:
-
-        def sink(row: Row) -> None:
-            for name, value, step in _scalars(row):
-                writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
-
-        for row in kept:
-            sink(row)
-        yield sink
-
-
-@contextmanager
-def _wandb(run_dir: Path, project: str, run_id: str) -> Iterator[Sink]:
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        raise UserError(
-            f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", '
-            "or remove the key"
-        ) from None
-    curves = {"id": run_id, "resume": "allow"} if run_id else {}
-    with wandb.init(project=project, name=run_dir.name, dir=str(run_dir), **curves) as run:
-        for kind, axis in (("update", "update"), ("eval", "update"), ("stage", "stage"), ("phase", "stage")):
-            run.define_metric(f"{kind}/*", step_metric=axis)
-
-        def sink(row: Row) -> None:
-            axes = {axis: row[axis] for axis in ("update", "stage") if axis in row}
-            run.log(axes | {name: value for name, value, _ in _scalars(row)})
-
-        yield sink
-
-
-def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
-    """(name, value, step) of a row's metrics, and of a phase's seconds."""
-    kind = row["kind"]
-    if kind == "phase":
-        yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
-    elif kind in ("update", "stage", "eval"):
-        step = row["update"] if "update" in row else row["stage"]
-        for name in (name for name in row if defined(kind, name)):
-            yield f"{kind}/{name}", row[name], step
-
-
-def _finite(row: Row) -> Row:
-    """The row with NaN and infinities, which JSON does not have, replaced by None and listed in `not_finite`."""
-    bad = {key: str(value) for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
-    return {**row, **dict.fromkeys(bad), "not_finite": bad} if bad else row
-
-
-def _drop_torn_line(path: Path) -> None:
-    """Truncate a metrics.jsonl to its last complete line: a crash may have left half a row."""
-    if path.exists():
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)

@@ -16,7 +16,7 @@ from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.observe.paper import NAMES as PAPER_NAMES
 from mugrpo_megatron.recipe.scoring import MEAN
 
-Kind = Literal["update", "stage", "eval", "phase", "event", "process"]
+Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
     "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
@@ -27,6 +27,8 @@ KINDS: dict[Kind, str] = {
     "stem. Sets are never pooled. Figures are called `accuracy` if `reward.function` is `math`, which returns right or "
     "wrong, and `reward` if it is the user's own function, whatever it returns.",
     "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
+    "engine": "A reading of an engine's load while it generated `stage`: `engine` is its number. They are written "
+    "when the phase ends, at most 241 for each engine.",
     "event": "An event of the run, such as a resume or an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
 }
@@ -37,6 +39,7 @@ PLACE: dict[Kind, tuple[str, ...]] = {
     "stage": ("time", "stage"),
     "eval": ("time", "stage", "update", "age"),
     "phase": ("phase", "stage", "start", "end"),
+    "engine": ("time", "stage", "engine"),
     "event": ("time", "event", "text"),
     "process": ("time", "environment"),
 }
@@ -101,6 +104,20 @@ METRICS: tuple[Metric, ...] = (
     Metric("update", "tokens", "tokens", "Response tokens that the update trained on."),
     Metric("update", "packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
     Metric("update", "seconds", "s", "Wall-clock of the update."),
+    Metric(
+        "update",
+        "tflops",
+        "10^12 FLOP/s",
+        "The model's FLOP of the update per second and device: forward once, "
+        "backward twice that, causal attention; padding and recomputed layers do not count.",
+    ),
+    Metric(
+        "update",
+        "mfu",
+        "fraction",
+        "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for "
+        "devices without one here, such as a CPU.",
+    ),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),
@@ -126,6 +143,26 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
     Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),
+    Metric("phase", "tokens_per_second", "tokens/s", "`tokens` over the phase's seconds."),
+    Metric("phase", "tokens_per_second_per_device", "tokens/s", "The same, over the ranks of the run."),
+    Metric(
+        "phase",
+        "learner_memory_peak",
+        "bytes",
+        "Most device memory that a rank's learner has reserved during the "
+        "phase, over ranks; on a CPU the largest resident memory of a rank's process so far.",
+    ),
+    Metric(
+        "phase",
+        "engine_memory",
+        "bytes",
+        "Resident host memory of the largest engine's processes at the end of "
+        "generation; on CUDA the memory in use on its leader's device, all processes together.",
+    ),
+    Metric("engine", "tokens", "tokens", "Tokens sampled since the generation began, of unfinished responses too."),
+    Metric("engine", "running", "requests", "Requests that are decoded together."),
+    Metric("engine", "queued", "requests", "Requests that the engine holds and does not decode yet."),
+    Metric("engine", "kv_use", "fraction", "Share of the KV cache that holds tokens."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),
     Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
 )
@@ -175,7 +212,7 @@ def _placed(key: str, value: Any) -> bool:
     """Whether the value of a key of `PLACE` is of its type."""
     if key in ("time", "start", "end"):
         return _number(value) and 0 <= value < LARGEST_TIME
-    if key in ("stage", "update", "age"):
+    if key in ("stage", "update", "age", "engine"):
         return type(value) is int and 0 <= value < LARGEST_COUNT
     if key == "environment":
         return isinstance(value, dict)

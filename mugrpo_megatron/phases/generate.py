@@ -18,6 +18,7 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.files.json_values import as_text
+from mugrpo_megatron.observe.peaks import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.optimize import save_and_stop
 from mugrpo_megatron.recipe import Recipe
@@ -55,6 +56,8 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
+        facts["engine_memory"] = max(run.world.gather(_engine_memory(generator)))
+        _log_loads(run, generator, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
             stage.append(_samples(group, recipe))
@@ -141,6 +144,21 @@ def _sampled(run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue,
         _show_totals(bar, queue, run.is_main)
     if not generator.engine.running:
         queue.leave()
+
+
+def _engine_memory(generator: Generator | None) -> float:
+    """Bytes of this rank's engine, as the metric `engine_memory` counts them; 0 without an engine."""
+    if generator is None:
+        return 0.0
+    return device_memory_in_use() or generator.engine.memory
+
+
+def _log_loads(run: Run, generator: Generator | None, cursor: Cursor) -> None:
+    """Log the engines' loads during the generation that has just ended. Collective."""
+    mine = (generator.slot.number, generator.engine.record.loads) if generator else (0, [])
+    for engine, loads in run.world.gather(mine):
+        for load in loads:
+            run.log.engine(cursor.stage, engine, load.time, load.metrics())
 
 
 def _show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
 from mugrpo_megatron.data.order import update_at
@@ -17,6 +18,7 @@ from mugrpo_megatron.files.durable import durable_file, fsync
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
+from mugrpo_megatron.observe.peaks import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.probe import probe
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
@@ -26,6 +28,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, write_logprobs
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.flops import model_flops
 
 
 def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
@@ -188,12 +191,14 @@ def optimizing(run: Run, cursor: Cursor) -> Iterator[Bar]:
     length = cursor.stage_length(run.recipe.schedule, run.stage_store(cursor).updates)
     every, updates = run.evaluates_every, length - cursor.age
     updates = min(updates, every - cursor.age % every) if every else updates
+    reset_peak_memory()
     with (
-        run.log.phase("optimize", cursor.stage) as facts,
+        run.phase("optimize", cursor) as facts,
         run.display.bar(f"{run.title(cursor)}: optimize", updates, "updates") as bar,
     ):
         yield bar
         facts["tokens"] = float(bar.tokens)
+        facts["learner_memory_peak"] = max(run.world.gather(learner_memory_peak()))
 
 
 def record_update(
@@ -201,11 +206,21 @@ def record_update(
 ) -> None:
     """Log one update and advance the bar; TrainingFailure after `optimizer.max_skipped` skipped updates in a row."""
     reward = float(np.mean([sample.reward for sample in samples]))
-    run.log.update(cursor.stage, cursor.updates, cursor.age, {**metrics, "reward_mean": reward})
+    found = {**metrics, "reward_mean": reward, **_utilization(learner, samples, metrics)}
+    run.log.update(cursor.stage, cursor.updates, cursor.age, found)
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
     if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
         _give_up(run, learner, cursor, samples)
     probe(run, learner, cursor, age=cursor.age + 1)
+
+
+def _utilization(learner: Learner, samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, float]:
+    """The update's FLOP per second and device, and its share of the device's peak where that is known."""
+    ranks = learner.ranks
+    flops = model_flops(learner.architecture, [sample.tokens for sample in samples], int(metrics["tokens"]))
+    reached = flops / metrics["seconds"] / ranks.world
+    peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
+    return {"tflops": reached / 1e12} | ({"mfu": reached / peak} if peak else {})
 
 
 def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sample]) -> NoReturn:

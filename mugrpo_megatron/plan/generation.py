@@ -10,8 +10,9 @@ from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.hardware import engines_of
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.plan.memory import EngineMemory
-from mugrpo_megatron.plan.training import flops_of, work_of
+from mugrpo_megatron.plan.training import flops_of
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.flops import work_of
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""

@@ -2,39 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.layout import Layout, rank_parameters
 from mugrpo_megatron.plan.memory import batch_of
-from mugrpo_megatron.weights.architecture import Architecture
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Forward FLOP of one token: 2 for each weight that it is multiplied with."""
-
-    layers: float
-    attention: float
-    """Scores and weighted values over the tokens before it, on average."""
-    head: float
-    """One product with the output weight; the learner computes it for trained tokens only."""
-
-
-def work_of(architecture: Architecture, sequence: float) -> Work:
-    """Per token of sequences of `sequence` tokens on average."""
-    size, layers = architecture.letters, architecture.layers
-    feed_forward = 3 * size["H"] * size["F"]
-    if architecture.experts:
-        chosen = architecture.transformer["moe_router_topk"]
-        feed_forward = 3 * size["H"] * size["M"] * chosen + size["H"] * size["E"]
-    attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
-    return Work(
-        layers=2.0 * layers * (attention + feed_forward),
-        attention=2.0 * layers * 2 * size["Q"] * sequence / 2,
-        head=2.0 * size["V"] * size["H"],
-    )
+from mugrpo_megatron.weights.flops import work_of
 
 
 def flops_of(case: Case) -> float:

@@ -216,6 +216,14 @@ class TrackSection(Section):
     """Write TensorBoard event files under the run directory."""
     wandb_project: str | None = None
     """Weights & Biases project; the key stays in the environment."""
+    wandb_group: str | None = None
+    """Weights & Biases group: runs that belong together, such as the seeds of one recipe."""
+    wandb_tags: list[str] = Field(default_factory=list)
+    """Weights & Biases tags of the run."""
+    wandb_samples: NonNegativeInt = 16
+    """Responses of each stage in a table of Weights & Biases."""
+    profile_updates: list[NonNegativeInt] = Field(default_factory=list)
+    """Numbers of updates, from 0, that PyTorch's profiler records; a trace of each rank goes to `profile/`."""
 
 
 class SftSection(Section):

@@ -60,6 +60,10 @@ class RunDirectory:
         """The batch of the update that ended the run, the last of too many skipped ones."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
+    def trace(self, update: int, rank: int) -> Path:
+        """A rank's profile of one update."""
+        return self.path / "profile" / f"update{update:06d}-rank{rank:05d}.json.gz"
+
     @property
     def references(self) -> Path:
         """The directory of `reference`; outside the stages' directories, since branches share those."""

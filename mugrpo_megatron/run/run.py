@@ -65,12 +65,15 @@ class Run:
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
-        """`log.phase` that every rank's heartbeat and the errors of lost ranks name."""
-        with (
-            self.log.phase(phase, cursor.stage) as facts,
-            named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"),
-        ):
-            yield facts
+        """`log.phase` that heartbeats and the errors of lost ranks name; `tokens` are logged as rates, too."""
+        with self.log.phase(phase, cursor.stage) as facts:
+            began = self.log.clock()
+            with named_phase(self.world.ranks, f"{phase} of stage {cursor.stage}"):
+                yield facts
+            seconds = self.log.clock() - began
+            if facts.get("tokens") and seconds > 0:
+                facts["tokens_per_second"] = facts["tokens"] / seconds
+                facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.ranks.world
 
     def title(self, cursor: Cursor) -> str:
         return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
@@ -123,6 +126,7 @@ def open_run(
             recipe.track,
             updates_done=standing.updates,
             run_id=record.id if record else "",
+            config=recipe.model_dump(mode="json"),
             write=is_main,
         )
         log = stack.enter_context(tracked)

@@ -43,6 +43,10 @@ class StubEngine:
         self._busy -= 1
         return SimpleNamespace(success=self._busy < 0, message="pending requests")
 
+    async def get_loads(self) -> list[Any]:
+        ranks = ((2, 0, 0.25), (3, 2, 0.125))  # of data parallel schedulers
+        return [SimpleNamespace(num_running_reqs=a, num_waiting_reqs=b, token_usage=c) for a, b, c in ranks]
+
     def release_memory_occupation(self, tags: list[str]) -> None:
         self.released.append(tags)
 
@@ -84,7 +88,8 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     client.send(("prompts", [Work(0, [1, 2], 2)]))
     for tokens in (50, 100):
         engine.rid_to_state["one"].output_ids = [7] * tokens
-        assert client.receive(PATIENCE_S) == ("progress", tokens)
+        kind, load = client.receive(PATIENCE_S)
+        assert (kind, load.tokens, load.running, load.queued, load.kv_use) == ("progress", tokens, 5, 2, 0.25)
     engine.rid_to_state.clear()
     engine.loop.call_soon_threadsafe(engine.answers.set)
     kind, groups = client.receive(PATIENCE_S)

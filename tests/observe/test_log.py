@@ -145,31 +145,60 @@ def test_a_clock_that_goes_back_gives_no_negative_times(tmp_path: Path, monkeypa
     assert all(row["start"] <= row["end"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "phase")
 
 
-def test_a_resumed_run_continues_its_curves_and_another_run_has_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the directory is called: two machines may each have a runs/a."""
-    asked: list[Any] = []
+class Curves:
+    """A Weights & Biases run that remembers what it was given."""
 
-    class Curves:
-        def __enter__(self) -> Curves:
-            return self
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
 
-        def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> Curves:
+        return self
 
-        def define_metric(self, *_: object, **__: object) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
-        def log(self, row: dict[str, Any]) -> None: ...
+    def define_metric(self, *_: object, **__: object) -> None: ...
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> list[tuple[dict[str, Any], Curves]]:
+    """What `wandb.init` was asked for, and the run that it gave."""
+    asked: list[tuple[dict[str, Any], Curves]] = []
 
     def init(**how: Any) -> Curves:
-        asked.append((how["id"], how["resume"]))
-        return Curves()
+        asked.append((how, Curves()))
+        return asked[-1][1]
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=lambda columns, data: (columns, data)))
+    return asked
+
+
+def test_a_resumed_run_continues_its_curves_and_another_run_has_its_own(
+    tmp_path: Path, wandb: list[tuple[dict[str, Any], Curves]]
+) -> None:
+    """Whatever the directory is called: two machines may each have a runs/a."""
     for run_id in ("0123", "0123", "4567"):
         with open_log(tmp_path, TrackSection(tensorboard=False, wandb_project="p"), run_id=run_id):
             pass
-    assert asked == [("0123", "allow"), ("0123", "allow"), ("4567", "allow")]
+    assert [(how["id"], how["resume"]) for how, _ in wandb] == [("0123", "allow"), ("0123", "allow"), ("4567", "allow")]
+
+
+def test_wandb_gets_the_recipe_and_a_table_of_samples(
+    tmp_path: Path, wandb: list[tuple[dict[str, Any], Curves]]
+) -> None:
+    section = TrackSection(tensorboard=False, wandb_project="p", wandb_group="g", wandb_tags=["a", "b"])
+    with open_log(tmp_path, section, config={"optimizer": {"lr": 1e-6}}) as log:
+        log.samples(2, [{"response": "4", "reward": 1.0}, {"response": "5", "reward": 0.0}])
+        log.samples(2, [])
+        log.engine(2, 1, 1_700_000_000.5, {"running": 7})
+    ((how, run),) = wandb
+    assert (how["config"], how["group"], how["tags"]) == ({"optimizer": {"lr": 1e-6}}, "g", ["a", "b"])
+    table = (["response", "reward"], [["4", 1.0], ["5", 0.0]])
+    assert {"stage": 2, "samples": table} in run.rows
+    assert {"stage": 2, "time": 1_700_000_000.5, "engine/1/running": 7} in run.rows
+    assert [row["kind"] for row in read_rows(tmp_path / FILE_NAME)] == ["process", "engine"]
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_whole_rows(tmp_path: Path) -> None:

@@ -1,0 +1,31 @@
+"""Peaks of devices and of memory."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.observe.peaks import group_memory, learner_memory_peak, peak_flops
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GB200", 2.5e15), ("NVIDIA B200", 2.25e15)],
+)
+def test_a_device_is_known_by_its_name(name: str, peak: float) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_an_unknown_device_has_no_peak() -> None:
+    assert peak_flops("NVIDIA GeForce RTX 4090") is None
+
+
+def test_memory_that_is_touched_is_counted() -> None:
+    size = 64 << 20
+    before = group_memory(os.getpid())
+    held = np.ones(size, dtype=np.uint8)
+    assert group_memory(os.getpid()) - before > size / 2
+    assert learner_memory_peak() >= held.nbytes
+    assert group_memory(2**22 + 1) == 0.0, "no such process"

@@ -1,0 +1,43 @@
+"""The FLOP of a model against torch's own count of its matrix products."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from mugrpo_megatron.weights.families import read_architecture
+from mugrpo_megatron.weights.flops import model_flops, work_of
+from tests.models import save_model
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_forward_flop_are_those_that_torch_counts(tmp_path: Path, family: str) -> None:
+    model = save_model(tmp_path, family)
+    architecture = read_architecture(tmp_path)
+    tokens = 24
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(tokens)[None])
+    work = work_of(architecture, tokens)
+    # Eager attention computes the full square, and torch counts it; causal attention needs half.
+    assert counter.get_total_flops() == pytest.approx(tokens * (work.layers + 2 * work.attention + work.head), rel=0.01)
+
+
+def test_a_token_of_a_mixture_pays_for_its_experts_and_the_router(tmp_path: Path) -> None:
+    """torch does not count the grouped products of experts, so they are held to the dense model of the same width."""
+    save_model(tmp_path / "moe", "qwen3_moe", num_experts_per_tok=3, moe_intermediate_size=40)
+    save_model(tmp_path / "dense", "qwen3", head_dim=8, intermediate_size=120)
+    moe, dense = (read_architecture(tmp_path / name) for name in ("moe", "dense"))
+    router = 2 * moe.layers * moe.letters["H"] * moe.experts
+    assert work_of(moe, 9.0).layers == work_of(dense, 9.0).layers + router
+
+
+def test_an_update_counts_every_sequence_and_only_trained_logits(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    architecture = read_architecture(tmp_path)
+    lengths, trained = [5, 17, 9], 12
+    parts = [work_of(architecture, length) for length in lengths]
+    forward = sum(length * (one.layers + one.attention) for length, one in zip(lengths, parts, strict=True))
+    assert model_flops(architecture, lengths, trained) == pytest.approx(3 * (forward + trained * parts[0].head))
