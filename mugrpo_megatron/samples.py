@@ -105,9 +105,12 @@ class Sample:
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
     reference_logprobs: np.ndarray | None = None
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
+    anchor_logprobs: np.ndarray | None = None
+    """float32 [R]: under the anchor, which the KL penalty keeps the policy near; not stored."""
 
     def __post_init__(self) -> None:
-        for logprobs in (self.behaviour_logprobs, self.engine_logprobs, self.reference_logprobs):
+        own = (self.behaviour_logprobs, self.engine_logprobs, self.reference_logprobs, self.anchor_logprobs)
+        for logprobs in own:
             if logprobs is not None and len(logprobs) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {len(logprobs)} logprobs")
         if self.loss_mask is not None and len(self.loss_mask) != len(self.response_ids):

@@ -9,6 +9,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
 from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
 from mugrpo_megatron.phases.finish import finish, show_finished
 from mugrpo_megatron.phases.generate import generate
@@ -66,6 +67,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) 
     stage, cursor = run.stage_store(start), start
     measure_mismatch(run, learner, stage, cursor)
     recompute_behaviour(run, learner, stage, cursor)
+    compute_anchor(run, learner, stage, cursor)  # where `objective.kl_anchor` asks for it
     while cursor.stage == start.stage:
         evaluate_inside_stage(run, learner, engines, cursor)  # where `eval.every_updates` asks for it
         with optimizing(run, cursor) as bar:
@@ -79,7 +81,7 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
     while True:
         refresh_reference(run, learner, stage, cursor)
         samples = read_update(run, stage, cursor)
-        rewards = np.array([sample.reward for sample in samples])
+        rewards = training_rewards(samples, run.recipe.objective)
         groups = np.array([sample.group for sample in samples])
         advantages = group_advantages(rewards, groups, run.recipe.objective)
         with profiled(run, cursor):

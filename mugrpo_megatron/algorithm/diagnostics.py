@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm import triggers
+from mugrpo_megatron.algorithm.anchor import kl_estimate
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER
@@ -32,6 +33,8 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("ess", "fraction", "effective sample size of the token ratios, (sum r)^2 / (n sum r^2); 1 on policy"),
     ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) a token"),
     ("kl_k3", "nats", "mean of r - 1 - log r: the same, never negative"),
+    ("kl_anchor", "nats", "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL to the anchor a token; 0 where equal"),
+    ("kl_anchor_k1", "nats", "mean of d = log pi - log anchor over the sampled tokens"),
     ("second_moment", "nats^2", "mean squared log-ratio a token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
     ("advantage_mean", "", "mean advantage of the responses"),
@@ -56,8 +59,12 @@ def metrics(
     clipped: Tensor,
     keep: Tensor,
     first_trigger: Tensor,
+    anchor: Tensor | None = None,
 ) -> dict[str, float]:
-    """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`."""
+    """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`.
+
+    `anchor` [T] are log-probabilities under the anchor, if there is one.
+    """
     values: dict[str, Tensor] = {"loss": loss, "update_tokens": loss.new_full((), len(logprobs), dtype=torch.float64)}
     if len(advantages):
         values |= {
@@ -79,6 +86,9 @@ def metrics(
             "second_moment": log_ratio.double().square().mean(),
             "logprob_mean": logprobs.double().mean(),
         }
+        if anchor is not None:
+            values["kl_anchor"] = kl_estimate(logprobs.double(), anchor, "k3").mean()
+            values["kl_anchor_k1"] = kl_estimate(logprobs.double(), anchor, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     values |= _trigger_summary(first_trigger, advantages, segments)
     values |= triggers.metrics(log_ratio, advantages, segments)

@@ -1,4 +1,4 @@
-"""The loss of an update: token losses x veto x weights. One signature for every objective."""
+"""The loss of an update: token losses x veto x weights, plus the KL penalty. One signature for every objective."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm import diagnostics
+from mugrpo_megatron.algorithm.anchor import kl_loss
 from mugrpo_megatron.algorithm.masks import keep_mask
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
@@ -47,6 +48,7 @@ def policy_loss(
     config: ObjectiveSection,
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss and diagnostics of response tokens; the reference for every other path.
 
@@ -59,6 +61,8 @@ def policy_loss(
             by default computed from these tokens.
         reference: [T], log-probabilities under the policy that `config.clip_centre` clips around; by default the
             current policy.
+        anchor: [T], log-probabilities under the policy that the KL penalty holds the current one near; None for no
+            penalty.
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs`.
@@ -67,7 +71,7 @@ def policy_loss(
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
     state = initial_state(segments)
-    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference)
+    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference, anchor)
     loss = losses.loss.sum()
     metrics = diagnostics.metrics(
         loss=loss.detach(),
@@ -78,6 +82,7 @@ def policy_loss(
         clipped=losses.clipped,
         keep=losses.keep,
         first_trigger=losses.state.first_trigger,
+        anchor=anchor,
     )
     return loss, metrics
 
@@ -91,6 +96,7 @@ def token_losses(
     statistics: UpdateStatistics,
     state: VetoState,
     reference: Tensor | None = None,
+    anchor: Tensor | None = None,
 ) -> TokenLosses:
     """Weighted loss of each token, of whole responses or of the next chunk of them in token order.
 
@@ -112,6 +118,8 @@ def token_losses(
     weight = (segments.weights * statistics.scale).to(logprobs.dtype)[segments.ids]
     weight = weight if segments.correction is None else weight * segments.correction.to(weight.dtype)
     loss = torch.where(verdict.keep, loss, 0.0) * weight
+    if anchor is not None and config.kl_coef and config.kl_in == "loss":
+        loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
     return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state)
 
 

@@ -55,10 +55,16 @@ class _Objective:
     config: ObjectiveSection
     statistics: UpdateStatistics
     reference: Tensor | None
+    anchor: Tensor | None
 
     def part(self, tokens: slice | Tensor) -> _Objective:
-        reference = None if self.reference is None else self.reference[tokens]
-        return replace(self, behaviour=self.behaviour[tokens], segments=self.segments.part(tokens), reference=reference)
+        return replace(
+            self,
+            behaviour=self.behaviour[tokens],
+            segments=self.segments.part(tokens),
+            reference=None if self.reference is None else self.reference[tokens],
+            anchor=None if self.anchor is None else self.anchor[tokens],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ def fused_policy_loss(
     *,
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
+    anchor: Tensor | None = None,
     context: ContextShare | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
@@ -96,8 +103,8 @@ def fused_policy_loss(
             (gathered before, under sequence parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
         targets: int64 [t] global token ids.
-        behaviour, advantages, segments, reference: as for `policy_loss`, of the micro-batch's T tokens of N whole
-            responses.
+        behaviour, advantages, segments, reference, anchor: as for `policy_loss`, of the micro-batch's T tokens of N
+            whole responses.
         statistics: of the whole update; needed where `config.needs_statistics`.
         context: this rank's tokens under context parallelism; None: all of them, t = T.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
@@ -116,7 +123,7 @@ def fused_policy_loss(
     with torch.no_grad():
         head = make_head(weight, layout, len(targets))
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
-        objective = _Objective(behaviour, advantages, segments, config, statistics, reference)
+        objective = _Objective(behaviour, advantages, segments, config, statistics, reference, anchor)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         if config.dependence == "token" and context is not None:
             found = _one_pass(head, hidden, targets, objective.part(context.index), gradients)
@@ -184,6 +191,7 @@ def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -
             objective.statistics,
             state,
             objective.reference,
+            objective.anchor,
         )
         (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
     return losses.loss.detach(), slope, losses.state

@@ -48,6 +48,8 @@ class Objective:
     segments: Segments
     reference: torch.Tensor | None
     """float32 [T]: under the policy that the clip range is centred on; None for the current policy."""
+    anchor: torch.Tensor | None = None
+    """float32 [T]: under the policy of the KL penalty; None without one."""
 
     def loss(self, learner: Learner, statistics: UpdateStatistics | None) -> HiddenLoss:
         """The loss of a micro-batch: of the responses in it, with the weights of the whole update.
@@ -71,6 +73,7 @@ class Objective:
                 layout,
                 statistics=statistics,
                 reference=None if self.reference is None else self.reference[tokens],
+                anchor=None if self.anchor is None else self.anchor[tokens],
                 main_grad=weight.main_grad,  # type: ignore[attr-defined]  # Megatron's gradient buffer
             )
             return found.loss, torch.stack([found.logprobs, found.entropy])
@@ -100,6 +103,7 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
         torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
         make_segments(lengths, weights, correction, tokens=len(behaviour)),
         _reference(samples, recipe.objective, device),
+        _anchor(samples, recipe.objective, device),
     )
 
 
@@ -111,6 +115,15 @@ def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: tor
         raise ValueError(
             f"objective.reference_every = {section.reference_every} needs every sample's reference_logprobs"
         )
+    return _flat(rows, device)
+
+
+def _anchor(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
+    if section.kl_anchor is None:
+        return None
+    rows = [sample.anchor_logprobs for sample in samples if sample.anchor_logprobs is not None]
+    if len(rows) < len(samples):
+        raise ValueError(f'objective.kl_anchor = "{section.kl_anchor}" needs every sample\'s anchor_logprobs')
     return _flat(rows, device)
 
 

@@ -45,6 +45,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
             objective.segments,
             objective.section,
             reference=objective.reference,
+            anchor=objective.anchor,
         )
     trim_host_memory(learner)
     return {

@@ -51,8 +51,8 @@ PHASES: dict[str, str] = {
     "generate": "The engine samples the stage's responses; scoring overlaps with it.",
     "score": "What remains of verification after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the mismatch with the engine, of "
-    'all with `rollout.behaviour = "learner"`. Inside `optimize`, those of the clip\'s reference policy if '
-    "`objective.reference_every` is above 1.",
+    'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
+    "reference policy if `objective.reference_every` is above 1.",
     "probe": "The learner computes logprobs of `report.probe_responses` responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",

@@ -21,6 +21,7 @@ from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.peaks import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.probe import probe
+from mugrpo_megatron.run.anchor import with_anchor
 from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
@@ -176,13 +177,14 @@ def _stored_update(run: Run, stage: StageStore, number: int, update: int) -> lis
     """The samples of an update as the stage holds it, with the behaviour logprobs that the recipe asks for."""
     samples = stage.read_update(update)
     if run.recipe.rollout.behaviour == "engine":
-        return samples
+        return with_anchor(run, stage, number, update, samples)
     path = run.directory.behaviour(number)
     behaviour = read_logprobs(path, _of_behaviour(stage), update, _behaviour_remedy(run, number))
-    return [
+    samples = [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)
     ]
+    return with_anchor(run, stage, number, update, samples)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
+from mugrpo_megatron.recipe.presets import PRESETS, SURROGATES, Dependence, ObjectiveName, VetoScope
+
 
 class Section(BaseModel):
     """A frozen table of the recipe: an unknown key is an error, a field's docstring is its documentation."""
@@ -28,70 +30,6 @@ MOST = 2**53
 """Largest integer of a recipe."""
 
 
-ObjectiveName = Literal[
-    "mu_grpo",
-    "grpo",
-    "dapo",
-    "dr_grpo",
-    "rloo",
-    "gspo",
-    "cispo",
-    "topr",
-    "opsm",
-    "tis",
-    "icepop",
-    "m2po",
-    "m2po_drop",
-    "off_policy_grpo",
-    "decoupled_ppo",
-    "dppo",
-    "sapo",
-    "gmpo",
-    "vespo",
-    "seq_mis",
-    "geo_rs",
-]
-VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response"]
-Dependence = Literal["token", "prefix", "response"]
-
-GRPO: dict[str, Any] = {"clip_low": 0.8, "clip_high": 1.2, "veto": "none", "reduction": "sequence_mean"}
-PRESETS: dict[str, dict[str, Any]] = {
-    "mu_grpo": {"clip_low": 0.0, "clip_high": 5.0, "veto": "suffix_non_trigger"},
-    "grpo": GRPO,
-    "dapo": GRPO | {"clip_high": 1.28, "reduction": "token_mean", "zero_variance": "mask"},
-    "dr_grpo": GRPO | {"advantage": "group_mean", "reduction": "constant"},
-    "rloo": GRPO | {"ratio": "sequence", "advantage": "leave_one_out"},
-    "gspo": GRPO | {"ratio": "sequence_mean", "clip_low": 1 - 3e-4, "clip_high": 1 + 4e-4},
-    "cispo": GRPO | {"surrogate": "cispo", "clip_low": 0.0, "clip_high": 5.0, "reduction": "token_mean"},
-    "topr": GRPO
-    | {"surrogate": "topr", "ratio": "sequence", "clip_low": 0.0, "clip_high": 1.0, "reduction": "constant"},
-    "opsm": GRPO | {"sequence_mask": 1e-4},
-    "tis": GRPO | {"mismatch": "truncate", "mismatch_low": 0.0, "mismatch_high": 2.0},
-    "icepop": GRPO | {"mismatch": "drop", "mismatch_low": 0.5, "mismatch_high": 5.0},
-    "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
-    "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
-    "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
-    "decoupled_ppo": GRPO | {"clip_centre": "proximal", "reference_every": 4},
-    "dppo": GRPO
-    | {"surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant"},
-    "sapo": GRPO | {"surrogate": "sapo"},
-    "gmpo": GRPO | {"surrogate": "gmpo", "clip_low": 0.67032, "clip_high": 1.49182},
-    "vespo": GRPO | {"surrogate": "vespo", "ratio": "sequence", "reduction": "token_mean"},
-    "seq_mis": GRPO
-    | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
-    "geo_rs": GRPO | {"reject": "sequence_mean", "reject_low": 0.999, "reject_high": 1.001},
-}
-"""Defaults of each objective name; a field set in the recipe wins over its preset."""
-SURROGATES: dict[str, Dependence] = {
-    "ppo": "token",
-    "cispo": "token",
-    "topr": "token",
-    "dppo": "token",
-    "sapo": "token",
-    "gmpo": "response",
-    "vespo": "token",
-}
-"""What decides a token's gradient in each surrogate, beyond its importance ratio and its own log-probability."""
 OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:function`"""
 KAPPA = (
@@ -173,6 +111,16 @@ class ObjectiveSection(Section):
     """Smallest learner/engine probability ratio that is kept."""
     mismatch_high: float = Field(2.0, gt=0.0)
     """Largest learner/engine probability ratio that counts or is kept."""
+    kl_anchor: str | None = Field(None, min_length=1)
+    """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
+    kl_coef: float = Field(0.0, ge=0.0)
+    """Weight of the KL to the anchor; 0 with an anchor only measures it."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """A term of each token's loss, or the response's sum taken off its reward before the advantage (InstructGPT)."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Estimate from a sampled token: in the loss, k2's gradient is the KL's, k3's that of KL(anchor | policy)."""
+    kl_weighted: bool = False
+    """Multiply the KL term in the loss by the token's importance ratio: then the gradient is right for stale tokens."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +130,8 @@ class ObjectiveSection(Section):
         if "kappa" in given:
             raise ValueError(KAPPA)
         name = given.get("name", "mu_grpo")
-        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **given}
+        in_reward = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}
+        return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **in_reward, **given}
 
     @field_validator("clip_centre", mode="before")
     @classmethod
@@ -236,6 +185,28 @@ class ObjectiveSection(Section):
         if value <= info.data.get("reject_low", 0.0):
             raise ValueError("it must be above reject_low, or every response is dropped")
         return value
+
+    @model_validator(mode="after")
+    def _check_kl(self) -> Self:
+        if self.kl_coef > 0 and self.kl_anchor is None:
+            raise ValueError('kl_coef needs a policy to stay near; set kl_anchor = "start", "stage" or a directory')
+        if self.kl_in == "loss":
+            if self.kl_coef > 0 and self.kl_estimator == "k1" and not self.kl_weighted:
+                raise ValueError(
+                    "k1 in the loss has a gradient whose mean is 0, so it holds nothing back; take kl_estimator = "
+                    '"k2", or set kl_weighted = true, or kl_in = "reward"'
+                )
+            return self
+        if self.kl_estimator != "k1":
+            raise ValueError('kl_in = "reward" sums log-ratios, which is k1; set kl_estimator = "k1"')
+        if self.kl_weighted:
+            raise ValueError('kl_weighted goes with kl_in = "loss"; a reward is of the policy that sampled: ratio 1')
+        if self.kl_anchor == "stage":
+            raise ValueError(
+                'kl_in = "reward" compares the policy that sampled with the anchor, and with kl_anchor = "stage" both '
+                'are the same; take kl_anchor = "start" or a directory, or kl_in = "loss"'
+            )
+        return self
 
     @property
     def dependence(self) -> Dependence:

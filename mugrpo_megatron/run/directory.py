@@ -81,6 +81,10 @@ class RunDirectory:
         """Some responses of the evaluation after `updates` updates of the run."""
         return self.path / "evaluations" / f"update{updates:06d}.jsonl"
 
+    def anchor(self, stage: int) -> Path:
+        """Logprobs of the stage's samples under the anchor; outside the stage's directory, which branches share."""
+        return self.path / "anchor" / f"stage{stage:05d}.parquet"
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data.arithmetic import TASKS
@@ -18,7 +19,7 @@ from mugrpo_megatron.data.prompts import check_style, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer
+from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
@@ -42,7 +43,9 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
     config = read_model_config(recipe.model.path)
-    say(_model(architecture(config, str(recipe.model.path / CONFIG)), str(recipe.model.path)))
+    found = architecture(config, str(recipe.model.path / CONFIG))
+    _check_anchor(recipe, found)
+    say(_model(found, str(recipe.model.path)))
     check_tokenizer(recipe.model.path)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
@@ -104,6 +107,21 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
 def _check_own_loss(recipe: Recipe) -> None:
     if recipe.objective.surrogate_depends_on is not None:
         load_function(recipe.objective.surrogate)
+
+
+def _check_anchor(recipe: Recipe, model: Architecture) -> None:
+    """UserError when `objective.kl_anchor` names a directory whose weights the learner cannot hold."""
+    name = recipe.objective.kl_anchor
+    if name in (None, "start", "stage"):
+        return
+    path, remedy = Path(name), 'name the directory of a checkpoint like the model\'s, or "start" or "stage"'
+    config = read_config(path, key="objective.kl_anchor", remedy=remedy)
+    check_weights(path, "objective.kl_anchor")
+    if architecture(config, str(path / CONFIG)) != model:
+        raise UserError(
+            f"objective.kl_anchor = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
+            f"weights; {remedy}"
+        )
 
 
 def _check_layers(recipe: Recipe) -> None:

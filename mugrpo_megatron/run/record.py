@@ -30,6 +30,7 @@ OF_A_RUN = (
     "checkpoints",
     "reference",
     "probe",
+    "anchor",
 )
 """What a directory without a record must not hold: a run would replace it or continue it."""
 

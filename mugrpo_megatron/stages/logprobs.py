@@ -2,6 +2,7 @@
 
     stages/00003/behaviour.parquet               under the weights that the stage began with
     reference/stage00003-age00040.parquet        under the weights before update 40 of the stage, from this update on
+    anchor/stage00003.parquet                    under the anchor of the KL penalty
     behaviour.json, stage00003-age00040.json     which responses they belong to, and the checksums of every byte
 
 Row group k is update k, one row per response in the order of its update's samples. A file is complete once its
@@ -49,11 +50,11 @@ def has_logprobs(path: Path) -> bool:
 
 
 @contextmanager
-def write_logprobs(path: Path, of: Mapping[str, Any], write: bool) -> Iterator[Append]:
+def write_logprobs(path: Path, of: Mapping[str, Any], write: bool, weights: str = "") -> Iterator[Append]:
     """Yield a function that appends one update's logprobs (float32 [R] per response); the file is whole or absent.
 
     `of` are JSON values that say which responses and which policy the logprobs belong to. `write` is true on one rank;
-    on the others the function does nothing.
+    on the others the function does nothing. `weights`, the fingerprint of a checkpoint if they are of one, is kept.
     """
     if not write:
         yield lambda logprobs: None
@@ -69,7 +70,12 @@ def write_logprobs(path: Path, of: Mapping[str, Any], write: bool) -> Iterator[A
     with durable_file(path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
         yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA))
     row_groups, _, footer = parquet_spans(path, SCHEMA.names)
-    body = {"of": dict(of), "row_groups": [asdict(span) for span in row_groups], "footer": asdict(footer)}
+    body = {
+        "of": dict(of),
+        "weights": weights,
+        "row_groups": [asdict(span) for span in row_groups],
+        "footer": asdict(footer),
+    }
     write_sealed(sums(path), "logprobs", body, format=FORMAT)
 
 
@@ -77,6 +83,20 @@ def read_logprobs(path: Path, of: Mapping[str, Any], update: int, remedy: str) -
     """Logprobs of the responses of the file's `update`-th update, float32 [R] each.
 
     Raises UserError, ending with `remedy`, when a file is missing or damaged, or belongs to something else than `of`.
+    """
+    body = check_logprobs(path, of, remedy)
+    for span in (body["footer"], body["row_groups"][update]):
+        verify(path, Span(**span), remedy)
+    with pq.ParquetFile(path) as file:
+        column: Any = file.read_row_group(update).column(0).combine_chunks()
+    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
+    return np.split(flat, offsets[1:-1])
+
+
+def check_logprobs(path: Path, of: Mapping[str, Any], remedy: str) -> dict[str, Any]:
+    """What the file of checksums holds: `of`, `weights` and the spans of the Parquet file.
+
+    Raises UserError, ending with `remedy`, when it is missing or damaged, or belongs to something else.
     """
     try:
         body = read_sealed(sums(path), "logprobs", format=FORMAT)
@@ -86,9 +106,4 @@ def read_logprobs(path: Path, of: Mapping[str, Any], update: int, remedy: str) -
         ) from None
     if body["of"] != of:
         raise UserError(f"{path}: these are the log-probabilities of other responses or of another policy; {remedy}")
-    for span in (body["footer"], body["row_groups"][update]):
-        verify(path, Span(**span), remedy)
-    with pq.ParquetFile(path) as file:
-        column: Any = file.read_row_group(update).column(0).combine_chunks()
-    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-    return np.split(flat, offsets[1:-1])
+    return body

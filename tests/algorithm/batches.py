@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from hypothesis import strategies as st
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.objective import PRESETS
+from mugrpo_megatron.recipe.presets import PRESETS
 
 LONGEST = 16
 
@@ -25,6 +25,8 @@ class Batch:
     advantages: list[float]
     reference: list[list[float]]
     """Log-probabilities under the policy that a clip range may lie around."""
+    anchor: list[list[float]] = field(default_factory=list)
+    """Log-probabilities under the policy of the KL penalty."""
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -41,14 +43,18 @@ class Batch:
         """float64 [T] reference log-probabilities where the objective asks for others than the current policy's."""
         return flat(self.reference) if config.reference_every > 1 else None
 
+    def anchor_for(self, config: ObjectiveSection) -> torch.Tensor | None:
+        """float64 [T] anchor log-probabilities where the objective has an anchor."""
+        return flat(self.anchor) if config.kl_anchor else None
+
 
 def flat(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     return torch.tensor([x for row in rows for x in row], dtype=torch.float64)
 
 
 def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
-    """Log-ratios are normal with standard deviation `spread`, half of it against the reference; advantages are normal,
-    every third 0."""
+    """Log-ratios are normal with standard deviation `spread`, half of it against the reference, 0.5 against the anchor;
+    advantages are normal, every third 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def rows(draw: torch.Tensor) -> list[list[float]]:
@@ -59,7 +65,10 @@ def random_batch(seed: int, lengths: list[int], spread: float = 0.6) -> Batch:
     advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
     advantages[2::3] = 0.0
     drift = spread / 2 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
-    return Batch(rows(logprobs), rows(logprobs - shift), advantages.tolist(), rows(logprobs - drift))
+    away = 0.5 * torch.randn(sum(lengths), generator=generator, dtype=torch.float64)
+    return Batch(
+        rows(logprobs), rows(logprobs - shift), advantages.tolist(), rows(logprobs - drift), rows(logprobs - away)
+    )
 
 
 @st.composite
@@ -68,10 +77,11 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = draw(st.lists(st.integers(0, LONGEST), min_size=0, max_size=6))
     batch = random_batch(draw(st.integers(0, 2**32 - 1)), lengths, draw(st.sampled_from([0.0, 0.05, 0.6, 3.0])))
     far = st.sampled_from([-50.0, -12.0, -9.3, -9.1, 50.0])
-    extremes = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12))
-    for i, t, log_ratio in extremes:
-        if i < len(lengths) and t < lengths[i]:
-            batch.behaviour[i][t] = batch.logprobs[i][t] - log_ratio
+    places = st.lists(st.tuples(st.integers(0, 5), st.integers(0, LONGEST - 1), far), max_size=12)
+    for other in (batch.behaviour, batch.anchor):
+        for i, t, log_ratio in draw(places):
+            if i < len(lengths) and t < lengths[i]:
+                other[i][t] = batch.logprobs[i][t] - log_ratio
     return batch
 
 
@@ -101,6 +111,11 @@ VARIANTS: list[dict[str, object]] = [
     {"reject": "sequence", "reject_low": 0.5},
     {"reject": "sequence_mean", "reject_low": 0.8, "reject_high": 1.1},
     {"divergence": "kl", "divergence_limit": 0.05},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3"},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k1", "kl_weighted": True},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2", "kl_weighted": True},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3", "kl_weighted": True, "renormalise": True},
 ]
 
 configs = st.builds(

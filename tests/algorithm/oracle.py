@@ -27,9 +27,11 @@ def objective(
     config: ObjectiveSection,
     correction: list[list[float]] | None = None,
     reference: list[list[float]] | None = None,
+    anchor: list[list[float]] | None = None,
 ) -> Answer:
     """Loss and gradient of an update of ragged responses; `weights` per token of each response, `reference` the
-    log-probabilities of the policy to clip around, None for the one that `logprobs` are of."""
+    log-probabilities of the policy to clip around, None for the one that `logprobs` are of, `anchor` of the policy of
+    the KL penalty."""
     ratios = [[lp - b for lp, b in zip(*pair, strict=True)] for pair in zip(logprobs, behaviour, strict=True)]
     kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
     low, high = config.clip_low, config.clip_high
@@ -81,8 +83,27 @@ def objective(
             if inside:
                 for s, share in reach:
                     level_gradient[s] += weight * d_ratio * ratio * share
+            if anchor:
+                value, slope = kl(logprobs[i][t] - anchor[i][t], logs[t], config)
+                loss += weights[i] * config.kl_coef * value
+                level_gradient[t] += weights[i] * config.kl_coef * slope
         gradient.append(level_gradient)
     return Answer(loss, gradient, kept, clipped)
+
+
+def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, float]:
+    """Penalty of a token whose log-probability is `d` above the anchor's, and its derivative in the log-probability."""
+    grown = math.exp(min(max(-d, -20), 20))
+    value, slope = {
+        "k1": (d, 1.0),
+        "k2": (d * d / 2, d),
+        "k3": (grown - 1 + d, 1 - grown * (abs(d) <= 20)),
+    }[config.kl_estimator]
+    if not config.kl_weighted:
+        return value, slope
+    ratio = math.exp(min(max(log_ratio, -20), 20))
+    moves = abs(log_ratio) <= 20 and config.kl_estimator != "k2"
+    return ratio * value, ratio * slope + (ratio * value if moves else 0.0)
 
 
 def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[int, float]]]:

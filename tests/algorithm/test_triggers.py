@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.triggers import METRICS, THRESHOLDS
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.objective import PRESETS
+from mugrpo_megatron.recipe.presets import PRESETS
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.algorithm.test_diagnostics import metrics_of
 

@@ -104,6 +104,7 @@ def test_fused_loss(name: str) -> None:
         HeadLayout(VOCAB, TEMPERATURE, chunk=16, backend="triton"),
         statistics=leaves.statistics,
         reference=leaves.reference,
+        anchor=leaves.anchor,
     )
     found.loss.backward()
     tolerance = tolerance_of(problem.config)

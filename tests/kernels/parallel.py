@@ -92,6 +92,7 @@ def context_parallel() -> dict[str, dict[str, float]]:
             HeadLayout(VOCAB, TEMPERATURE, chunk=5),
             statistics=leaves.statistics,
             reference=leaves.reference,
+            anchor=leaves.anchor,
             context=share,
         )
         found.loss.backward()
@@ -149,6 +150,7 @@ def _fused(problem: Problem, chunk: int, group: dist.ProcessGroup) -> Answer:
         HeadLayout(VOCAB, TEMPERATURE, group, chunk),
         statistics=leaves.statistics,
         reference=leaves.reference,
+        anchor=leaves.anchor,
     )
     found.loss.backward()
     d_hidden = gradient(leaves.hidden).float()

@@ -12,7 +12,7 @@ from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.objective import PRESETS
+from mugrpo_megatron.recipe.presets import PRESETS
 
 TEMPERATURE = 0.7
 VOCAB = 35
@@ -35,6 +35,17 @@ OBJECTIVES |= {
 OBJECTIVES |= {
     f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
     for name in ("off_policy_grpo", "mu_grpo", "gspo")
+}
+OBJECTIVES |= {
+    f"{name}, {estimator} to an anchor{', weighted' * weighted}": ObjectiveSection(
+        name=name, kl_anchor="start", kl_coef=0.3, kl_estimator=estimator, kl_weighted=weighted
+    )
+    for name, estimator, weighted in (
+        ("mu_grpo", "k2", False),
+        ("grpo", "k3", False),
+        ("gspo", "k1", True),
+        ("mu_grpo", "k3", True),
+    )
 }
 OBJECTIVES |= {
     f"own {function}": ObjectiveSection(
@@ -68,6 +79,7 @@ class Problem:
     config: ObjectiveSection
     statistics: UpdateStatistics | None = None
     reference: Tensor | None = None
+    anchor: Tensor | None = None
 
     def leaves(self) -> Problem:
         """The same problem with fresh leaves to differentiate."""
@@ -111,6 +123,9 @@ def make_problem(
     if config.reference_every > 1:
         drift = 0.3 * torch.randn(tokens, generator=generator)
         problem = replace(problem, reference=(logprobs - drift).float())
+    if config.kl_anchor:
+        away = 0.4 * torch.randn(tokens, generator=generator)
+        problem = replace(problem, anchor=(logprobs - away).float())
     found = update_statistics(logprobs.float(), problem.behaviour, advantages, segments, config)
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
     found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)
@@ -145,6 +160,7 @@ def materialised(problem: Problem) -> Answer:
         problem.config,
         problem.statistics,
         problem.reference,
+        problem.anchor,
     )
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)

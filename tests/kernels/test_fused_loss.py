@@ -39,6 +39,7 @@ def run(problem: Problem, chunk: int, **options: Any) -> FusedLoss:
         HeadLayout(VOCAB, TEMPERATURE, chunk=chunk),
         statistics=problem.statistics,
         reference=problem.reference,
+        anchor=problem.anchor,
         **options,
     )
 

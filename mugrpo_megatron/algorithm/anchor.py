@@ -1,0 +1,68 @@
+"""The KL penalty that keeps the policy near an anchor: a policy that stays fixed for the stage or for the run.
+
+With d = log pi - log anchor of a sampled token, Schulman's estimators of KL(pi | anchor) are
+(http://joschu.net/blog/kl-approx.html)
+
+    k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
+
+As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
+token drawn from pi the mean gradient of k1 is 0, that of k2 is the gradient of KL(pi | anchor), that of k3 the gradient
+of KL(anchor | pi). `kl_weighted` multiplies by the importance ratio, for tokens that beta has drawn: the mean gradient
+of each is then that of KL(pi | anchor) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). k2, whose own
+gradient is right, has the ratio as a weight without a gradient.
+
+All of this is the KL of one token given its prefix, with the prefixes of beta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from mugrpo_megatron.algorithm.segments import Segments
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT, log_ratios
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+
+
+def kl_estimate(logprobs: Tensor, anchor: Tensor, estimator: str) -> Tensor:
+    """Estimate of KL(pi | anchor) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
+    return _ESTIMATORS[estimator](log_ratios(logprobs, anchor))
+
+
+def kl_loss(
+    logprobs: Tensor, anchor: Tensor, log_ratio: Tensor, segments: Segments, config: ObjectiveSection
+) -> Tensor:
+    """The penalty's part of each token's loss [T].
+
+    It has the weight of the token in the update's loss, and neither veto nor masks drop it: they take away gradients
+    whose sign or size is wrong because the policy has left the prefix, and there of all places this term is to hold it.
+
+    Args:
+        log_ratio: [T], log of current over behaviour probability.
+    """
+    estimate = kl_estimate(logprobs, anchor, config.kl_estimator)
+    if config.kl_weighted:
+        ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+        estimate = (ratio.detach() if config.kl_estimator == "k2" else ratio) * estimate
+    return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
+
+
+def rewards_less_kl(
+    rewards: np.ndarray, behaviour: list[np.ndarray], anchor: list[np.ndarray], config: ObjectiveSection
+) -> np.ndarray:
+    """Rewards [N] minus `kl_coef` times the sum of log beta - log anchor over each response (InstructGPT, 2203.02155).
+
+    The log-ratios are those of the policy that sampled, so they are known before the first update, and their sum is an
+    unbiased estimate of the KL between the distributions of whole responses.
+    """
+    drift = [np.subtract(own, fixed, dtype=np.float64).sum() for own, fixed in zip(behaviour, anchor, strict=True)]
+    return np.asarray(rewards, dtype=np.float64) - config.kl_coef * np.array(drift, dtype=np.float64)
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d.square() / 2,
+    "k3": lambda d: (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() - 1 + d,
+}

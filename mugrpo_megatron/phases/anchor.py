@@ -1,0 +1,83 @@
+"""The anchor of the KL penalty: one learner pass over a new stage, and rewards with the penalty taken off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import numpy as np
+
+from mugrpo_megatron.algorithm.anchor import rewards_less_kl
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import fsync
+from mugrpo_megatron.learner.anchored import holding
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.update import token_logprobs
+from mugrpo_megatron.phases.optimize import stop_if_asked
+from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
+from mugrpo_megatron.run.checkpoints import checkpoint_name
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.logprobs import check_logprobs, has_logprobs, write_logprobs
+from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.fingerprint import fingerprint
+
+
+def compute_anchor(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """With `objective.kl_anchor`, write the anchor's logprobs of the stage's responses, before the first update.
+
+    One forward pass over the stage, whatever the number of its updates; the anchor's weights are in the learner only
+    during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when it belongs to
+    another stage or to other weights than the anchor's directory holds now, and when it is gone although it cannot be
+    computed again.
+    """
+    recipe = run.recipe
+    if recipe.objective.kl_anchor is None or anchor_is_behaviour(recipe):
+        return
+    path, weights = run.directory.anchor(cursor.stage), anchor_weights(recipe)
+    of, mark = of_anchor(run, stage), fingerprint(weights) if weights else ""
+    if has_logprobs(path):
+        if check_logprobs(path, of, anchor_remedy(run, cursor.stage))["weights"] != mark:
+            raise UserError(
+                f"{weights} holds other weights than when {path} was computed under them; put the right ones back, or "
+                f"{anchor_remedy(run, cursor.stage)}"
+            )
+        return
+    if weights is None and cursor.age > 0:
+        raise UserError(
+            f"{path} is missing, and the weights at the stage's start, which it is of, have changed; restore it from a "
+            f"copy, or remove the checkpoints after {checkpoint_name(Cursor(cursor.stage))} from "
+            f"{run.directory.checkpoints}: the run then resumes at the stage's start"
+        )
+    if run.is_main:
+        path.parent.mkdir(exist_ok=True)
+        fsync(run.directory.path)
+    with (
+        run.log.phase("logprobs", cursor.stage),
+        run.display.bar(f"{run.title(cursor)}: anchor logprobs", stage.updates, "updates") as bar,
+        write_logprobs(path, of, write=run.is_main, weights=mark) as append,
+    ):
+        with holding(learner, weights) if weights else nullcontext():
+            for age in range(stage.updates):
+                if any(run.world.any_rank(run.stop.asked)):
+                    break
+                append(token_logprobs(learner, stage.read_update(age)))
+                bar.advance()
+        stop_if_asked(run, cursor)  # it saves the learner, so not while this has the anchor's weights
+    run.world.barrier()
+
+
+def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
+    """The rewards [N] that advantages are computed from: with `kl_in = "reward"`, less the penalty.
+
+    Raises ValueError when a sample lacks its anchor's logprobs.
+    """
+    rewards = np.array([sample.reward for sample in samples])
+    if section.kl_in != "reward" or section.kl_anchor is None:
+        return rewards
+    anchor = [sample.anchor_logprobs for sample in samples if sample.anchor_logprobs is not None]
+    if len(anchor) < len(samples):
+        raise ValueError('objective.kl_in = "reward" needs every sample\'s anchor_logprobs')
+    return rewards_less_kl(rewards, [sample.behaviour_logprobs for sample in samples], anchor, section)

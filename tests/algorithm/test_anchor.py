@@ -1,0 +1,131 @@
+"""The KL penalty: what its gradient is on average, over every token of a small vocabulary, and where it counts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mugrpo_megatron.algorithm.anchor import kl_loss, rewards_less_kl
+from mugrpo_megatron.algorithm.policy_loss import policy_loss, token_losses
+from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.statistics import neutral_statistics
+from mugrpo_megatron.algorithm.veto import initial_state
+from mugrpo_megatron.recipe import ObjectiveSection
+from tests.algorithm.batches import random_batch
+
+WORDS = 7
+
+
+def draw(seed: int) -> torch.Tensor:
+    """Logits of a policy, its behaviour policy and its anchor."""
+    return torch.randn(3, WORDS, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mean_gradient(seed: int, estimator: str, weighted: bool, stale: bool) -> torch.Tensor:
+    """Mean over every token, as likely as the behaviour policy makes it, of the penalty's gradient in the logits."""
+    logits, behaviour, anchor = draw(seed)
+    logits.requires_grad_()
+    logprobs = logits.log_softmax(0)
+    behaviour = behaviour.log_softmax(0) if stale else logprobs.detach()
+    config = ObjectiveSection(kl_anchor="start", kl_coef=1.0, kl_estimator="k3", kl_weighted=weighted)
+    config = config.model_copy(update={"kl_estimator": estimator})  # k1 without weights, which a recipe may not ask for
+    one_each = make_segments(torch.ones(WORDS, dtype=torch.int64), torch.ones(WORDS, dtype=torch.float64))
+    loss = kl_loss(logprobs, anchor.log_softmax(0), logprobs - behaviour, one_each, config)
+    return torch.autograd.grad((behaviour.exp() * loss).sum(), logits)[0]
+
+
+def kl_gradient(seed: int, of_anchor: bool = False) -> torch.Tensor:
+    """Gradient in the policy's logits of KL(pi | anchor), or of KL(anchor | pi), summed over the vocabulary."""
+    logits, _, anchor = draw(seed)
+    logits.requires_grad_()
+    pi, fixed = logits.softmax(0), anchor.softmax(0)
+    value = (fixed * (fixed / pi).log()).sum() if of_anchor else (pi * (pi / fixed).log()).sum()
+    return torch.autograd.grad(value, logits)[0]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_mean_gradients_on_policy(seed: int) -> None:
+    """Tang & Munos, arXiv 2506.09477: zero for k1, the KL's for k2, the other direction's for k3."""
+    assert mean_gradient(seed, "k1", False, False).abs().max() < 1e-12
+    torch.testing.assert_close(mean_gradient(seed, "k2", False, False), kl_gradient(seed))
+    torch.testing.assert_close(mean_gradient(seed, "k3", False, False), kl_gradient(seed, of_anchor=True))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(["k1", "k2", "k3"]), st.booleans())
+def test_weighted_by_the_ratio_it_is_the_kl_gradient_at_any_staleness(seed: int, estimator: str, stale: bool) -> None:
+    torch.testing.assert_close(mean_gradient(seed, estimator, True, stale), kl_gradient(seed))
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_at_the_anchor_there_is_no_penalty_and_no_gradient(estimator: str) -> None:
+    batch = random_batch(0, [4, 6])
+    logprobs, behaviour, advantages = batch.tensors()
+    config = ObjectiveSection(name="grpo", kl_anchor="start", kl_coef=5.0, kl_estimator=estimator)
+    found = [
+        policy_loss(logprobs, behaviour, advantages, batch.segments(config), config, anchor=anchor)
+        for anchor in (logprobs.detach(), None)
+    ]
+    (held, metrics), (free, _) = found
+    assert held == free
+    gradients = [torch.autograd.grad(loss, logprobs)[0] for loss, _ in found]
+    assert gradients[0].equal(gradients[1])
+    assert metrics["kl_anchor"] == metrics["kl_anchor_k1"] == 0.0
+
+
+def test_the_veto_drops_no_penalty() -> None:
+    """A vetoed response still feels the anchor, with the weight that its tokens had before."""
+    batch = random_batch(4, [5, 3])
+    batch.advantages = [-1.0, 1.0]
+    batch.behaviour[0][1] = batch.logprobs[0][1] + 12
+    logprobs, behaviour, advantages = batch.tensors()
+    config = ObjectiveSection(veto="response", kl_anchor="start", kl_coef=0.5)
+    segments, anchor = batch.segments(config), batch.anchor_for(config)
+    losses = token_losses(
+        logprobs, behaviour, advantages, segments, config, neutral_statistics(logprobs.device),
+        initial_state(segments), anchor=anchor,
+    )  # fmt: skip
+    assert anchor is not None
+    assert not losses.keep[:5].any()
+    (gradient,) = torch.autograd.grad(losses.loss.sum(), logprobs)
+    torch.testing.assert_close(gradient[:5], 0.5 / 8 * (logprobs.detach() - anchor)[:5])
+
+
+def test_an_anchor_without_a_coefficient_is_only_measured() -> None:
+    batch = random_batch(0, [4, 6])
+    logprobs, behaviour, advantages = batch.tensors()
+    config = ObjectiveSection(kl_anchor="start")
+    segments, anchor = batch.segments(config), batch.anchor_for(config)
+    loss, metrics = policy_loss(logprobs, behaviour, advantages, segments, config, anchor=anchor)
+    assert loss == policy_loss(logprobs, behaviour, advantages, segments, config)[0]
+    assert anchor is not None
+    d = (logprobs.detach() - anchor).numpy()
+    assert metrics["kl_anchor"] == pytest.approx((np.exp(-d) - 1 + d).mean())
+    assert metrics["kl_anchor_k1"] == pytest.approx(d.mean())
+
+
+def test_rewards_lose_the_log_ratio_of_the_whole_response() -> None:
+    config = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_in="reward")
+    behaviour = [np.array([-1.0, -2.0], np.float32), np.array([], np.float32), np.array([-0.5], np.float32)]
+    anchor = [np.array([-1.5, -4.0], np.float32), np.array([], np.float32), np.array([-0.25], np.float32)]
+    found = rewards_less_kl(np.array([1.0, 0.0, 1.0]), behaviour, anchor, config)
+    np.testing.assert_allclose(found, [1 - 0.1 * 2.5, 0.0, 1 + 0.1 * 0.25])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kl_coef": 0.1}, "set kl_anchor"),
+        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k1"}, "mean is 0"),
+        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k2"}, "which is k1"),
+        ({"kl_anchor": "stage", "kl_coef": 0.1, "kl_in": "reward"}, "both are the same"),
+        ({"kl_anchor": "start", "kl_coef": 0.1, "kl_in": "reward", "kl_weighted": True}, "goes with kl_in"),
+    ],
+)
+def test_penalties_that_do_nothing_or_mean_nothing_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ObjectiveSection(**changes)  # type: ignore[arg-type]

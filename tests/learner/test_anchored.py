@@ -1,0 +1,99 @@
+"""Another policy's weights in the learner for a while: its log-probabilities, and everything back bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.anchored import holding
+from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.learner.optimizer import torch_optimizers
+from mugrpo_megatron.learner.update import token_logprobs, update
+from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.models import save_model as save_other
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+PENALTY = {"name": "grpo", "kl_anchor": "start", "kl_coef": 2.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def state(learner: Learner) -> list[torch.Tensor]:
+    """Copies of this rank's weights and of all that the optimizer keeps of them."""
+    found = [p.detach().clone() for chunk in learner.chunks for p in policy(chunk).parameters()]
+    for inner in torch_optimizers(learner.optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                found += [parameter.detach().clone(), *(v.clone() for v in inner.state[parameter].values())]
+    return found
+
+
+def there_and_back(model: str, sections: dict[str, Any]) -> dict[str, Any]:
+    """An update, a pass with the first weights, an update; and the same without that pass."""
+    learner = build_learner(recipe(Path(model), objective=PENALTY, **sections))
+    first = token_logprobs(learner, samples())
+    with_anchor = [replace(s, anchor_logprobs=own) for s, own in zip(samples(), first, strict=True)]
+    penalised = [update(learner, with_anchor, advantages(24))]
+    before, moved = state(learner), token_logprobs(learner, samples())
+    with holding(learner, Path(model)):
+        again = token_logprobs(learner, samples())
+    after = state(learner)
+    penalised.append(update(learner, with_anchor, advantages(24)))
+    with pytest.raises(UserError, match="only safetensors"), holding(learner, Path(model) / "none"):
+        pass
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and len(before) == len(after),
+        "anchor": bool(np.array_equal(np.concatenate(again), np.concatenate(first))),
+        "moved": float(np.abs(np.concatenate(moved) - np.concatenate(first)).max()),
+        "updates": penalised,
+    }
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone": (1, {}),
+    "bfloat16": (1, {"model": {"dtype": "bfloat16"}}),
+    "tp2": (2, {"parallel": {"tensor": 2, "sequence": True}}),
+    "pp2": (2, {"parallel": {"pipeline": 2}}),
+    "dp2": (2, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_learner_comes_back_bit_by_bit(layout: str, model: str) -> None:
+    """And the first update has no KL: the anchor's log-probabilities are bitwise the learner's own."""
+    world, sections = LAYOUTS[layout]
+    [alone] = run_ranks(1, there_and_back, model, {})
+    for found in run_ranks(world, there_and_back, model, sections):
+        assert found["same"]
+        assert found["anchor"]
+        assert found["moved"] > 1e-4
+        first, second = found["updates"]
+        assert first["kl_anchor"] == first["kl_anchor_k1"] == 0.0
+        assert second["kl_anchor"] > 0
+        if layout != "bfloat16":
+            assert second["kl_anchor"] == pytest.approx(alone["updates"][1]["kl_anchor"], rel=2e-2)
+            assert second["loss"] == pytest.approx(alone["updates"][1]["loss"], rel=2e-3)
+
+
+def of_another_shape(model: str, other: str) -> bool:
+    learner = build_learner(recipe(Path(model)))
+    before = state(learner)
+    with pytest.raises(UserError), holding(learner, Path(other)):
+        pass
+    return all(torch.equal(a, b) for a, b in zip(before, state(learner), strict=True))
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_learner_as_it_was(model: str, tmp_path: Path) -> None:
+    save_other(tmp_path, vocab_size=90, num_hidden_layers=2)
+    assert run_ranks(1, of_another_shape, model, str(tmp_path)) == [True]

@@ -1,0 +1,118 @@
+"""The KL penalty on whole runs: no KL at first, held back later, and bit by bit the same after a resume."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.phases.anchor import training_rewards
+from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.weights.fingerprint import fingerprint
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
+
+UPDATES = 6
+
+
+def sample(reward: float, behaviour: float, anchor: float | None) -> Sample:
+    ids, logprobs = np.zeros(3, np.int32), np.full(3, behaviour, np.float32)
+    held = None if anchor is None else np.full(3, anchor, np.float32)
+    return Sample(0, "p", ids, ids, logprobs, reward, 0, "stop", anchor_logprobs=held)
+
+
+def test_rewards_are_those_of_the_verifier_unless_the_kl_is_in_them() -> None:
+    samples = [sample(1.0, -1.0, -1.5), sample(0.0, -2.0, -1.0)]
+    np.testing.assert_array_equal(training_rewards(samples, ObjectiveSection()), [1.0, 0.0])
+    in_loss = ObjectiveSection(kl_anchor="start", kl_coef=0.1)
+    np.testing.assert_array_equal(training_rewards(samples, in_loss), [1.0, 0.0])
+    in_reward = ObjectiveSection(kl_anchor="start", kl_coef=0.1, kl_in="reward")
+    np.testing.assert_allclose(training_rewards(samples, in_reward), [1 - 0.1 * 1.5, 0.1 * 3])
+    with pytest.raises(ValueError, match="every sample's anchor_logprobs"):
+        training_rewards([*samples, sample(1.0, -1.0, None)], in_reward)
+
+
+def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
+    whole = np.random.default_rng(0).bytes(300_000)
+    for name, data in (("a", whole), ("b", whole), ("c", whole[:-1] + b"?"), ("d", whole[:-1])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(data)
+    a, b, c, d = (fingerprint(tmp_path / name) for name in "abcd")
+    assert a == b
+    assert len({a, c, d}) == 3
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose learning rate moves the policy far in each update; its run has a sealed stage and no more."""
+    folder = tmp_path_factory.mktemp("generated")
+    recipe = write_recipe(
+        folder / "recipe.toml",
+        save_model(folder / "model"),
+        folder / "run",
+        schedule={"stages": 1, "updates_per_stage": UPDATES},
+        rollout={"behaviour": "learner"},
+        optimizer={"lr": 1e-2},
+        checkpoint={"every_updates": 2, "keep": 9},
+        reward=COIN,
+    )
+    mugrpo("generate", recipe)
+    return recipe
+
+
+def optimized(generated: Path, run_dir: Path, *changes: str, code: int = 0) -> Any:
+    source = ["--stage", "0", "--from", generated.parent / "run"] if not run_dir.exists() else []
+    words = [w for change in (f"run.dir={run_dir}", *changes) for w in ("--set", change)]
+    done = mugrpo("optimize", generated, *source, *words, code=code)
+    if code:
+        return done
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
+
+
+def weights(run_dir: Path) -> bytes:
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
+
+
+START = ("objective.kl_anchor=start", "objective.kl_coef=0.5")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_run_stays_near_its_anchor_and_resumes_bit_by_bit(generated: Path, tmp_path: Path) -> None:
+    held = optimized(generated, tmp_path / "held", *START)
+    free = optimized(generated, tmp_path / "free", START[0])
+    assert held[0]["kl_anchor"] == held[0]["kl_anchor_k1"] == 0.0
+    assert held[0]["loss"] == free[0]["loss"]
+    assert held[0]["grad_norm"] == free[0]["grad_norm"]
+    assert 0 < held[-1]["kl_anchor"] < free[-1]["kl_anchor"]
+    assert (tmp_path / "held" / "anchor" / "stage00000.parquet").exists()
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "held", resumed)
+    for path in [*complete(resumed / "checkpoints"), resumed / "hf"]:
+        if path.name > "stage00000-age00002" or path.name == "hf":
+            shutil.rmtree(path)
+    shutil.rmtree(resumed / "anchor")  # the run's first weights are on disk, so it is computed again
+    optimized(generated, resumed, *START)
+    assert weights(resumed) == weights(tmp_path / "held")
+    assert weights(resumed) != weights(tmp_path / "free")
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_other_anchors(generated: Path, tmp_path: Path) -> None:
+    """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights."""
+    stage = optimized(generated, tmp_path / "stage", "objective.kl_anchor=stage", START[1])
+    start = optimized(generated, tmp_path / "start", *START)
+    assert [row["kl_anchor"] for row in stage] == [row["kl_anchor"] for row in start]
+    assert not (tmp_path / "stage" / "anchor").exists()
+    moved = f"objective.kl_anchor={tmp_path / 'stage' / 'hf'}"
+    towards = optimized(generated, tmp_path / "towards", moved, "objective.kl_coef=5")
+    assert towards[-1]["kl_anchor"] < towards[0]["kl_anchor"] > 0
+    refused = optimized(generated, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
+    assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr
