@@ -50,7 +50,15 @@ def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Curs
             "mismatch_max": float(distance.max()),
         },
     )
+    if run.is_main and run.recipe.track.wandb_project:
+        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
     probe(run, learner, cursor, age=0)
+
+
+def _shown(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """What a table of responses says about each."""
+    names = ("group", "problem", "text", "gold", "extracted", "why", "reward", "finish_reason")
+    return [{name: getattr(sample, name) for name in names} for sample in samples]
 
 
 def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
