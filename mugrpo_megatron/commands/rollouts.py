@@ -1,7 +1,8 @@
-"""`mugrpo rollouts`: show the responses of a sealed stage, and the tokens that the veto would drop."""
+"""`mugrpo rollouts`: show and search the responses of a sealed stage, and the tokens that the veto would drop."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,25 +12,22 @@ from typing import Literal
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
+from mugrpo_megatron.commands.rollouts_printing import Rollout, print_in_full, print_json, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.visible import visible
-from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
+from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
-CLIP = 48
-"""Characters of a prompt and of a response in the table."""
+RIGHT = 0.5
+"""Reward from which a response counts as right."""
 PIPED_WIDTH = 180
 """Columns where no terminal tells how many there are."""
 
@@ -42,27 +40,25 @@ class Selection:
     group: int | None = None
     min_reward: float | None = None
     max_reward: float | None = None
+    right: bool | None = None
+    """Only those with a reward of at least `RIGHT`, or only the others."""
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
     """Only those of which the veto drops tokens."""
+    grep: str | None = None
+    """Regular expression that the prompt, the response, or what is known of its score or its row contains."""
     limit: int = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A response, its update and its advantage."""
-
-    update: int
-    sample: Sample
-    advantage: float
-    stale: Stale | None
-    """None without a later policy."""
-
-
 def browse(
-    run_dir: Path, stage: int | None, selection: Selection, policy: Path | None, overrides: Sequence[str] = ()
+    run_dir: Path,
+    stage: int | None,
+    selection: Selection,
+    policy: Path | None,
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
 ) -> None:
-    """Print the selected responses: a table, or one group in full with its triggers marked.
+    """Print the selected responses: a table, one group in full with its triggers marked, or JSON lines.
 
     The veto is applied under `policy`, a Hugging Face checkpoint; with `selection.vetoed` by default the trained one
     in the run's `hf/`. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`. Raises
@@ -77,18 +73,19 @@ def browse(
     _check(selection, store, recipe)
     later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
     tokenizer = load_tokenizer(directory.hf if directory.hf.exists() else recipe.model.path)
-    chosen = islice(_rollouts(store, selection, later, recipe), min(selection.limit, sys.maxsize))
+    chosen = islice(_rollouts(store, selection, later, recipe, tokenizer), min(selection.limit, sys.maxsize))
     console = Console()
+    if as_json:
+        print_json(console, chosen)
+        return
     if not console.is_terminal:
         console.width = PIPED_WIDTH
     if note:
         console.print(note, markup=False)
     if selection.group is not None:
-        for rollout in chosen:
-            _print_in_full(console, rollout, tokenizer)
-        return
-    title = escape(visible(f"{run_dir}: stage {number}"))
-    console.print(_table(title, list(chosen), tokenizer, recipe.objective if later else None))
+        print_in_full(console, chosen, tokenizer)
+    else:
+        print_table(console, f"{run_dir}: stage {number}", chosen, recipe.objective if later else None)
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
@@ -120,23 +117,55 @@ def _check(selection: Selection, store: StageStore, recipe: Recipe) -> None:
         raise UserError(f"--limit {selection.limit}: is below 0")
 
 
-def _rollouts(store: StageStore, selection: Selection, later: LaterPolicy | None, recipe: Recipe) -> Iterator[Rollout]:
+def _rollouts(
+    store: StageStore,
+    selection: Selection,
+    later: LaterPolicy | None,
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Iterator[Rollout]:
     """The selected responses, read update by update, so that memory holds one update."""
     objective, updates = recipe.objective, range(store.updates)
+    pattern = _pattern(selection.grep)
     if selection.group is not None:
         selection = replace(selection, update=selection.group // recipe.rollout.prompts_per_update)
     for update in updates if selection.update is None else [selection.update]:
-        samples = store.read_update(update)
-        advantages = group_advantages(
-            np.array([s.reward for s in samples]), np.array([s.group for s in samples]), objective
-        )
-        places = [i for i, sample in enumerate(samples) if _fits(sample, advantages[i], selection)]
+        samples = store.read_update(update, whole=True)
+        groups = np.array([s.group for s in samples])
+        advantages = group_advantages(np.array([s.reward for s in samples]), groups, objective)
+        first = np.searchsorted(groups, groups)
+        places = [
+            i
+            for i, sample in enumerate(samples)
+            if _fits(sample, advantages[i], selection)
+            and (pattern is None or _matches(pattern, sample, _texts(sample, tokenizer)))
+        ]
         stale: list[Stale] | list[None] = [None] * len(places)
         if later and places:
             stale = later.assess([samples[i] for i in places], advantages[places], objective)
         for i, one in zip(places, stale, strict=True):
             if not selection.vetoed or (one is not None and one.dropped.any()):
-                yield Rollout(update, samples[i], float(advantages[i]), one)
+                yield Rollout(
+                    update, i - int(first[i]), samples[i], float(advantages[i]), *_texts(samples[i], tokenizer), one
+                )
+
+
+def _pattern(grep: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if grep is None else re.compile(grep)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(f"--grep {grep}: not a regular expression ({error})") from None
+
+
+def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Prompt and response as text."""
+    prompt = str(tokenizer.decode(sample.prompt_ids.tolist()))
+    return prompt, sample.text or str(tokenizer.decode(sample.response_ids.tolist()))
+
+
+def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str, str]) -> bool:
+    told = (*texts, sample.gold, sample.extracted, sample.why, sample.row, sample.problem)
+    return any(pattern.search(text) for text in told)
 
 
 def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
@@ -144,66 +173,7 @@ def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
         (selection.group is None or sample.group == selection.group)
         and (selection.min_reward is None or sample.reward >= selection.min_reward)
         and (selection.max_reward is None or sample.reward <= selection.max_reward)
+        and (selection.right is None or (sample.reward >= RIGHT) is selection.right)
         and (selection.advantage is None or np.sign(advantage) == SIGNS[selection.advantage])
         and (not selection.vetoed or advantage < 0)
     )
-
-
-def _table(
-    title: str, rollouts: list[Rollout], tokenizer: PreTrainedTokenizerBase, vetoed: ObjectiveSection | None
-) -> Table:
-    """`vetoed` is the objective whose veto was applied, None without a later policy."""
-    caption = None if vetoed is None else _legend(vetoed)
-    table = Table(title=title, caption=caption)
-    for name in ("update", "group", "reward", "advantage", "tokens", *(["lowest ratio", "dropped"] if vetoed else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("finish", no_wrap=True)
-    for name in ("prompt", "response"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=CLIP)
-    for rollout in rollouts:
-        sample, stale = rollout.sample, rollout.stale
-        table.add_row(
-            str(rollout.update),
-            str(sample.group),
-            f"{sample.reward:g}",
-            f"{rollout.advantage:+.2f}",
-            str(len(sample.response_ids)),
-            *([] if stale is None else [f"{stale.lowest_ratio:.1e}", str(int(stale.dropped.sum()))]),
-            sample.finish_reason,
-            *(escape(_text(tokenizer, ids).replace("\n", "⏎")) for ids in (sample.prompt_ids, sample.response_ids)),
-        )
-    return table
-
-
-def _legend(objective: ObjectiveSection) -> str:
-    """The caption that says what a trigger is and what is dropped."""
-    measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
-    return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
-
-
-def _print_in_full(console: Console, rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Prompt and response as text; triggers are in «», dropped tokens in ⟦⟧, visible in a pipe too."""
-    sample = rollout.sample
-    facts = f"reward {sample.reward:g}, advantage {rollout.advantage:+.2f}, {sample.finish_reason}"
-    console.rule(f"group {sample.group}, {escape(visible(sample.problem))}: {facts}")
-    console.print(Text(_text(tokenizer, sample.prompt_ids), style="dim"))
-    response = Text(_text(tokenizer, sample.response_ids)) if rollout.stale is None else _marked(rollout, tokenizer)
-    console.print(response)
-
-
-def _marked(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Text:
-    assert rollout.stale is not None
-    text, inside = Text(), False
-    stale = rollout.stale
-    for token, trigger, dropped in zip(rollout.sample.response_ids, stale.trigger, stale.dropped, strict=True):
-        if dropped != inside:
-            text.append("⟦" if dropped else "⟧", style="red")
-            inside = bool(dropped)
-        piece = _text(tokenizer, np.array([token]))
-        text.append(f"«{piece}»" if trigger else piece, style="bold red" if trigger else "red" if dropped else "")
-    return text.append("⟧", style="red") if inside else text
-
-
-def _text(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
-    """The tokens' text, with control characters shown as escapes."""
-    return visible(str(tokenizer.decode(ids.tolist())))

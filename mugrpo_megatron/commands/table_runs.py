@@ -12,6 +12,12 @@ def _takes_rollouts(parser: Parser) -> None:
     parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
     parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
     parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
+    parser.add_argument(
+        "--grep", metavar="REGEX", help="only where prompt, response, gold, answer, reason or row has it"
+    )
+    rightness = parser.add_mutually_exclusive_group()
+    rightness.add_argument("--right", action="store_const", const=True, help="only rewards of at least 0.5")
+    rightness.add_argument("--wrong", action="store_const", const=False, dest="right", help="only rewards below 0.5")
     parser.add_argument("--min-reward", type=float, metavar="R")
     parser.add_argument("--max-reward", type=float, metavar="R")
     parser.add_argument("--advantage", choices=["positive", "negative", "zero"])
@@ -20,6 +26,7 @@ def _takes_rollouts(parser: Parser) -> None:
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
     )
     parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
     takes_overrides(parser)
 
 
@@ -31,11 +38,13 @@ def _rollouts(options: Options) -> int:
         group=options.group,
         min_reward=options.min_reward,
         max_reward=options.max_reward,
+        right=options.right,
+        grep=options.grep,
         advantage=options.advantage,
         vetoed=options.vetoed,
         limit=options.limit,
     )
-    browse(options.run_dir, options.stage, selection, options.policy, options.overrides)
+    browse(options.run_dir, options.stage, selection, options.policy, options.overrides, options.json)
     return 0
 
 
@@ -54,6 +63,6 @@ def _report(options: Options) -> int:
 
 
 ROLLOUTS = Command(
-    "rollouts", "look at a stage's responses, and at what the veto takes out of them", _takes_rollouts, _rollouts
+    "rollouts", "show and search a stage's responses, and what the veto takes out of them", _takes_rollouts, _rollouts
 )
 REPORT = Command("report", "a page about a run, or about several; live while a run goes on", _takes_report, _report)

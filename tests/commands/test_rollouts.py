@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from rich.text import Text
 from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.commands.later_policy import LaterPolicy
 from mugrpo_megatron.commands.rollouts import Selection, browse
+from mugrpo_megatron.commands.rollouts_printing import Rollout, print_in_full, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
@@ -22,6 +27,7 @@ from tests.tiny import save_model, write_recipe
 
 PROMPTS, UPDATES = 2, 2
 PROMPT, RIGHT, WRONG = "12+34=", "46", "55+1"
+GOLD, FOUND = "4.6e1", "4 6"
 LOST = math.log(20_000)
 
 
@@ -54,7 +60,22 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model)(ids[None]).logits[0].float()
     logprobs = logits.log_softmax(-1)[torch.arange(len(prompt) - 1, len(ids) - 1), ids[len(prompt) :]]
-    return Sample(group, f"test:{group}", prompt, answer, logprobs.numpy(), reward, 0, "stop")
+    return Sample(
+        group,
+        f"test:{group}",
+        prompt,
+        answer,
+        logprobs.numpy(),
+        reward,
+        0,
+        "stop",
+        text=response,
+        gold=GOLD,
+        extracted=FOUND if reward else "",
+        why="" if reward else "no answer",
+        components={"math": reward},
+        row=json.dumps({"question": "a\x7f?", "level": group}),
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +141,53 @@ def test_a_group_is_printed_with_its_triggers_marked(
     assert "⟦+1⟧" in shown
 
 
+@pytest.mark.parametrize(
+    ("selection", "texts"),
+    [
+        (Selection(right=True), [RIGHT] * 4),
+        (Selection(right=False, limit=3), [WRONG] * 3),
+        (Selection(grep="no answer"), [WRONG] * 4),
+        (Selection(grep=r'"level": [12]\}', right=True), [RIGHT] * 2),
+        (Selection(grep=r"^12\+34=$", update=0), [RIGHT, WRONG] * 2),
+        (Selection(grep="nowhere"), []),
+    ],
+)
+def test_json_has_every_fact_of_the_responses_searched_for(
+    selection: Selection, texts: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browse(run_dir, 0, selection, None, as_json=True)
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["text"] for row in rows] == texts
+    assert out.replace("\n", "").isprintable()
+    for row in rows:
+        right = row["text"] == RIGHT
+        assert row["prompt"] == PROMPT
+        assert row["gold"] == GOLD
+        assert (row["extracted"], row["why"]) == ((FOUND, "") if right else ("", "no answer"))
+        assert row["components"] == {"math": row["reward"]} == {"math": float(right)}
+        assert row["advantage"] == pytest.approx(0.7071 if right else -0.7071, abs=1e-4)
+        assert row["row"] == {"question": "a\x7f?", "level": row["group"]}
+        assert row["response"] == (0 if right else 1)
+        assert row["update"] == row["group"] // PROMPTS
+
+
+@pytest.mark.parametrize("colour", [True, False])
+def test_eighty_columns_hold_what_a_response_was_and_why(model: Path, colour: bool) -> None:
+    long = sample(model, 3, WRONG, 0.0)
+    shown = [Rollout(1, place, long, -0.707, PROMPT, "a long\nresponse " * 20, None) for place in range(2)]
+    screen = Console(width=80, file=io.StringIO(), force_terminal=colour, color_system="truecolor" if colour else None)
+    print_table(screen, "run: stage 0", shown, None)
+    print_in_full(screen, shown, load_tokenizer(model))
+    assert isinstance(screen.file, io.StringIO)
+    told = screen.file.getvalue()
+    assert ("\x1b[" in told) is colour
+    lines = [Text.from_ansi(line).plain for line in told.splitlines()]
+    assert max(map(len, lines)) <= 80
+    for fact in (GOLD, "a long⏎response", "group 3", "response 1: reward 0", "why: no answer", "row.level: 3", WRONG):
+        assert any(fact in line for line in lines), fact
+
+
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run directory"):
         browse(tmp_path, None, Selection(), None)
@@ -127,5 +195,7 @@ def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:
         browse(run_dir, 3, Selection(), None)
     with pytest.raises(UserError, match="0 to 1"):
         browse(run_dir, 0, Selection(update=9), None)
+    with pytest.raises(UserError, match=r"--grep \(: not a regular expression"):
+        browse(run_dir, 0, Selection(grep="("), None)
     with pytest.raises(UserError, match="--policy"):
         browse(run_dir, 0, Selection(vetoed=True), None)

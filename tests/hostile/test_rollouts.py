@@ -41,12 +41,12 @@ def run_dir(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("options", ["", "--group 0", "--group 1 --policy {model}"])
+@pytest.mark.parametrize("options", ["", "--group 0", "--group 1 --policy {model}", "--json"])
 def test_model_output_does_not_reach_the_terminal_raw(options: str, model: Path, run_dir: Path) -> None:
     ended = command("rollouts", run_dir, *options.format(model=model).split())
     assert ended.code == 0
     assert ended.out.replace("\n", "").isprintable()
-    assert "\\x1b]0;owned\\x07" in ended.out
+    assert ("\\u001b]0;owned\\u0007" if options == "--json" else "\\x1b]0;owned\\x07") in ended.out
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,8 @@ def test_model_output_does_not_reach_the_terminal_raw(options: str, model: Path,
         "--stage -1",
         "--stage 99999999999999999999",
         "--group 1.5",
+        "--grep [",
+        "--right --wrong",
         "--min-reward x",
         "--advantage none",
         "--vetoed",
