@@ -180,7 +180,9 @@ def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
 
 def surrogate_of(config: ObjectiveSection) -> Surrogate:
     """The token loss that `config.surrogate` names. Raises UserError where the user's own cannot be loaded."""
-    return SURROGATES[config.surrogate] if config.surrogate in SURROGATES else load_function(config.surrogate)
+    if config.surrogate in SURROGATES:
+        return SURROGATES[config.surrogate]
+    return load_function("objective.surrogate", config.surrogate)
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def measure_of(section: RewardSection) -> Measure:
     The function decides, not the rewards it returned, so a run's figures keep one name. Format rewards and overlong
     penalties apply to training only.
     """
-    return "accuracy" if section.function == "math" else "reward"
+    return "accuracy" if section.is_right_or_wrong else "reward"
 
 
 def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:

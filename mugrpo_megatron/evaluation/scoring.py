@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.rewards.items import Asked
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
-from mugrpo_megatron.samples import Prompt, Response
+from mugrpo_megatron.samples import Problem, Prompt, Response
 
 Group = tuple[Prompt, list[Response]]
 """The responses to one prompt, as `Engine.generate` yields them."""
@@ -47,10 +48,22 @@ class Scorer:
         for prompt, responses in groups:
             ids = [response.ids.tolist() for response in responses]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            pending = self._verifier.submit(texts, [prompt.problem.answer] * len(texts))
+            pending = self._submit(prompt.problem, texts, ids)
             self._waiting.append((prompt, responses, texts, pending))
             while self._waiting and self._waiting[0][-1].done():
                 yield self._next()
+
+    def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]]) -> Pending:
+        n = len(texts)
+        return self._verifier.submit(
+            texts,
+            [problem.gold] * n,
+            [problem.row] * n,
+            [asked_of(problem)] * n,
+            answers=[problem.answer] * n,
+            sources=[problem.data_source] * n,
+            ids=ids,
+        )
 
     def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:
         """Wait for the groups that are still pending, and yield them; once `stopping()`, drop those without scores."""
@@ -65,6 +78,11 @@ class Scorer:
     def _next(self) -> ScoredGroup:
         prompt, responses, texts, pending = self._waiting.popleft()
         return ScoredGroup(prompt, responses, texts, pending.result())
+
+
+def asked_of(problem: Problem) -> Asked:
+    """What the model was asked: the messages where the problem is a chat, else the question."""
+    return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
 
 
 def scored(

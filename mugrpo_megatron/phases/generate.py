@@ -173,13 +173,14 @@ def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
     problem = group.prompt.problem
     prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
     limit = recipe.rollout.max_response_tokens
-    rewards = [
+    scores = [
         shaped(score, len(response.ids), limit, recipe.reward)
         for response, score in zip(group.responses, group.scores, strict=True)
     ]
-    advantages = group_advantages(np.array(rewards), np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    rewards = np.array([score.reward for score in scores])
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
-    scored = zip(group.responses, group.texts, group.scores, rewards, advantages.tolist(), strict=True)
+    scored = zip(group.responses, group.texts, scores, advantages.tolist(), strict=True)
     return [
         Sample(
             group=group.prompt.index,
@@ -187,17 +188,18 @@ def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             prompt_ids=prompt_ids,
             response_ids=response.ids,
             behaviour_logprobs=response.logprobs,
-            reward=reward,
+            reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
             text=as_text(text),
             gold=gold,
             extracted=as_text(score.extracted),
             why=as_text(score.why),
+            components=score.components,
             advantage=advantage,
             row=row,
         )
-        for response, text, score, reward, advantage in scored
+        for response, text, score, advantage in scored
     ]
 
 

@@ -60,6 +60,8 @@ def _type(annotation: Any) -> str:
         return "tables by name"
     if get_origin(annotation) is dict:
         return "table"
+    if get_origin(annotation) is tuple:
+        return "list"
     names = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
     if annotation in names:
         return names[annotation]
@@ -68,8 +70,14 @@ def _type(annotation: Any) -> str:
 
 
 def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
     value = field.get_default(call_default_factory=True)
-    return "unset" if value is None or value == {} else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        "unset"
+        if value is None or value in ({}, ())
+        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 if __name__ == "__main__":

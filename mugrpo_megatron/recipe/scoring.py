@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from mugrpo_megatron.recipe.objective import Section
 
@@ -17,13 +17,38 @@ MEAN = "mean"
 """The name of all sets together in a metric; no set gets it."""
 
 
+MATH = "math"
+"""The name of the built-in reward function."""
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+"""Of a reward function: it is part of a metric's name."""
+SHAPING = ("format", "overlong")
+"""Names of the terms that are added to what the functions give."""
+
+
+class FunctionSection(Section):
+    """One of several reward functions; the reward is the sum of weight x reward over those that apply."""
+
+    function: str = Field(min_length=1)
+    """`math` or a user's `module:function`."""
+    weight: float = 1.0
+    """Factor of its reward; 0 calls it for the metrics alone."""
+    sources: tuple[str, ...] = ()
+    """Values of `data_source` (else names of data sets) whose responses it scores; empty scores all."""
+    timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
+    """Unset takes `reward.timeout_s`."""
+    worker_memory_mb: PositiveInt | None = None
+    """Unset takes `reward.worker_memory_mb`."""
+
+
 class RewardSection(Section):
     """How a response becomes a number."""
 
-    function: str = "math"
-    """`math` (math-verify) or a user's `module:function`."""
+    function: str = MATH
+    """`math` (math-verify) or a user's `module:function`, called by the names of its parameters."""
+    functions: dict[str, FunctionSection] = Field(default_factory=dict)
+    """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: NonNegativeInt = 0
-    """Verifier processes on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
+    """Processes of each function on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
@@ -53,6 +78,41 @@ class RewardSection(Section):
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"not a regular expression: {error}") from None
         return pattern
+
+    @model_validator(mode="after")
+    def _check_functions(self) -> Self:
+        if self.functions and self.function != MATH:
+            raise ValueError("function and functions are both set; make the one function an entry of functions")
+        for name in self.functions:
+            if not NAME.fullmatch(name) or name in SHAPING:
+                raise ValueError(
+                    f"functions.{name}: name it with letters, digits, - and _, and not {' or '.join(SHAPING)}"
+                )
+        if self.functions and not any(one.weight for one in self.functions.values()):
+            raise ValueError("functions: every weight is 0, so every reward would be")
+        return self
+
+    @property
+    def table(self) -> dict[str, FunctionSection]:
+        """The reward functions by name; one that is alone is called as its function is."""
+        if self.functions:
+            return self.functions
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", self.function.rpartition(":")[2]) or "reward"
+        return {f"{name}_" if name in SHAPING else name: FunctionSection(function=self.function)}
+
+    @property
+    def is_right_or_wrong(self) -> bool:
+        """Whether the reward is `math`'s verdict, 1 or 0."""
+        return not self.functions and self.function == MATH
+
+    def functions_of(self, source: str) -> tuple[str, ...]:
+        """The names of the functions that score responses to problems of a `data_source`, in the recipe's order."""
+        return tuple(name for name, one in self.table.items() if not one.sources or source in one.sources)
+
+    def any_gold(self, source: str) -> bool:
+        """Whether golds of a `data_source` may be any JSON value: `math` does not read them."""
+        table = self.table
+        return all(table[name].function != MATH for name in self.functions_of(source))
 
 
 class SetSection(Section):

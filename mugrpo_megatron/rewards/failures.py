@@ -16,12 +16,13 @@ _SHOWN = 60
 class FailureCount:
     """The failures among the latest WINDOW responses."""
 
-    def __init__(self, section: RewardSection) -> None:
-        self._section = section
+    def __init__(self, section: RewardSection, title: str = "reward.function") -> None:
+        """`title` is what the message calls the function."""
+        self._section, self._title = section, title
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._failures = 0
 
-    def add(self, failed: bool, why: str, response: str, gold: str) -> None:
+    def add(self, failed: bool, why: str, response: str, gold: object) -> None:
         """Count one response; UserError when the failures exceed `reward.max_failure_share`.
 
         Their share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses
@@ -34,12 +35,14 @@ class FailureCount:
         share = self._section.max_failure_share
         if failed and self._failures > share * max(FIRST, len(self._failed)):
             raise UserError(
-                f"reward.function {self._section.function!r} failed on {self._failures} of the latest "
+                f"{self._title} failed on {self._failures} of the latest "
                 f"{len(self._failed)} responses, the last time with {why.removeprefix('failed: ')}, for the response "
                 f"{_short(response)} and the gold {_short(gold)}: fix the function, or raise reward.max_failure_share "
                 f"(now {share:g})"
             )
 
 
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    short = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return repr(short) if isinstance(value, str) else short

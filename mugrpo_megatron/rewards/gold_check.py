@@ -20,7 +20,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
     doubtful = [problem for problem in problems if not is_integer(problem.answer)]
     if not doubtful:
         return {}
-    checking = {"function": SELF_CHECK, "max_failure_share": 1.0, "format_weight": 0.0}
+    checking = {"function": SELF_CHECK, "functions": {}, "max_failure_share": 1.0, "format_weight": 0.0}
     with Verifier(section.model_copy(update=checking)) as verifier:
         scores = verifier.score([problem.answer for problem in doubtful], [problem.answer for problem in doubtful])
     return {

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.extract import answer_of, is_integer
-from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.rewards.items import Verdict
 
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
@@ -16,16 +16,16 @@ _WRITTEN_OUT = re.compile(
 )
 
 
-def settle(response: str, gold: str, section: RewardSection) -> Score | str:
-    """The score of a response when its characters decide it, else the answer that math-verify has to compare."""
+def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
+    """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
     answer = answer_of(response, section.extract)
     verdict = literal_verdict(answer, gold)
     if verdict is not None:
-        return Score(float(verdict), answer, "equal" if verdict else "differs from the gold answer", 0.0)
+        return Verdict(float(verdict), answer, "equal" if verdict else "differs from the gold answer")
     if not answer:
-        return Score(0.0, "", "no answer found", 0.0)
+        return Verdict(0.0, "", "no answer found")
     if len(answer) > section.max_answer_chars:
-        return Score(0.0, answer[:200], f"answer longer than {section.max_answer_chars} characters", 0.0)
+        return Verdict(0.0, answer[:200], f"answer longer than {section.max_answer_chars} characters")
     return answer
 
 

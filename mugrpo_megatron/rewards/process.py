@@ -66,16 +66,21 @@ class WorkerProcess:
         return signal.Signals(code - 128).name if code > 128 else f"exit code {code}"
 
 
-def start_worker(section: RewardSection) -> WorkerProcess:
-    """Start a worker and its guard: no fork of a process with threads, no second import of its main module."""
+def start_worker(section: RewardSection, key: str) -> WorkerProcess:
+    """Start a worker of `section.function`, which the recipe has at `key`, and its guard.
+
+    No fork of a process with threads, no second import of its main module.
+    """
     ours, theirs = socket.socketpair()
     limit = struct.pack("ll", int(section.timeout_s) + 1, 0)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     options = {
+        "key": key,
         "function": section.function,
         "policy": section.policy,
         "memory_mb": section.worker_memory_mb,
+        "timeout_s": section.timeout_s,
         "alarm_s": section.timeout_s * ALARM_SHARE,
         "format_pattern": section.format_pattern if section.format_weight else None,
     }

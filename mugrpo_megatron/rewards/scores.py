@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,13 +12,16 @@ class Score:
     """The score of one response."""
 
     reward: float
+    """The weighted sum of what the reward functions gave."""
     extracted: str
-    """The answer that was compared; empty when none was found, or for a user's function."""
+    """The answer that was compared; empty when none was found, or when no function names it."""
     why: str
     seconds: float
-    """Grading time in a worker; 0 when no worker was needed."""
+    """Time in a worker; 0 when no worker was needed."""
     well_formed: bool | None = None
     """Whether the response matches `reward.format_pattern` exactly once; None without `reward.format_weight`."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What each function gave, and each term of the shaping, by name and before weights."""
 
 
 class Pending:

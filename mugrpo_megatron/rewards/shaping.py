@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.scores import Score
 
+FORMAT, OVERLONG = "format", "overlong"
+"""Names of the terms among `Score.components`."""
 
-def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> float:
-    """The reward that training uses; reported accuracy uses the verdict alone.
+
+def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -> Score:
+    """The score that training uses; reported accuracy uses the verdict alone.
+
+    Each term that the recipe asks for is one of the components, between 0 and 1.
 
     Args:
         score: the verdict, from a verifier with the same `section`.
         tokens: response tokens, of at most `max_tokens`.
     """
-    reward = score.reward
-    if score.well_formed:
-        reward += section.format_weight
+    reward, terms = score.reward, {}
+    if score.well_formed is not None:
+        terms[FORMAT] = float(score.well_formed)
+        reward += section.format_weight * terms[FORMAT]
     if section.overlong_buffer_tokens:
-        reward -= section.overlong_penalty * overlong(tokens, max_tokens, section.overlong_buffer_tokens)
-    return reward
+        terms[OVERLONG] = overlong(tokens, max_tokens, section.overlong_buffer_tokens)
+        reward -= section.overlong_penalty * terms[OVERLONG]
+    return replace(score, reward=reward, components={**score.components, **terms}) if terms else score
 
 
 def overlong(tokens: int, max_tokens: int, buffer: int) -> float:

@@ -1,97 +1,89 @@
-"""A verifier worker: reads batches of comparisons from a socket, grades them one by one, answers after each.
+"""A verifier worker: reads batches of calls from a socket, makes them one by one, answers after each.
 
-Started by rewards/guard.py. It limits its own address space, gives up on a comparison when its alarm rings, retires
-when it has grown, and may be killed at any time.
+Started by rewards/guard.py. It limits its own address space, gives up on a call when its alarm rings, retires when it
+has grown, and may be killed at any time.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import resource
 import signal
-import sys
 import time
-import traceback
-from collections.abc import Callable
-from functools import partial
-from importlib import import_module
+from collections.abc import Callable, Sequence
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 
 ALARM_AGAIN_S = 0.25
 """Processor seconds. The alarm repeats: the first may ring where an exception is swallowed, as in a finalizer."""
 GROWN = 0.75
 """Share of the memory limit at which a worker retires, so that one answer's leftovers do not fail another."""
-MAX_WHY = 300
+ASYNC_SHARE = 0.875
+"""Share of the wall-clock limit after which an `async` function is cancelled for a response."""
 
-Grade = Callable[[str, str], tuple[float, str]]
+Grade = Callable[[Sequence[Item]], Sequence[Verdict | BaseException]]
 
 
 class TooLate(BaseException):
     """The alarm rang. Not an Exception, so that no `except Exception` of a library swallows it."""
 
 
-class Graded(NamedTuple):
-    """A worker's answer to one comparison, as it goes over the socket."""
+def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
+    """The function that the options name, and what it needs. Raises UserError for a user's that cannot be loaded."""
+    if options["function"] == "math":
+        from mugrpo_megatron.rewards.math import grade
 
-    reward: float
-    why: str
-    seconds: float
-    failed: bool
-    """Whether the function raised, returned no finite number, or ran into the alarm."""
-    well_formed: bool | None
-    """Whether the response matches `reward.format_pattern` once; None where nothing is to be matched."""
-    retires: bool
-    """Whether the worker ends after this answer."""
+        def graded_by_math(items: Sequence[Item]) -> list[Verdict]:
+            found = [grade(item.response, item.gold, options["policy"]) for item in items]
+            return [Verdict(reward, "", why) for reward, why in found]
 
+        return graded_by_math, Needs()
+    from mugrpo_megatron.errors import UserError
+    from mugrpo_megatron.recipe.functions import load_function
+    from mugrpo_megatron.rewards.callers import Caller
+    from mugrpo_megatron.rewards.forms import Unsupported
 
-def load_function(name: str, policy: str) -> Grade:
-    """`math`, or `module:function` (response, answer) -> float; raises whatever importing it raises.
-
-    Only a user's function is looked up in the current directory, after all other places.
-    """
-    if name == "math":
-        return partial(import_module("mugrpo_megatron.rewards.math").grade, policy=policy)
-    module, _, attribute = name.partition(":")
-    if module.partition(".")[0] != "mugrpo_megatron":
-        sys.path.append(os.getcwd())
-    function = getattr(import_module(module), attribute)
-    return partial(_grade_with, function, name)
-
-
-def _grade_with(function: Callable[[str, str], float], name: str, response: str, answer: str) -> tuple[float, str]:
-    returned = function(response, answer)
-    if isinstance(returned, str | bytes) or not hasattr(returned, "__float__"):
-        raise TypeError(f"{name} returned {str(returned)[:80]!r}, a {type(returned).__name__} and not a number")
-    reward = float(returned)
-    if not math.isfinite(reward):
-        raise ValueError(f"{name} returned {reward}")
-    return reward, name
-
-
-def graded(grade: Grade, answer: str, gold: str, alarm_s: float) -> Graded:
-    """The verdict on one comparison. MemoryError ends the process; anything else that goes wrong scores 0."""
-    start = time.perf_counter()
-    failed = True
+    name = options["function"]
     try:
-        signal.setitimer(signal.ITIMER_PROF, alarm_s, ALARM_AGAIN_S)
-        reward, why = grade(answer, gold)
+        caller = Caller(load_function(options["key"], name), name, options["timeout_s"] * ASYNC_SHARE)
+    except Unsupported as error:
+        raise UserError(f"{options['key']} {name!r} {error}") from None
+    return caller, caller.needs
+
+
+def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Verdict], bool]:
+    """A verdict on each item, and whether the alarm rang. MemoryError ends the process; other failures score 0."""
+    start = time.perf_counter()
+    found: Sequence[Verdict | BaseException]
+    try:
+        signal.setitimer(signal.ITIMER_PROF, alarm_s * len(items), ALARM_AGAIN_S)
+        found = grade(items)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        failed = False
-    except TooLate:
+    except TooLate as error:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        reward, why = 0.0, f"gave up after {alarm_s:g} s"
+        found = [error] * len(items)
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:  # an answer may break a parser in any way; it scores 0 and the run goes on
         signal.setitimer(signal.ITIMER_PROF, 0)
-        reward, why = 0.0, f"failed: {_told(error)}"
-    return Graded(reward, why, time.perf_counter() - start, failed, None, False)
+        found = [error] * len(items)
+    if any(isinstance(one, MemoryError) for one in found):
+        raise MemoryError
+    seconds = (time.perf_counter() - start) / len(items)
+    late = f"gave up after {alarm_s * len(items):g} s"
+    verdicts = [
+        one._replace(seconds=seconds)
+        if isinstance(one, Verdict)
+        else Verdict(0.0, "", late if isinstance(one, TooLate) else _failure(one), seconds, True)
+        for one in found
+    ]
+    return verdicts, any(isinstance(one, TooLate) for one in found)
 
 
 def well_formed(response: str, pattern: str, alarm_s: float) -> bool:
@@ -108,6 +100,8 @@ def well_formed(response: str, pattern: str, alarm_s: float) -> bool:
 
 def serve(socket: int, given: str) -> None:
     """Limit this process, load the function and grade until the parent is gone. `given`: the options as JSON."""
+    from mugrpo_megatron.errors import UserError
+
     options = json.loads(given)
     memory = options["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -115,11 +109,11 @@ def serve(socket: int, given: str) -> None:
     signal.signal(signal.SIGPROF, _on_alarm)
     connection = Connection(socket)
     try:
-        grade = load_function(options["function"], options["policy"])
-    except (Exception, SystemExit) as error:  # a user's module may fail in any way when it is imported
-        connection.send_bytes(json.dumps({"failed": _told(error)}).encode())
+        grade, needs = load(options)
+    except UserError as error:
+        connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    connection.send_bytes(b"{}")
+    connection.send_bytes(json.dumps({"needs": needs}).encode())
     try:
         _serve(connection, grade, options["alarm_s"], options["format_pattern"], GROWN * memory)
     except (MemoryError, TooLate, OSError):  # the parent says what became of the response, or is gone
@@ -127,27 +121,41 @@ def serve(socket: int, given: str) -> None:
 
 
 def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | None, max_bytes: float) -> None:
-    """Grade batches until the parent is gone or `max_bytes` are in use."""
+    """Make the calls of one batch after the other, until the parent is gone or `max_bytes` are in use."""
     while True:
         try:
             batch = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        for answer, gold, response in batch:
-            # Without an answer the verdict is known, and only the response's form is asked for.
-            found = Graded(0.0, "", 0.0, False, None, False) if answer is None else graded(grade, answer, gold, alarm_s)
-            formed = None if response is None or pattern is None else well_formed(response, pattern, alarm_s)
-            found = found._replace(well_formed=formed, retires=_address_space() > max_bytes)
-            connection.send_bytes(json.dumps(found).encode())
-            if found.retires:
+        for call in batch["calls"]:
+            items = [_item(response, batch["subjects"][subject], ids) for response, _, subject, ids in call]
+            late = False
+            if call[0][0] is None:  # the verdict is known, and only the response's form is asked for
+                verdicts = [Verdict(0.0, "", "")]
+            else:
+                verdicts, late = graded(grade, items, alarm_s)
+            for place, (_, form, _, _) in enumerate(call):
+                if form is not None and pattern is not None:
+                    verdicts[place] = verdicts[place]._replace(well_formed=well_formed(form, pattern, alarm_s))
+            # A loop that an alarm left may go on with what was in it.
+            retires = _address_space() > max_bytes or (late and getattr(grade, "is_async", False))
+            connection.send_bytes(json.dumps({"verdicts": verdicts, "retires": retires}).encode())
+            if retires:
                 return
 
 
-def _told(error: BaseException) -> str:
-    """An exception's type, text and place; no place when this module itself raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:MAX_WHY] + place
+def _item(response: str | None, subject: Sequence[Any], ids: Sequence[int]) -> Item:
+    gold, row, prompt, source = subject
+    return Item(response or "", gold, "", row, prompt, source, ids)
+
+
+def _failure(error: BaseException) -> str:
+    from mugrpo_megatron.recipe.functions import told
+    from mugrpo_megatron.rewards import callers
+
+    if isinstance(error, callers.GaveUp):
+        return str(error)
+    return f"failed: {told(error, __file__, callers.__file__)}"
 
 
 def _on_alarm(_number: int, _frame: Any) -> None:

@@ -106,7 +106,7 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
 
 def _check_own_loss(recipe: Recipe) -> None:
     if recipe.objective.surrogate_depends_on is not None:
-        load_function(recipe.objective.surrogate)
+        load_function("objective.surrogate", recipe.objective.surrogate)
 
 
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:

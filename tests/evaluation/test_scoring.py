@@ -24,7 +24,7 @@ class Slow:
     def __init__(self) -> None:
         self.submitted: list[tuple[Pending, list[str], list[str]]] = []
 
-    def submit(self, responses: Sequence[str], golds: Sequence[str]) -> Pending:
+    def submit(self, responses: Sequence[str], golds: Sequence[str], *about: object, **known: object) -> Pending:
         pending = Pending(len(responses))
         self.submitted.append((pending, list(responses), list(golds)))
         return pending

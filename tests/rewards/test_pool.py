@@ -12,7 +12,8 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.pool import BATCH, Verifier
+from mugrpo_megatron.rewards.calls import BATCH
+from mugrpo_megatron.rewards.pool import Verifier
 from tests.rewards.hostile import KINDS, hostile_answers
 
 pytestmark = pytest.mark.process

@@ -13,13 +13,16 @@ from mugrpo_megatron.rewards.worker import well_formed
 
 
 def test_nothing_is_added_by_default() -> None:
-    assert shaped(Score(1.0, "", "", 0.0), 100, 100, RewardSection()) == 1.0
+    score = Score(1.0, "", "", 0.0, components={"math": 1.0})
+    assert shaped(score, 100, 100, RewardSection()) == score
 
 
-def test_format_and_length_add_up() -> None:
+def test_format_and_length_add_up_and_are_components() -> None:
     section = RewardSection(format_weight=0.25, overlong_buffer_tokens=40, overlong_penalty=0.5)
-    assert shaped(Score(1.0, "", "", 0.0, True), 80, 100, section) == pytest.approx(1.0 + 0.25 - 0.5 * 0.5)
-    assert shaped(Score(0.0, "", "", 0.0, False), 60, 100, section) == 0.0
+    score = shaped(Score(1.0, "", "", 0.0, True, {"math": 1.0}), 80, 100, section)
+    assert score.reward == pytest.approx(1.0 + 0.25 - 0.5 * 0.5)
+    assert score.components == {"math": 1.0, "format": 1.0, "overlong": 0.5}
+    assert shaped(Score(0.0, "", "", 0.0, False), 60, 100, section).reward == 0.0
 
 
 @given(st.integers(0, 200), st.integers(1, 100))

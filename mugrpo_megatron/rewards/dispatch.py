@@ -1,0 +1,276 @@
+"""Dispatches the calls of one reward function to worker processes with a hard wall-clock kill; from any thread."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.recipe.scoring import MATH, RewardSection
+from mugrpo_megatron.rewards.calls import BATCH, Call, Form, Taker, Worker, calls_of, message, next_batch
+from mugrpo_megatron.rewards.failures import FailureCount
+from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+from mugrpo_megatron.rewards.literal import settle
+from mugrpo_megatron.rewards.process import start_worker
+
+START_TIMEOUT_S = 120.0
+CACHE_ENTRIES = 16_384
+
+Comparison = tuple[str | None, str, str | None]
+"""(answer, gold, response where its form counts) of `math`. No answer: the verdict is known."""
+
+
+class Dispatcher:
+    """One reward function's queue and workers. Workers start when the first response needs one.
+
+    A call is given up after an eighth of `timeout_s` in processor time. If that alarm has no effect, the worker is
+    killed at `timeout_s` and replaced, and the rest of its batch goes to other workers. Both score 0. A call over n
+    responses has n times these limits.
+    """
+
+    def __init__(self, section: RewardSection, key: str) -> None:
+        """`section` is that of `section.function`, which the recipe has at `key`."""
+        self._section, self._key = section, key
+        self._title = f"{key} {section.function!r}"
+        self._is_math = section.function == MATH
+        self._needs = Needs()
+        self._limit = section.workers or max(1, usable_cores() // 2)
+        self._failures = FailureCount(section, self._title)
+        self._lock = threading.Lock()  # guards the four below
+        self._error: Exception | None = None
+        self._queue: deque[Call] = deque()
+        self._open: dict[Comparison, Call] = {}
+        self._cache: OrderedDict[Comparison, Verdict] = OrderedDict()
+        self._workers: list[Worker] = []  # only the dispatching thread uses it
+        self._wake_out, self._wake_in = os.pipe()
+        self._closing = False
+        self._loaded = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"verifier: {key}", daemon=True)
+
+    def start(self) -> None:
+        """Start dispatching, and load a user's function."""
+        self._thread.start()
+
+    def wait_loaded(self) -> None:
+        """Return when a user's function is loaded; raises UserError when it cannot be, so at the start."""
+        if not self._is_math:
+            self._loaded.wait()
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """End every worker; what is still to be scored fails."""
+        self._closing = True
+        self._wake()
+        self._thread.join()
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
+    def submit(self, taker: Taker, places: Sequence[int], items: Sequence[Item], forms: Sequence[Form]) -> None:
+        """Start scoring the items and return at once; `forms` holds the responses whose form is asked for as well.
+
+        Literal answers are scored here, the others go to the workers. Raises what ended the dispatcher, when it has
+        ended.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._is_math:
+            wanted = zip(places, items, forms, strict=True)
+            queued = [self._compare(taker, place, item, form) for place, item, form in wanted]
+        else:
+            queued = [self._put(call) for call in calls_of(taker, places, items, forms, self._needs.responses)]
+        if any(queued):
+            self._wake()
+
+    def _compare(self, taker: Taker, place: int, item: Item, form: Form) -> bool:
+        """Score by `math`; whether something was queued."""
+        settled = settle(item.response, item.answer, self._section)
+        if isinstance(settled, str):
+            return self._put(Call([Item(settled, item.answer, item.answer)], [form], [(taker, place)]))
+        if form is None:
+            taker.put(place, settled)
+            return False
+        return self._put(Call([Item("", item.answer, item.answer)], [form], [(taker, place)], settled))
+
+    def _put(self, call: Call) -> bool:
+        """Whether a new call was queued; a comparison that is cached or in flight is not repeated."""
+        key = self._compared(call)
+        found = None
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if key is not None and (found := self._cache.get(key)):
+                self._cache.move_to_end(key)
+            elif key is not None and (same := self._open.get(key)):
+                same.waiting += call.waiting
+                return False
+            else:
+                self._queue.append(call)
+                if key is not None:
+                    self._open[key] = call
+        if found is not None:
+            call.answer([found])
+        return found is None
+
+    def _compared(self, call: Call) -> Comparison | None:
+        """What `math` compares; None for a user's function, which may give the same response another reward."""
+        if not self._is_math:
+            return None
+        item = call.items[0]
+        return None if call.known else item.response, item.answer, call.forms[0]
+
+    def _finish(self, call: Call, verdicts: Sequence[Verdict]) -> None:
+        if not self._is_math:
+            try:
+                for item, verdict in zip(call.items, verdicts, strict=True):
+                    self._failures.add(verdict.failed, verdict.why, item.response, item.gold)
+            except UserError as error:
+                call.fail(error)
+                raise
+        elif call.known:
+            verdicts = [call.known._replace(well_formed=verdicts[0].well_formed)]
+        else:
+            verdicts = [verdicts[0]._replace(extracted=call.items[0].response)]
+        if (key := self._compared(call)) is not None:
+            with self._lock:
+                self._open.pop(key, None)
+                self._cache[key] = verdicts[0]
+                if len(self._cache) > CACHE_ENTRIES:
+                    self._cache.popitem(last=False)
+        call.answer(verdicts)
+
+    def _give_up(self, call: Call, why: str, seconds: float = 0.0) -> None:
+        """Score 0 a call that ended its worker."""
+        share = seconds / len(call.items)
+        self._finish(call, [Verdict(0.0, "", why, share, True, None if form is None else False) for form in call.forms])
+
+    def _wake(self) -> None:
+        os.write(self._wake_in, b"x")
+
+    def _run(self) -> None:
+        """The dispatching thread. However it ends, every caller gets an answer and every worker is killed."""
+        failure: Exception = RuntimeError("the verifier was closed before everything was scored")
+        try:
+            while not self._closing:
+                self._dispatch()
+                self._handle_events()
+        except Exception as error:
+            failure = error
+            self._closing = True
+        finally:
+            self._fail_all(failure)
+            for worker in self._workers:
+                worker.process.end()
+            for worker in self._workers:
+                worker.process.kill()
+
+    def _handle_events(self) -> None:
+        """Wait for a result, a worker's death, a deadline or new work, and handle what happened."""
+        deadlines = [worker.deadline for worker in self._workers if worker.busy]
+        patience = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        readable = wait([self._wake_out, *(worker.process.connection for worker in self._workers)], patience)
+        if self._wake_out in readable:
+            os.read(self._wake_out, 65536)
+        for worker in list(self._workers):
+            if worker.process.connection in readable:
+                self._receive(worker)
+            elif worker.busy and time.monotonic() >= worker.deadline:
+                if not worker.ready:
+                    raise UserError(
+                        f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded?"
+                    )
+                call = worker.batch.popleft()
+                limit = self._limit_s(call)
+                self._discard(worker)
+                self._give_up(call, f"killed after {limit:g} s", limit)
+
+    def _dispatch(self) -> None:
+        """Start workers for the queue, up to the limit, and send a batch to every idle one."""
+        with self._lock:
+            queued = len(self._queue)
+        if not self._is_math and not self._workers:
+            queued += 1  # the first one loads the user's function before there is a response
+        while (
+            queued
+            and len(self._workers) < self._limit
+            and not any(worker.ready and not worker.busy for worker in self._workers)
+        ):
+            self._workers.append(Worker(start_worker(self._section, self._key), time.monotonic() + START_TIMEOUT_S))
+            queued -= BATCH if self._needs.responses == 1 else 1
+            if queued <= 0:
+                break
+        for worker in list(self._workers):
+            if worker.busy:
+                continue
+            with self._lock:
+                worker.batch.extend(next_batch(self._queue))
+            if worker.batch:
+                worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
+                try:
+                    worker.process.send(message(worker.batch, self._needs))
+                except OSError:  # it died while it was idle, or does not read
+                    self._discard(worker)
+                    self._wake()
+
+    def _receive(self, worker: Worker) -> None:
+        try:
+            answer = worker.process.receive()
+        except (EOFError, OSError):
+            self._handle_death(worker)
+            return
+        if not worker.ready:
+            if "failed" in answer:
+                raise UserError(answer["failed"])
+            self._needs = Needs(*answer["needs"])
+            worker.ready = True
+            self._loaded.set()
+            return
+        call = worker.batch.popleft()
+        worker.answered += 1
+        if worker.batch:
+            worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
+        if answer["retires"]:
+            self._discard(worker)
+        self._finish(call, [Verdict(*verdict) for verdict in answer["verdicts"]])
+
+    def _handle_death(self, worker: Worker) -> None:
+        """A worker died. Its call is retried once unless the worker was fresh: earlier calls may be the cause."""
+        if not worker.ready:
+            cause = "is reward.worker_memory_mb too small?"
+            if not self._is_math:
+                cause = f"does the module of {self._title} exit, or need more memory?"
+            raise UserError(f"a verifier process died while it started ({worker.process.ending()}): {cause}")
+        dead = None
+        if worker.batch:
+            worker.batch[0].deaths += 1
+            if worker.answered == 0 or worker.batch[0].deaths > 1:
+                dead = worker.batch.popleft()
+        how = worker.process.ending()
+        self._discard(worker)
+        if dead is not None:
+            self._give_up(dead, f"the worker died ({how}): out of memory, or the parser crashed")
+
+    def _discard(self, worker: Worker) -> None:
+        """End a worker; the rest of its batch goes back to the front of the queue."""
+        self._workers.remove(worker)
+        worker.process.kill()
+        with self._lock:
+            self._queue.extendleft(reversed(worker.batch))
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._lock:
+            self._error = error
+            calls = [*self._queue, *(call for worker in self._workers for call in worker.batch)]
+            self._queue.clear()
+            self._open.clear()
+        self._loaded.set()
+        for call in calls:
+            call.fail(error)
+
+    def _limit_s(self, call: Call) -> float:
+        return self._section.timeout_s * len(call.items)
