@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,32 @@ from mugrpo_megatron.errors import EngineFailure
 
 Message = tuple[str, str]
 """A chat message: role and text."""
+
+
+class Routes(Protocol):
+    """Which experts the routers of a mixture of experts chose for a prompt and its response, wherever that is kept."""
+
+    def read(self, layers: Sequence[int]) -> np.ndarray:
+        """uint8 or uint16 [len(layers), P + R - 1, k]: the experts of these layers, counted from 0.
+
+        The last token has none: nothing is sampled after it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRoutes:
+    """Routes in memory, uint8 or uint16 [layers, P + R - 1, k]."""
+
+    experts: np.ndarray
+
+    def read(self, layers: Sequence[int]) -> np.ndarray:
+        return self.experts[list(layers)]
+
+
+def expert_type(experts: int) -> type[np.uint8] | type[np.uint16]:
+    """The smallest type that counts a layer's experts from 0."""
+    return np.uint8 if experts <= 256 else np.uint16
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +129,8 @@ class Sample:
     """The problem's row in its data set, as JSON; empty where it has none."""
     engine_logprobs: np.ndarray | None = None
     """float32 [R]: the engine's own, where `behaviour_logprobs` are the learner's for the same weights; not stored."""
+    routes: Routes | None = None
+    """What the learner's routers choose for it (`learner.routing_replay`); None to let them choose."""
     reference_logprobs: np.ndarray | None = None
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
     anchor_logprobs: np.ndarray | None = None

@@ -14,6 +14,7 @@ from mugrpo_megatron.learner.groups import Ranks, initialize
 from mugrpo_megatron.learner.model import build_model, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer
 from mugrpo_megatron.learner.pinned import HostCopy
+from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.architecture import Architecture
@@ -39,6 +40,11 @@ class Learner:
     offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
     """Parts of the state that are in host memory (see `offload`)."""
 
+    @property
+    def routed(self) -> tuple[int, int]:
+        """Experts of a layer, and those of them that a token is sent to."""
+        return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
+
 
 def build_learner(recipe: Recipe) -> Learner:
     """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
@@ -54,6 +60,8 @@ def build_learner(recipe: Recipe) -> Learner:
             "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
     chunks = build_model(recipe, architecture, ranks)
+    if recipe.learner.routing_replay != "off" and architecture.experts:  # a warm start's model has none
+        install(chunks)
     load_hf([policy(chunk) for chunk in chunks], recipe.model.path, architecture)
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = _reduce_gradients

@@ -127,6 +127,7 @@ def transformer_config(
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
+        settings["moe_enable_routing_replay"] = recipe.learner.routing_replay != "off"
         settings["moe_router_padding_for_quantization"] = recipe.learner.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
 

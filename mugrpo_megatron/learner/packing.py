@@ -15,7 +15,8 @@ import torch
 
 from mugrpo_megatron.learner.attention import Packing, make_packing
 from mugrpo_megatron.learner.context import gathered_places, local_rows
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.learner.routing import Routing
+from mugrpo_megatron.samples import Routes, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Tokens:
     """int [n]"""
     prompt: int
     """Number of leading tokens without a loss; at least 1."""
+    routes: Routes | None = None
+    """The experts that every token but the last is sent to; None to let the routers choose."""
 
     @property
     def trained(self) -> int:
@@ -67,11 +70,13 @@ class MicroBatch:
     """int64 [n]: trained tokens of each sequence."""
     responses: torch.Tensor
     """int64 [n]: `indices`, on the device."""
+    routing: Routing | None = None
+    """What the routers are told; None lets them choose."""
 
 
 def sequence_of(sample: Sample) -> Tokens:
     """A sample as a sequence whose trained tokens are the response."""
-    return Tokens(np.concatenate([sample.prompt_ids, sample.response_ids]), len(sample.prompt_ids))
+    return Tokens(np.concatenate([sample.prompt_ids, sample.response_ids]), len(sample.prompt_ids), sample.routes)
 
 
 def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> Plan:
@@ -137,7 +142,8 @@ def pack(
     arrays = ids[None, held], positions[None, held], places[targets - 1], ids[targets], trained, chosen_here
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     packing = make_packing(segments, device, cp_rank, cp_size)
-    return MicroBatch(chosen_here.tolist(), on_device[0], on_device[1], packing, *on_device[2:])
+    held_ids, held_positions, rows, answers, counts, responses = on_device
+    return MicroBatch(chosen_here.tolist(), held_ids, held_positions, packing, rows, answers, counts, responses)
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -17,6 +19,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
+from mugrpo_megatron.learner.routing import Routing, layers_of, make_routing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
 
@@ -42,11 +45,32 @@ def row_multiple(recipe: Recipe, ranks: Ranks) -> int:
     return parts * FP8_MULTIPLE[recipe.learner.fp8]
 
 
-def pack_share(learner: Learner, sequences: Sequence[Tokens], plan: Plan) -> list[MicroBatch]:
-    """The micro-batches of this rank's data parallel share, on its device."""
+def pack_share(
+    learner: Learner, sequences: Sequence[Tokens], plan: Plan, record_routes: bool = False
+) -> list[MicroBatch]:
+    """The micro-batches of this rank's data parallel share, on its device.
+
+    They replay the sequences' routes, if they have any; with `record_routes` the routers choose, and `Routing.own` of
+    each micro-batch keeps what they chose.
+    """
     share = plan.shares[learner.ranks.dp]
     ranks = learner.ranks
-    return [pack(sequences, indices, plan.length, ranks.device, ranks.cp, ranks.cp_size) for indices in share]
+    batches = [pack(sequences, indices, plan.length, ranks.device, ranks.cp, ranks.cp_size) for indices in share]
+    if not record_routes and not any(sequence.routes for sequence in sequences):
+        return batches
+    return [
+        replace(batch, routing=_routing(learner, sequences, indices, plan.length, record_routes))
+        for batch, indices in zip(batches, share, strict=True)
+    ]
+
+
+def _routing(learner: Learner, sequences: Sequence[Tokens], indices: list[int], length: int, record: bool) -> Routing:
+    """The routing of the packed row of the sequences at `indices`."""
+    lengths = np.array([len(sequence.ids) for sequence in sequences])
+    starts, rows = np.cumsum(lengths - 1) - (lengths - 1), np.cumsum(lengths[indices]) - lengths[indices]
+    packed = [(int(row), len(sequences[i].ids), sequences[i].routes) for row, i in zip(rows, indices, strict=True)]
+    layers = sorted(layer for chunk in learner.chunks for layer in layers_of(chunk))
+    return make_routing(packed, starts[indices].tolist(), length, layers, learner.routed, learner.ranks, record)
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
@@ -105,7 +129,7 @@ def gather_tokens(
 def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: bool) -> list[torch.Tensor]:
     iterators = [iter(batches) for _ in learner.chunks]
     return get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, read),
+        forward_step_func=partial(_forward_step, read, learner.recipe.learner.recompute == "full" and not forward_only),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=learner.chunks if len(learner.chunks) > 1 else learner.chunks[0],
         num_microbatches=len(batches),
@@ -115,9 +139,15 @@ def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: b
     )
 
 
-def _forward_step(read: Any, batches: Iterator[MicroBatch], chunk: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+def _forward_step(
+    read: Any, recomputes: bool, batches: Iterator[MicroBatch], chunk: DistributedDataParallel
+) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
+    if batch.routing:
+        batch.routing.begin(chunk)
     hidden = chunk(batch.ids, batch.positions, attention_mask=None, packed_seq_params=batch.packing)
+    if batch.routing:
+        batch.routing.end(chunk, recomputes)
 
     def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         value, found = read(policy(chunk), hidden, batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from mugrpo_megatron.learner.offload import trim_host_memory
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
+from mugrpo_megatron.learner.routing import gather_flips, gather_routes
 from mugrpo_megatron.samples import Sample
 
 
@@ -37,6 +38,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         found = forward_backward(learner, batches, objective.loss(learner, statistics))
         step = _step(learner)
         logprobs, entropy = gather_tokens(learner, sequences, batches, found, k=2)
+        flips = _flips(learner, sequences, batches)
     with torch.no_grad():
         loss, metrics = policy_loss(
             logprobs,
@@ -57,6 +59,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         "skipped": float(step.skipped),
         "tokens": float(len(logprobs)),
         "packed_efficiency": plan.efficiency,
+        **flips,
         "seconds": time.perf_counter() - started,
     }
 
@@ -80,6 +83,34 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
         found = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, found, k=2)[0].cpu()
     return [part.numpy() for part in logprobs.split([s.trained for s in sequences])]
+
+
+def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
+    """`token_logprobs`, and the experts that the routers chose on the way, layer by layer.
+
+    Each layer's are uint8 or uint16 [T, k] for all tokens but the last of every sample, in the order of the samples.
+    Collective, every layer of the iterator too. A pass that replays these routes computes the same values bitwise.
+    """
+    with named_phase(learner.ranks, "learner log-probabilities"):
+        sequences = [sequence_of(sample) for sample in samples]
+        batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes=True)
+        found = scores(learner, batches, learner.recipe.rollout.temperature)
+        logprobs = gather_tokens(learner, sequences, batches, found, k=2)[0].cpu()
+    parts = [batch.routing for batch in batches if batch.routing]
+    layers = gather_routes(parts, _routed_tokens(sequences), learner.architecture.layers, learner.routed, learner.ranks)
+    return [part.numpy() for part in logprobs.split([s.trained for s in sequences])], layers
+
+
+def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch]) -> dict[str, float]:
+    """How far the routers have moved from the routes that the update replayed; empty without replay."""
+    if not any(sequence.routes for sequence in sequences):
+        return {}
+    parts = [batch.routing for batch in batches if batch.routing]
+    return gather_flips(parts, _routed_tokens(sequences), learner.architecture.layers, learner.ranks)
+
+
+def _routed_tokens(sequences: Sequence[Tokens]) -> int:
+    return sum(len(sequence.ids) - 1 for sequence in sequences)
 
 
 def _statistics(

@@ -118,6 +118,19 @@ METRICS: tuple[Metric, ...] = (
         "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for "
         "devices without one here, such as a CPU.",
     ),
+    Metric(
+        "update",
+        "routes_flipped_tokens",
+        "fraction",
+        "Tokens, prompts included, whose current router would choose other experts than the replayed ones in at least "
+        "one layer; with `learner.routing_replay`.",
+    ),
+    Metric(
+        "update",
+        "routes_flipped",
+        "fraction",
+        "Choices (a token in a layer) in which the current router would choose another set of experts.",
+    ),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),

@@ -16,7 +16,7 @@ from mugrpo_megatron.data.order import update_at
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.files.durable import durable_file, fsync
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.update import token_logprobs
+from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.peaks import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.progress import Bar
@@ -27,6 +27,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, write_logprobs
+from mugrpo_megatron.stages.routes import has_routes, index, of_stage, routes_path, write_routes
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.flops import model_flops
@@ -62,20 +63,35 @@ def _shown(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def recompute_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """With `rollout.behaviour = "learner"`, compute the behaviour logprobs with the learner before its first update."""
-    path = run.directory.behaviour(cursor.stage)
-    if run.recipe.rollout.behaviour == "engine" or has_logprobs(path):
-        return
+    """Compute what the recipe wants of the learner before the stage's first update, in one pass.
+
+    These are the behaviour logprobs with `rollout.behaviour = "learner"`, and the experts that the routers choose with
+    `learner.routing_replay = "learner"`; the logprobs are those of a pass that replays them, bit by bit.
+    """
+    path, routes = run.directory.behaviour(cursor.stage), routes_path(stage.directory, "learner")
+    scores = run.recipe.rollout.behaviour == "learner" and not has_logprobs(path)
+    records = stage.replay == "learner" and not has_routes(routes)
     if cursor.age > 0:  # the weights that they are of have changed
-        raise UserError(f"{path} or {sums(path).name} is missing; {_behaviour_remedy(run, cursor.stage)}")
+        for missing in [path, sums(path)] * scores + [routes, index(routes)] * records:
+            if not missing.exists():
+                raise UserError(f"{missing} is missing; {_behaviour_remedy(run, cursor.stage)}")
+    if not scores and not records:
+        return
     with (
         run.log.phase("logprobs", cursor.stage),
         run.display.bar(f"{run.title(cursor)}: learner logprobs", stage.updates, "updates") as bar,
-        write_logprobs(path, _of_behaviour(stage), write=run.is_main) as append,
+        write_logprobs(path, _of_behaviour(stage), write=run.is_main and scores) as append,
+        write_routes(routes, of_stage(stage.content), write=run.is_main and records) as append_routes,
     ):
         for age in range(stage.updates):
             stop_if_asked(run, cursor)
-            append(token_logprobs(learner, stage.read_update(age)))
+            samples = stage.read_update(age)
+            if records:
+                logprobs, layers = record_routes(learner, samples)
+                append_routes([sample.tokens - 1 for sample in samples], layers)
+            else:
+                logprobs = token_logprobs(learner, samples)
+            append(logprobs)
             bar.advance()
     run.world.barrier()
 

@@ -183,6 +183,10 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from _fp8_problems(recipe, model)
+    if recipe.learner.routing_replay != "off" and not experts_of(model):
+        yield (
+            f'learner.routing_replay = "{recipe.learner.routing_replay}" but the model has no experts; set it to "off"'
+        )
     if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":
         yield (
             f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '

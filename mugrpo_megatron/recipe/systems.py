@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mugrpo_megatron.recipe.objective import Section
 
+Replay = Literal["off", "learner"]
+
 
 class ParallelSection(Section):
     """How the learner is laid out over ranks; the ranks that the other sizes leave are data parallel."""
@@ -39,6 +41,9 @@ class LearnerSection(Section):
     """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    routing_replay: Replay = "off"
+    """Experts that a mixture's tokens go to during a stage: those that the current router chooses, or those that it
+    chose in one learner pass at the stage's start."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
 

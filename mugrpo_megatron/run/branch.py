@@ -21,6 +21,7 @@ from mugrpo_megatron.stages.store import StageStore
 FREE_TO_BRANCH = (
     "objective.",
     "optimizer.",
+    "learner.routing_replay",
     "rollout.behaviour",
     "schedule.stages",
     "schedule.passes",

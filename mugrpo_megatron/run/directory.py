@@ -18,6 +18,8 @@ from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
+COMPUTES = {"learner.routing_replay"}
+"""Their keys that say what is computed all the same."""
 WRITTEN = ("run.json", "data.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 
@@ -177,8 +179,8 @@ def differing(old: Recipe, new: Recipe) -> list[str]:
     return [
         f"{name}.{key}"
         for name in Recipe.model_fields
-        if name not in FREE_TO_CHANGE
         for key in sorted(getattr(old, name).model_fields_set | getattr(new, name).model_fields_set)
+        if name not in FREE_TO_CHANGE or f"{name}.{key}" in COMPUTES
         if getattr(getattr(old, name), key) != getattr(getattr(new, name), key)
     ]
 

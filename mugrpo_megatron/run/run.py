@@ -61,7 +61,8 @@ class Run:
 
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
         """The cursor's stage on disk; each rank that generates into it is a `writer` of its own."""
-        return StageStore(self.directory.stage(cursor.stage), writer, origin(self.record, cursor))
+        replay = self.recipe.learner.routing_replay
+        return StageStore(self.directory.stage(cursor.stage), writer, origin(self.record, cursor), replay)
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:

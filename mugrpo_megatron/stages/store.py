@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
+from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
     DIGITS,
@@ -40,6 +41,7 @@ from mugrpo_megatron.stages.manifest import (
     write_manifest,
 )
 from mugrpo_megatron.stages.merge import covering, in_order
+from mugrpo_megatron.stages.routes import with_routes
 from mugrpo_megatron.stages.schema import OPTIONAL, optional_columns, to_samples, to_table, training_columns
 from mugrpo_megatron.stages.summary import StageStatistics
 
@@ -60,9 +62,12 @@ class StageStore:
     to one engine only. Writer 0 seals what all of them wrote, once all have finished writing.
     """
 
-    def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None) -> None:
-        """`origin` is what is written into the manifest, and what a stage has to say that is here already."""
-        self.directory = directory
+    def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None, replay: Replay = "off") -> None:
+        """`origin` is what is written into the manifest, and what a stage has to say that is here already.
+
+        `replay` says which routes the samples that are read come with (`learner.routing_replay`).
+        """
+        self.directory, self.replay = directory, replay
         self._writer, self._origin = writer, origin
         self._buffer: list[list[Sample]] = []
         self._buffered_tokens = 0
@@ -213,7 +218,8 @@ class StageStore:
             verify(path, span, REMEDY)
         with pq.ParquetFile(path, metadata=self._layout) as file:
             columns = None if whole else training_columns(file.schema_arrow)
-            return to_samples(file.read_row_group(update, columns=columns, use_threads=False))
+            samples = to_samples(file.read_row_group(update, columns=columns, use_threads=False))
+        return with_routes(samples, self.directory, self.content, update, self.replay)
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.

@@ -43,6 +43,7 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
         ({"parallel": {"sequence": True}}, 1, r"parallel.sequence = true needs parallel.tensor"),
         ({"parallel": {"virtual_pipeline": 2}}, 1, r"virtual_pipeline above 1 needs parallel.pipeline"),
         ({"parallel": {"expert": 2}}, 2, r"the model has no experts"),
+        ({"learner": {"routing_replay": "learner"}}, 1, r'routing_replay = "learner" but the model has no experts'),
         ({"objective": {"name": "tis"}}, 1, r'mismatch = "truncate" corrects .* set rollout.behaviour = "learner"'),
         ({"engine": {"tensor": 3}}, 1, r"engine.tensor = 3 does not divide"),
         (

@@ -43,8 +43,9 @@ def test_a_second_start_is_refused_by_name_and_a_killed_first_one_leaves_nothing
 def test_another_recipe_is_refused_with_the_keys_that_differ(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
-    changed = recipe(tmp_path, "optimizer.lr=1e-3", "objective.trigger_ratio=0.9")
-    with pytest.raises(UserError, match=r"objective\.trigger_ratio, optimizer\.lr"), open_directory(changed):
+    changed = recipe(tmp_path, "optimizer.lr=1e-3", "objective.trigger_ratio=0.9", "learner.routing_replay=learner")
+    keys = r"learner\.routing_replay, objective\.trigger_ratio, optimizer\.lr"
+    with pytest.raises(UserError, match=keys), open_directory(changed):
         pass
 
 

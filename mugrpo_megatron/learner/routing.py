@@ -1,0 +1,199 @@
+"""Routing replay: the routers of a mixture of experts choose the experts that were chosen before.
+
+A router's choice is discrete. After a few updates, or in an engine that rounds differently, it chooses another expert
+for some tokens, and their log-probabilities jump (arXiv 2510.11370). With replay the choice is an input, like the token
+ids; the weights of the chosen experts still come from the current router, which learns through them.
+
+Megatron-core has the place for it, `TopKRouter.router_replay`; `LayerRoutes` is what this module puts there. Rows that
+predict nothing (padding, and the last token of a sequence, after which nothing is sampled) get experts in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+from mugrpo_megatron.learner.context import local_rows
+from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.samples import Routes, expert_type
+
+
+class LayerRoutes(RouterReplay):
+    """One router's replay, which also sees what the router would choose by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fixed: torch.Tensor | None = None
+        """bool [t]: the rows whose experts are given while the others are recorded."""
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores [t, k] of the experts [t, k] to use; `get_recorded_indices` then has the router's own choice."""
+        arguments = topk, num_groups, group_topk
+        action = self.router_replay_action
+        if action in (RouterReplayAction.RECORD, RouterReplayAction.REPLAY_FORWARD):
+            assert default_compute_topk is not None
+            own = default_compute_topk(scores.detach(), *arguments)[1]
+            self.record_indices(own)
+            if action == RouterReplayAction.RECORD:
+                assert self.fixed is not None
+                assert self.target_topk_idx is not None
+                chosen = torch.where(self.fixed.unsqueeze(1), self.target_topk_idx, own)
+                return scores.gather(1, chosen), chosen
+        return super().get_replay_topk(scores, *arguments, default_compute_topk)
+
+    def clear_indices(self) -> None:
+        super().clear_indices()
+        self.fixed = None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What of a micro-batch's packed row this rank routes."""
+
+    places: torch.Tensor
+    """int64 [t]: each row's place among the update's T tokens with routes; -1 for those that get experts in turn."""
+    experts: Mapping[int, torch.Tensor]
+    """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host."""
+    record: bool
+    """Let the routers choose for all rows with a place, and keep their choice."""
+    own: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer -> uint8 or uint16 [t, k], on the host: what was recorded."""
+    flips: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Layer -> bool [t]: the router would have chosen another set of experts than the replayed one."""
+
+    def begin(self, chunk: torch.nn.Module) -> None:
+        """Before the forward pass of a chunk."""
+        action = RouterReplayAction.RECORD if self.record else RouterReplayAction.REPLAY_FORWARD
+        for layer, routes in layers_of(chunk).items():
+            routes.set_target_indices(_long(self.experts[layer]).to(self.places.device))
+            routes.fixed = self.places < 0 if self.record else None
+            routes.set_router_replay_action(action)
+
+    def end(self, chunk: torch.nn.Module, recomputes: bool) -> None:
+        """After it; with `recomputes` the backward pass runs the layers again, micro-batch after micro-batch."""
+        for layer, routes in layers_of(chunk).items():
+            own, target = routes.get_recorded_indices(), routes.target_topk_idx
+            assert own is not None
+            assert target is not None
+            if self.record:
+                self.own[layer] = _narrow(own.cpu(), self.experts[layer].dtype)
+            else:
+                self.flips[layer] = (own.sort().values != target.sort().values).any(-1)
+            routes.record_indices(None)  # type: ignore[arg-type]  # frees it
+            if recomputes and not self.record:
+                routes.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+            else:
+                routes.clear_indices()
+                routes.clear_router_replay_action()
+
+
+def install(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Give every router its `LayerRoutes`; the model was built with `moe_enable_routing_replay`.
+
+    Megatron's own list of all replays of the process stays empty: it would keep those of learners that are gone.
+    """
+    for chunk in chunks:
+        for layer in policy(chunk).decoder.layers:
+            layer.mlp.router.router_replay = LayerRoutes()
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
+    """A chunk's routers' replays by number of their layer in the whole model, from 0."""
+    return {layer.layer_number - 1: layer.mlp.router.router_replay for layer in policy(chunk).decoder.layers}
+
+
+def make_routing(
+    packed: Sequence[tuple[int, int, Routes | None]],
+    starts: Sequence[int],
+    length: int,
+    layers: Sequence[int],
+    size: tuple[int, int],
+    ranks: Ranks,
+    record: bool,
+) -> Routing:
+    """The routing of a packed row of `length`: of this rank's `layers`, and of the rows that it holds of it.
+
+    packed: first row, tokens and routes of each sequence in the row. starts: the place of each one's first token among
+    the update's tokens with routes. size: experts of a layer, and chosen ones of a token. Reads the routes of these
+    layers and sequences only, and none with `record`.
+    """
+    total, chosen = size
+    places = np.full(length, -1, dtype=np.int64)
+    turn = (np.arange(length)[:, None] * chosen + np.arange(chosen)) % total
+    experts = np.repeat(turn[None].astype(expert_type(total)), len(layers), axis=0)
+    for (row, tokens, routes), start in zip(packed, starts, strict=True):
+        places[row : row + tokens - 1] = np.arange(start, start + tokens - 1)
+        if not record:
+            if routes is None:
+                raise ValueError("a sequence without routes, among others that have them")
+            experts[:, row : row + tokens - 1] = routes.read(layers)
+    held = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
+    return Routing(
+        torch.from_numpy(places[held]).to(ranks.device),
+        {layer: torch.from_numpy(np.ascontiguousarray(experts[i, held])) for i, layer in enumerate(layers)},
+        record,
+    )
+
+
+def gather_flips(parts: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
+    """Shares of an update's `tokens` and of its choices in all `layers` that differ from the replayed routes.
+
+    Collective; the same on every rank, of which each holds other rows or layers.
+    """
+    table = torch.zeros(tokens, dtype=torch.int32, device=ranks.device)
+    for part in parts:
+        real = part.places >= 0
+        for flips in part.flips.values():
+            table[part.places[real]] += flips[real].int()
+    if ranks.world > 1:
+        dist.all_reduce(table)
+    return {
+        "routes_flipped_tokens": float((table > 0).double().mean()),
+        "routes_flipped": float(table.double().sum()) / (tokens * layers),
+    }
+
+
+def gather_routes(
+    parts: Sequence[Routing], tokens: int, layers: int, size: tuple[int, int], ranks: Ranks
+) -> Iterator[np.ndarray]:
+    """The recorded routes of an update, layer by layer: uint8 or uint16 [T, k] on every rank. Collective.
+
+    Every choice was made on one rank; the others contribute zero bytes to the sum.
+    """
+    total, chosen = size
+    for layer in range(layers):
+        table = np.zeros((tokens, chosen), dtype=expert_type(total))
+        for part in parts:
+            if layer in part.own:
+                places = part.places.cpu().numpy()
+                table[places[places >= 0]] = part.own[layer].numpy()[places >= 0]
+        if ranks.world > 1:
+            summed = torch.from_numpy(table.view(np.uint8)).to(ranks.device)
+            dist.all_reduce(summed)
+            table = summed.cpu().numpy().view(table.dtype)
+        yield table
+
+
+def _long(experts: torch.Tensor) -> torch.Tensor:
+    """int64; torch has few operations on uint16, and its conversion is one of them."""
+    return experts.to(torch.int64)
+
+
+def _narrow(experts: torch.Tensor, dtype: Any) -> torch.Tensor:
+    return experts.to(dtype)

@@ -1,0 +1,153 @@
+"""Routes next to a stage: read as written, only the parts that are asked for, and no flipped bit passes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.systems import Replay
+from mugrpo_megatron.samples import Sample, expert_type
+from mugrpo_megatron.stages import routes as module
+from mugrpo_megatron.stages.routes import has_routes, index, read_routes, routes_path, with_routes, write_routes
+
+OF = {"stage": "0123"}
+LENGTHS = [[3, 1, 5], [2, 2]]
+LAYERS, CHOSEN = 3, 2
+
+
+def experts(lengths: list[int], total: int, seed: int) -> np.ndarray:
+    """[L, T, k]"""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, total, (LAYERS, sum(lengths), CHOSEN)).astype(expert_type(total))
+
+
+def written(path: Path, total: int = 4, lengths: list[list[int]] = LENGTHS) -> list[np.ndarray]:
+    tables = [experts(each, total, seed) for seed, each in enumerate(lengths)]
+    with write_routes(path, OF, write=True) as append:
+        for each, table in zip(lengths, tables, strict=True):
+            append(each, iter(table))
+    return tables
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
+    total=st.sampled_from([4, 256, 257, 60_000]),
+    layers=st.sets(st.integers(0, LAYERS - 1), min_size=1).map(sorted),
+)
+def test_what_is_written_is_read(
+    lengths: list[list[int]], total: int, layers: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("routes") / "routes.bin"
+    tables = written(path, total, lengths)
+    for update, table in enumerate(tables):
+        ends = np.cumsum(lengths[update])
+        found = read_routes(path, OF, update, lengths[update], "")
+        for routes, wanted in zip(found, np.split(table, ends[:-1], axis=1), strict=True):
+            read = routes.read(layers)
+            assert read.dtype == table.dtype
+            np.testing.assert_array_equal(read, wanted[layers])
+
+
+def test_a_token_takes_a_byte_for_each_expert_of_each_layer(tmp_path: Path) -> None:
+    """And each response four more for each layer, which is its checksum."""
+    tokens, responses = sum(map(sum, LENGTHS)), sum(map(len, LENGTHS))
+    for total, width in ((4, 1), (257, 2)):
+        written(tmp_path / "routes.bin", total)
+        size = LAYERS * (tokens * CHOSEN * width + 4 * responses)
+        assert (tmp_path / "routes.bin").stat().st_size == size
+
+
+def test_only_the_bytes_of_the_layers_and_responses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "routes.bin"
+    written(path)
+    asked: list[int] = []
+
+    def pread(file: int, size: int, place: int) -> bytes:
+        asked.append(size)
+        return real(file, size, place)
+
+    real = os.pread
+    monkeypatch.setattr(module.os, "pread", pread)
+    found = read_routes(path, OF, 0, LENGTHS[0], "")
+    assert asked == [4 * LAYERS * 3], "the checksums of an update"
+    found[2].read([1])
+    assert asked[1:] == [5 * CHOSEN], "one layer of one response"
+
+
+def test_no_flipped_bit_gives_other_routes(tmp_path: Path) -> None:
+    path = tmp_path / "routes.bin"
+    tables = written(path)
+    for file in (path, index(path)):
+        whole = file.read_bytes()
+        for place in range(0, len(whole), max(1, len(whole) // 150)):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            try:
+                parts = [read_routes(path, OF, update, lengths, "do this") for update, lengths in enumerate(LENGTHS)]
+                found = [np.concatenate([routes.read(range(LAYERS)) for routes in part], axis=1) for part in parts]
+            except UserError as error:
+                assert str(error).endswith("do this")  # noqa: PT017
+                continue
+            assert all((one == other).all() for one, other in zip(found, tables, strict=True)), place
+        file.write_bytes(whole)
+
+
+def test_those_of_another_stage_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "routes.bin"
+    written(path)
+    with pytest.raises(UserError, match="routes of other responses or of another policy; do this"):
+        read_routes(path, {"stage": "4567"}, 0, LENGTHS[0], "do this")
+    with pytest.raises(UserError, match="routes of other responses"):
+        read_routes(path, OF, 0, [3, 1, 4], "do this")
+
+
+def test_a_file_cut_short_is_absent(tmp_path: Path) -> None:
+    path = tmp_path / "routes.bin"
+    written(path)
+
+    def cut_short() -> None:
+        with write_routes(path, OF, write=True) as append:
+            append(LENGTHS[0], iter(experts(LENGTHS[0], 4, 0)))
+            raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        cut_short()
+    assert not has_routes(path), "the checksums went first"
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_rank_that_does_not_write_takes_part_in_what_computes_the_layers(tmp_path: Path) -> None:
+    gone = []
+    with write_routes(tmp_path / "routes.bin", OF, write=False) as append:
+        append([1], (gone.append(layer) or np.zeros((1, 1)) for layer in range(3)))  # type: ignore[func-returns-value]
+    assert gone == [0, 1, 2]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("replay", "has"), [("off", False), ("learner", True)])
+def test_samples_come_with_the_routes_of_their_update(replay: Replay, has: bool, tmp_path: Path) -> None:
+    def sample(tokens: int) -> Sample:
+        ids = np.zeros(tokens, dtype=np.int32)
+        return Sample(0, "p", ids[:1], ids, np.zeros(tokens, dtype=np.float32), 0.0, 0, "stop")
+
+    samples = [sample(tokens) for tokens in LENGTHS[0]]
+    assert with_routes(samples, tmp_path, "0123", 0, replay) == samples, "before they are recorded"
+    tables = written(routes_path(tmp_path, "learner"))
+    found = with_routes(samples, tmp_path, "0123", 0, replay)
+    assert [one.routes is not None for one in found] == [has] * 3
+    if has:
+        assert found[2].routes is not None
+        np.testing.assert_array_equal(found[2].routes.read(range(LAYERS)), tables[0][:, 4:])
+
+
+def test_the_index_is_json_with_its_own_checksum(tmp_path: Path) -> None:
+    written(tmp_path / "routes.bin")
+    body = json.loads(index(tmp_path / "routes.bin").read_text())["routes"]
+    assert (body["layers"], body["chosen"], body["width"]) == (LAYERS, CHOSEN, 1)
+    assert [part["tokens"] for part in body["updates"]] == [9, 4]
