@@ -20,12 +20,12 @@ PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGUSR1
 """Asks the guard to kill all and exit; the kernel sends it when the verifier's thread ends. Not SIGTERM, which a job
 scheduler sends to every process long before the run has to end."""
-_WAITED_FOR = (END, signal.SIGCHLD)
+WAITED_FOR = (END, signal.SIGCHLD)
 
 
 def main() -> None:
     """`guard.main()` with sys.argv = [..., PARENT_PID, SOCKET_FD, OPTIONS]; exits as the worker does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
     kernel = ctypes.CDLL(None)
@@ -36,14 +36,14 @@ def main() -> None:
     worker = os.fork()
     if worker == 0:
         kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WAITED_FOR)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
         from mugrpo_megatron.rewards.worker import serve  # the guard itself stays small
 
         serve(int(sys.argv[-2]), sys.argv[-1])
         return
     os.close(int(sys.argv[-2]))
-    code = _wait_for(worker)
-    _kill_descendants()
+    code = wait_for(worker)
+    kill_descendants()
     os._exit(code)
 
 
@@ -51,9 +51,9 @@ def _ignore(_number: int, _frame: object) -> None:
     """A handler and not SIG_IGN, which programs that a reward function runs would inherit."""
 
 
-def _wait_for(worker: int) -> int:
+def wait_for(worker: int) -> int:
     """The worker's exit code, 128 + N after signal N; 0 when the guard is asked to end it."""
-    while signal.sigwaitinfo(_WAITED_FOR).si_signo != END:
+    while signal.sigwaitinfo(WAITED_FOR).si_signo != END:
         for pid, status in _ended(os.WNOHANG):
             if pid == worker:
                 code = os.waitstatus_to_exitcode(status)
@@ -68,7 +68,7 @@ def _ended(options: int) -> Iterator[tuple[int, int]]:
             yield found
 
 
-def _kill_descendants() -> None:
+def kill_descendants() -> None:
     """Kill the children until none is left; the children of each killed one become the guard's."""
     _kill_children()
     for _ in _ended(0):

@@ -1,0 +1,95 @@
+"""The kernel's calls that Python 3.11 lacks, through ctypes: namespaces, mounts, capabilities, Landlock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+NEW_MOUNTS = 0x00020000
+NEW_UTS = 0x04000000
+NEW_IPC = 0x08000000
+NEW_USERS = 0x10000000
+NEW_PIDS = 0x20000000
+NEW_NETWORK = 0x40000000
+
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_DETACH = 2
+PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 24, 22, 36, 38
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_LANDLOCK = 444
+"""landlock_create_ruleset(2); landlock_add_rule(2) and landlock_restrict_self(2) follow it, on every architecture."""
+_READ = 0b1101  # execute, read a file, list a directory: linux/landlock.h
+_ACCESSES = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
+"""Kinds of file access that each version of Landlock restricts; the bits below that number."""
+
+
+def unshare(flags: int) -> None:
+    """unshare(2); raises OSError."""
+    _checked(LIBC.unshare(flags), "unshare")
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """mount(2); raises OSError naming the target."""
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind, data)]
+    _checked(LIBC.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]), f"mount {target}")
+
+
+def make_root(directory: str) -> None:
+    """`directory`, a mount point, becomes the root of this mount namespace; the old root is gone."""
+    os.chdir(directory)
+    _checked(LIBC.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    _checked(LIBC.umount2(b".", _DETACH), "umount the old root")
+    os.chdir("/")
+
+
+def prctl(option: int, *values: int) -> None:
+    """prctl(2); raises OSError."""
+    arguments = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
+    _checked(LIBC.prctl(option, *arguments), f"prctl {option}")
+
+
+def give_up_rights(user: int | None) -> None:
+    """No capability in any set, none gained by any later program either; the ids of `user`, without other groups."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(64):
+        if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
+            break  # past the last one, or there is nothing to give up
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+    header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
+    _checked(LIBC.capset(header, bytes(24)), "capset")
+
+
+def landlock_version() -> int:
+    """The kernel's version of Landlock; 0 where it has none, or does not let this process use it."""
+    return max(0, int(LIBC.syscall(_LANDLOCK, None, ctypes.c_size_t(0), 1)))
+
+
+def see_only(paths: list[str]) -> None:
+    """Landlock: this process and its children read what lies beneath `paths`, and no other file; they write none."""
+    version = landlock_version()
+    handled = (1 << _ACCESSES.get(version, 16)) - 1
+    network = 0b11 if version >= 4 else 0  # bind and connect of TCP
+    scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals of processes outside
+    attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
+    rules = _checked(LIBC.syscall(_LANDLOCK, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
+    for path in paths:
+        opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        allowed = _READ if os.path.isdir(path) else _READ & ~0b1000
+        _checked(LIBC.syscall(_LANDLOCK + 1, rules, 1, struct.pack("=Qi", allowed, opened), 0), f"landlock {path}")
+        os.close(opened)
+    _checked(LIBC.syscall(_LANDLOCK + 2, rules, 0), "landlock_restrict_self")
+    os.close(rules)
+
+
+def _checked(returned: int, what: str) -> int:
+    if returned < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), what)
+    return returned

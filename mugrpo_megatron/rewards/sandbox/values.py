@@ -1,0 +1,62 @@
+"""Values between a program and what judges it, as JSON. Runs in jails too, so it imports the standard library only.
+
+Plain builtin values travel as copies, of exactly these types: a program's own `__eq__` never decides a comparison.
+Everything else stays where it is and travels as a handle.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+MOST = 100_000
+"""Elements of a value that stays where it is, when it is iterated over."""
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
+_MAPPINGS = (dict, collections.Counter, collections.defaultdict, collections.OrderedDict)
+
+
+def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
+    """A value as JSON; `keep` makes the handle of what does not travel."""
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is list:
+        return [pack(one, keep) for one in value]
+    if kind is complex:
+        return {"complex": [value.real, value.imag]}
+    if kind in (bytes, bytearray):
+        return {"bytes": bytes(value).hex()}
+    if kind in _MAPPINGS:
+        return {"dict": [[pack(key, keep), pack(one, keep)] for key, one in dict.items(value)]}
+    if kind.__name__ in _SEQUENCES and kind is _SEQUENCES[kind.__name__]:
+        return {kind.__name__: [pack(one, keep) for one in value]}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {"tuple": [pack(one, keep) for one in tuple.__iter__(value)]}
+    if kind is types.ModuleType:
+        return {"module": str(value.__name__)}
+    return keep(value)
+
+
+def unpack(packed: Any, handle: Callable[[dict[str, Any]], Any]) -> Any:
+    """The value; `handle` is given what is not a copy. Raises ValueError or TypeError for what `pack` never wrote."""
+    if isinstance(packed, list):
+        return [unpack(one, handle) for one in packed]
+    if not isinstance(packed, dict):
+        return packed
+    ((kind, content),) = packed.items()
+    if kind == "dict":
+        return {unpack(key, handle): unpack(value, handle) for key, value in content}
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](unpack(one, handle) for one in content)
+    if kind == "float":
+        return float(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    return handle(packed)

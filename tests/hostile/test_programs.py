@@ -1,0 +1,180 @@
+"""No program escapes from its jail, survives it, hangs the judge, or is paid for anything but the right answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from mugrpo_megatron.rewards.code import CodeOptions, grade
+from mugrpo_megatron.rewards.sandbox import jail, kernel
+from mugrpo_megatron.rewards.sandbox.limits import Limits, Mode
+from tests.forked import fork
+from tests.hostile.programs import FUNCTIONS, PROGRAMS
+
+pytestmark = pytest.mark.process
+
+FEW = (
+    "a fork bomb",
+    "a daemon",
+    "a kill of its parent",
+    "endless stdout",
+    "a file without end",
+    "TCP",
+    "the answer's file",
+)
+WALL_S = 3.0
+PATIENCE_S = 60.0
+"""For one program on a busy machine; no limit of a program comes near it."""
+
+
+@dataclass(frozen=True)
+class Bait:
+    """Where the right answer is, and what programs are told about it."""
+
+    answer: str
+    names: str
+
+    def response(self, text: str) -> str:
+        return f"```python\n{self.names}\n{text}\n```"
+
+
+@pytest.fixture
+def bait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bait]:
+    answer = f"answer-{uuid.uuid4().hex}"
+    home = tmp_path / "home"
+    home.mkdir()
+    file = home / "answer.txt"
+    file.write_text(answer)
+    monkeypatch.setenv("ANSWER", answer)
+    marker = f"left_{uuid.uuid4().hex}"
+    places = [str(home), "/var/tmp", "/dev/shm", tempfile.gettempdir(), os.getcwd()]
+    # Every process of a program has it, and so each is found.
+    monkeypatch.setattr(jail, "_ENVIRONMENT", {"HOME": "/tmp", "LANG": "C.UTF-8", "MARKER": marker})
+    with ExitStack() as opened:
+        addresses: list[Any] = [("127.0.0.1", 0), str(home / "socket"), f"\0{marker}"]
+        servers = [_server(opened, address, answer) for address in addresses]
+        told = {
+            "ANSWER_FILE": str(file), "PORT": servers[0], "SOCKET": str(home / "socket"), "ABSTRACT": marker,
+            "JUDGE": os.getpid(), "MARKER": marker, "PLACES": places,
+        }  # fmt: skip
+        yield Bait(answer, "; ".join(f"{name} = {value!r}" for name, value in told.items()))
+        assert file.read_text() == answer
+        assert [place for place in places if (Path(place) / marker).exists()] == []
+        assert not list(Path("/dev/shm").glob(f"{marker}*"))
+        assert _alive(marker) == []
+
+
+def _server(opened: ExitStack, address: Any, answer: str) -> int:
+    """Tells everybody who connects the answer; returns its port."""
+    listener = socket.socket(socket.AF_INET if isinstance(address, tuple) else socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+
+    def tell() -> None:
+        while True:
+            try:
+                with listener.accept()[0] as connection:
+                    connection.sendall(answer.encode())
+            except OSError:
+                return
+
+    threading.Thread(target=tell, daemon=True).start()
+    opened.callback(listener.close)
+    opened.callback(listener.shutdown, socket.SHUT_RDWR)
+    return int(listener.getsockname()[1]) if isinstance(address, tuple) else 0
+
+
+def _alive(marker: str) -> list[str]:
+    """What runs with the marker in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:
+            continue
+    return found
+
+
+def options(mode: Mode) -> CodeOptions:
+    return CodeOptions(Limits(mode=mode, test_s=1.0, memory_mb=256, wall_s=WALL_S), False, 0, PATIENCE_S)
+
+
+def judged(bait: Bait, text: str, tests: str, mode: Mode) -> None:
+    before = set(os.listdir(tempfile.gettempdir()))
+    start = time.monotonic()
+    reward, why = grade(bait.response(text), tests, {}, options(mode))
+    assert reward == 0.0, why
+    assert time.monotonic() - start < PATIENCE_S
+    assert not [name for name in set(os.listdir(tempfile.gettempdir())) - before if name.startswith("mugrpo_program_")]
+
+
+def stdin_test(bait: Bait) -> str:
+    return json.dumps({"inputs": ["3\n4\n"], "outputs": [bait.answer]})
+
+
+def function_test(bait: Bait) -> str:
+    return json.dumps({"inputs": ['"a"'], "outputs": [json.dumps(bait.answer)], "fn_name": "f"})
+
+
+def assert_test(bait: Bait) -> str:
+    equal = f"str(result) == {bait.answer!r} and result == str(result)"
+    return f"result = f('a')\nassert abs(len(result) - 39) < 1 and {equal}"
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_worst(bait: Bait, name: str) -> None:
+    judged(bait, PROGRAMS[name], stdin_test(bait), "namespaces")
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mode", ["namespaces", "limits"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all(bait: Bait, name: str, mode: Mode) -> None:
+    judged(bait, PROGRAMS[name], stdin_test(bait), mode)
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("mode", ["namespaces", "limits"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(bait: Bait, name: str, mode: Mode) -> None:
+    judged(bait, FUNCTIONS[name], function_test(bait), mode)
+    judged(bait, FUNCTIONS[name], assert_test(bait), mode)
+
+
+@pytest.mark.night
+def test_all_without_capabilities(bait: Bait) -> None:
+    """As a user who may make namespaces only inside a user namespace of his own."""
+    process = fork(_unprivileged, bait)
+    process.join()
+    assert process.exitcode == 0
+
+
+def _unprivileged(bait: Bait) -> None:
+    kernel.give_up_rights(None)
+    for text in PROGRAMS.values():
+        judged(bait, text, stdin_test(bait), "namespaces")
+
+
+def test_the_right_answer_is_paid(bait: Bait) -> None:
+    """Or else nothing above says anything."""
+    for text, tests in (
+        (f"print({bait.answer!r})", stdin_test(bait)),
+        (f"def f(x):\n    return {bait.answer!r}", function_test(bait)),
+        (f"def f(x):\n    return {bait.answer!r}", assert_test(bait)),
+    ):
+        assert grade(bait.response(text), tests, {}, options("namespaces")) == (1.0, "passed")
+        assert grade(bait.response(text), tests, {}, options("limits")) == (1.0, "passed")
