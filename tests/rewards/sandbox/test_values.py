@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -20,6 +20,11 @@ PLAIN = st.recursive(
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(_KEYS, inner),
     max_leaves=20,
 )
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def refuse(value: Any) -> Any:
@@ -47,11 +52,10 @@ def test_a_type_of_the_programs_own_does_not_travel() -> None:
 
 
 def test_containers_of_the_library_travel_as_their_content() -> None:
-    point = collections.namedtuple("point", "x y")(1, 2)
     for value, plain in (
         (collections.Counter("aab"), {"a": 2, "b": 1}),
         (collections.defaultdict(list, {1: [2]}), {1: [2]}),
-        (point, (1, 2)),
+        (Point(1, 2), (1, 2)),
     ):
         assert unpack(pack(value, refuse), refuse) == plain
     assert math.isnan(unpack(pack(math.nan, refuse), refuse))
