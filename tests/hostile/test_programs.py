@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -164,7 +165,10 @@ def test_all_without_capabilities(bait: Bait) -> None:
 
 
 def _unprivileged(bait: Bait) -> None:
-    kernel.give_up_rights(None)
+    if os.geteuid() == 0:
+        header = struct.pack("Ii", 0x20080522, 0)
+        low = 0xFFFFFFFF & ~(1 << 21)  # all but CAP_SYS_ADMIN; who maps user 0 needs CAP_SETFCAP
+        assert kernel.LIBC.capset(header, struct.pack("6I", low, low, 0, 0x1FF, 0x1FF, 0)) == 0
     for text in PROGRAMS.values():
         judged(bait, text, stdin_test(bait), "namespaces")
 

@@ -1,7 +1,7 @@
 """The child's side: a keeper process, and in namespaces of its own the process that becomes the program.
 
 `start` forks the keeper, which forks the program's process and waits. The keeper ends everything below it when it is
-asked to (guard.END) or when the worker dies; inside, the program's process is number 1 and sees nobody to signal.
+asked to (guard.END) or when the worker dies; inside, the program's process is number 1 and sees no other to signal.
 """
 
 from __future__ import annotations
