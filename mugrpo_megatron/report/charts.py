@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from mugrpo_megatron.observe.log import Row
-from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, spread, within_unit
+from mugrpo_megatron.report.atlas import atlas_charts
+from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, spread
+from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.evaluations import measure_in, sets_in
 from mugrpo_megatron.report.paper_charts import held_out, paper_charts
+from mugrpo_megatron.report.probes import Followed
+from mugrpo_megatron.report.response_charts import pass_chart, response_charts
 from mugrpo_megatron.report.rundata import RunData
 from mugrpo_megatron.report.trigger_charts import trigger_charts
 
@@ -20,11 +23,13 @@ MAX_LINES_BY_AGE = 8
 """With more stages than this, curves over age become a median and a band."""
 
 
-def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> list[Chart]:
-    """Every chart that has a value.
+def charts(
+    run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row], details: Details, probed: Sequence[Followed]
+) -> list[Chart]:
+    """Every chart that has a value; `probed` are the responses that the run followed.
 
     A point of a curve over updates stands for one of `buckets`, consecutive updates. `stages` are the stage rows. The
-    axis of a series is `update`, `eval`, `stage` or `age`.
+    axis of a series is one of the drawing's `axes`.
     """
     every = (
         *_learning(run, buckets, stages),
@@ -33,35 +38,37 @@ def charts(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]
         *paper_charts(run, buckets),
         *_optimizer(run, buckets),
         *_responses(run, stages),
+        *response_charts(details.stages),
+        *atlas_charts(probed, run.recipe.get("objective", {}).get("trigger_ratio")),
     )
+    passes = pass_chart(details.stages, [row["stage"] for row in stages])
+    every = (*every, passes) if passes else every
     filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in every)
     return [chart for chart in filled if chart.series]
 
 
 def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
-    reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, restarts=True)
     measure = measure_in(run.evals)
     of = " of each set, and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
-    by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
+    evaluation = run.recipe.get("eval", {})
+    temperatures = {evaluation.get("temperature")}
+    temperatures |= {one["temperature"] for one in evaluation.get("sets", {}).values() if "temperature" in one}
     yield Chart(
         "accuracy",
-        f"{measure.capitalize()} and training reward",
-        _sampling_note(run.recipe, f"Held-out {measure}{of}"),
-        [*held_out(run.evals), reward if has_values(reward.y) else by_stage],
-        format="percent" if measure == "accuracy" and within_unit(reward.y) and within_unit(by_stage.y) else "number",
-        wide=True,
+        f"Held-out {measure}",
+        f"Held-out {measure}{of}, with its 95 % interval. Responses are sampled {_at_temperature(temperatures)}.",
+        held_out(run.evals),
+        format="percent" if measure == "accuracy" else "number",
     )
-
-
-def _sampling_note(recipe: Mapping[str, Any], held_out_measure: str) -> str:
-    """How held-out and training responses are sampled: why the two curves differ even before the first update."""
-    held_out = {recipe.get("eval", {}).get("temperature")}
-    held_out |= {one["temperature"] for one in recipe.get("eval", {}).get("sets", {}).values() if "temperature" in one}
-    training = recipe.get("rollout", {}).get("temperature")
-    return (
-        f"{held_out_measure}, sampled {_at_temperature(held_out)}, with its 95 % interval; mean reward of "
-        f"the training responses of each update, sampled {_at_temperature({training})} when their stage began. The "
-        "two curves differ in problems and sampling: compare each curve with itself."
+    reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, restarts=True)
+    by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
+    yield Chart(
+        "reward",
+        "Training reward",
+        "Mean reward of each update's responses, sampled "
+        f"{_at_temperature({run.recipe.get('rollout', {}).get('temperature')})} when their stage began: other problems "
+        "and other sampling than the held-out figures, so the two levels differ.",
+        [reward if has_values(reward.y) else by_stage],
     )
 
 

@@ -14,7 +14,7 @@ from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
 from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown
-from mugrpo_megatron.report.html import is_page, render
+from mugrpo_megatron.report.html import EMPTY_SECTION, is_page, render
 from mugrpo_megatron.report.paper_charts import with_interval
 from mugrpo_megatron.report.payload import axis_of, buckets_of
 from mugrpo_megatron.report.rundata import RunData, read_run
@@ -69,9 +69,11 @@ def comparison(runs: Sequence[RunData]) -> str:
     labels = labels_of(runs)
     charts = [chart for chart in _charts(runs, labels) if chart.series]
     axes = {name: axis for number, run in enumerate(runs) for name, axis in _axes(number, run).items()}
-    drawing = {
+    drawing: dict[str, Any] = {
         "axes": axes,
         "boundaries": [],
+        "begin": {},
+        "heat": None,
         "end": {
             "u": max((run.updates[-1]["update"] + 1 for run in runs if run.updates), default=1),
             "t": max(run.seconds for run in runs),
@@ -89,7 +91,7 @@ def comparison(runs: Sequence[RunData]) -> str:
         drawing=drawing,
         facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in _shared(runs)],
         runs=_table(runs, labels),
-        sections=[{"title": "Curves", "remark": "", "charts": cards, "table": None}],
+        sections=[{**EMPTY_SECTION, "title": "Curves", "charts": cards}],
     )
 
 

@@ -10,7 +10,8 @@ from typing import Literal
 from mugrpo_megatron.observe.log import Row
 
 Values = list[float | None]
-Draw = Literal["line", "dots", "step"]
+Draw = Literal["line", "dots", "step", "points", "bars"]
+Along = Literal["run", "age", "length", "reward"]
 Format = Literal["percent", "number", "tokens"]
 
 
@@ -46,7 +47,8 @@ class Chart:
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
     """The vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""
-    along: Literal["run", "age"] = "run"
+    along: Along = "run"
+    """The abscissa: updates or wall-clock, as the reader chooses, or one of its own."""
     rule: float | None = None
     """A dashed reference line at this height."""
     rule_label: str = ""

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from mugrpo_megatron import __version__
 
-SCRIPTS = ("plot.js", "panel.js", "dragging.js", "export.js", "timeline.js", "report.js", "live.js")
+SCRIPTS = ("plot.js", "panel.js", "dragging.js", "export.js", "timeline.js", "heat.js", "report.js", "live.js")
 """The page's scripts, in an order in which each finds what it needs."""
 
 EMPTY: dict[str, Any] = {
@@ -29,6 +29,16 @@ EMPTY: dict[str, Any] = {
     "live_s": 0,
 }
 """What a page leaves out by default."""
+
+EMPTY_SECTION: dict[str, Any] = {
+    "remark": "",
+    "charts": [],
+    "table": None,
+    "notes": [],
+    "samples": [],
+    "heat": "",
+}
+"""What a section leaves out by default; it has a title."""
 
 
 def render(**content: Any) -> str:

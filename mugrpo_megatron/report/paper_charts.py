@@ -1,8 +1,8 @@
-"""One run as a line of the paper's Figures 2 and 3 (arXiv 2605.17570, project page)."""
+"""One run as a line of the paper's Figures 1 to 6 (arXiv 2605.17570; 1 to 4 are on the project page)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 
 from mugrpo_megatron.observe.log import Row
@@ -17,7 +17,7 @@ SET_COLORS = ("teal", "violet", "magenta", "yellow", "red", "grey", "ramp-2", "r
 
 
 def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
-    """Average accuracy (both figures), token clipping rate (Figure 2) and E[ρ_t | A_t < 0] (Figure 3)."""
+    """Average accuracy (1 to 3), token clipping rate (2), E[ρ_t | A_t < 0] (3), reward (5) and vetoed fraction (6)."""
     yield _accuracy(run)
     yield Chart(
         "paper_clipping",
@@ -36,6 +36,19 @@ def paper_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Cha
         rule=1.0,
         rule_label="on policy",
     )
+    yield Chart(
+        "paper_reward",
+        "Figure 5: average reward",
+        "Mean reward of the responses that each update trains on; they were sampled when their stage began.",
+        [over_updates(buckets, "average reward", "orange", "reward_mean", smooth=True, restarts=True)],
+    )
+    yield Chart(
+        "paper_vetoed",
+        "Figure 6: vetoed fraction",
+        "Share of response tokens that the veto removes; a fraction, as on the paper's axis.",
+        [over_updates(buckets, "vetoed fraction", "red", "vetoed_fraction", restarts=True)],
+        zero=True,
+    )
 
 
 def paper_remark(run: RunData) -> str:
@@ -46,6 +59,30 @@ def paper_remark(run: RunData) -> str:
     passes = f" x {schedule['passes']} passes" if schedule.get("passes", 1) != 1 else ""
     stage = f"{schedule.get('updates_per_stage', '?')}{passes}"
     return f"this run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
+
+
+def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
+    """Where Figure 4 is, and why a figure is missing or has less than the paper's."""
+    notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
+    if "paper_accuracy" not in drawn:
+        notes.append("Figures 1 to 3 have no accuracy: the run has not been evaluated yet.")
+    elif len(run.evals) < 2:
+        notes.append("Figures 1 to 3 have one point: the run has been evaluated once.")
+    elif not any(row.get("age") for row in run.evals):
+        notes.append(
+            "The paper evaluates inside a stage too; eval.every_updates does, and this run has evaluations at its "
+            "stages' ends only."
+        )
+    missing = {
+        "paper_clipping": "Figure 2 has no clipping rate: no update has been taken yet.",
+        "paper_ratio": "Figure 3 has no ratio: no update had a response with negative advantage.",
+        "paper_reward": "Figure 5 is missing: no update has been taken yet.",
+        "paper_vetoed": "Figure 6 is missing: no update has been taken yet.",
+    }
+    notes += [reason for id, reason in missing.items() if id not in drawn]
+    if "paper_vetoed" in drawn and run.recipe.get("objective", {}).get("veto") == "none":
+        notes.append("Figure 6 stays at 0 unless another mask drops tokens: this run has no veto.")
+    return notes
 
 
 def held_out(evals: Sequence[Row]) -> list[Series]:
@@ -72,9 +109,9 @@ def _accuracy(run: RunData) -> Chart:
     measure = measure_in(run.evals)
     return Chart(
         "paper_accuracy",
-        f"Figures 2 and 3: average {measure}",
-        "Unweighted mean of the held-out sets with its 95 % interval. Over wall-clock it is the paper's Figure 1. "
-        "eval.every_updates adds evaluations inside a stage.",
+        f"Figures 1, 2 and 3: average {measure}",
+        "Unweighted mean of the held-out sets with its 95 % interval: over wall-clock Figure 1, over updates Figures 2 "
+        "and 3.",
         held_out(run.evals),
         format="percent" if measure == "accuracy" else "number",
         wide=True,

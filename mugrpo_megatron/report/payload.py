@@ -9,8 +9,13 @@ from typing import Any
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.report.atlas import AXIS, atlas_ages, trigger_axes
 from mugrpo_megatron.report.charts import charts
 from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.details import NONE, Details
+from mugrpo_megatron.report.heat import heat_map
+from mugrpo_megatron.report.probes import followed, objective_of
+from mugrpo_megatron.report.response_charts import length_end, response_axes, reward_span
 from mugrpo_megatron.report.rundata import RunData
 
 MAX_POINTS = 800
@@ -25,12 +30,16 @@ class Drawing:
     """The data that report.js draws."""
 
     axes: dict[str, dict[str, list[float]]]
-    """Axis name -> positions of its points: `u` in updates (or age), `t` in seconds."""
+    """Axis name -> positions of its points: `u` in updates (or what the chart is along), `t` in seconds."""
     boundaries: list[dict[str, float]]
     """Where each stage starts: stage, u, t."""
     end: dict[str, float]
+    """Where each abscissa ends: u, t, age, length, reward."""
+    begin: dict[str, float]
+    """Where each one begins that does not begin at 0."""
     charts: list[Chart]
     timeline: dict[str, Any]
+    heat: dict[str, Any] | None = None
     bucket: int = 1
     """Updates that one point stands for."""
     not_finite: dict[str, int] = field(default_factory=dict)
@@ -40,8 +49,9 @@ class Drawing:
         return asdict(self)
 
 
-def draw(run: RunData) -> Drawing:
+def draw(run: RunData, details: Details = NONE) -> Drawing:
     """The drawing of a run, without charts that have no value."""
+    probed = followed(details, run.recipe)
     bucket, buckets = buckets_of(run.updates, MAX_POINTS)
     boundaries = _boundaries(run)
     begin = {boundary["stage"]: boundary for boundary in boundaries}
@@ -51,13 +61,25 @@ def draw(run: RunData) -> Drawing:
         "eval": axis_of([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
         "stage": axis_of([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
         "age": axis_of(range(1 + max((row["age"] for row in run.updates), default=0)), []),
+        AXIS: axis_of(atlas_ages(probed), []),
     }
+    own = response_axes(details.stages) | trigger_axes(probed)
+    first, last = reward_span(details.stages) if details.stages else (0.0, 1.0)
+    longest = max([length_end(details.stages), *(len(one.response.tokens) + 1.0 for one in probed)], default=1.0)
     return Drawing(
-        axes=axes,
+        axes=axes | {name: axis_of(places, []) for name, places in own.items()},
         boundaries=boundaries,
-        end={"u": run.updates[-1]["update"] + 1 if run.updates else 1, "t": run.seconds},
-        charts=charts(run, buckets, stages),
+        end={
+            "u": run.updates[-1]["update"] + 1 if run.updates else 1,
+            "t": run.seconds,
+            "age": max(*axes["age"]["u"], *axes[AXIS]["u"], 1),
+            "length": longest,
+            "reward": last,
+        },
+        begin={"reward": first},
+        charts=charts(run, buckets, stages, details, probed),
         timeline=_timeline(run),
+        heat=heat_map(probed, objective_of(run.recipe)),
         bucket=bucket,
         not_finite=_count_not_finite(run.updates),
     )

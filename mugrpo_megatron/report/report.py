@@ -8,14 +8,16 @@ from typing import Any
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration, short
+from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.report.details import Details, read_details
 from mugrpo_megatron.report.evaluations import between, difference, shown
 from mugrpo_megatron.report.html import is_page, render
-from mugrpo_megatron.report.paper_charts import paper_remark
 from mugrpo_megatron.report.payload import Drawing, draw
 from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.samples import sample_sections
+from mugrpo_megatron.report.sections import page_sections
 from mugrpo_megatron.report.summary import mean_of, summary_of
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
-from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"
@@ -34,39 +36,6 @@ PHASE_COLORS = {
 }
 """CSS colours of the phases, in the tiles and in the time line."""
 
-SECTIONS = (
-    ("Learning", "", ("accuracy",)),
-    (
-        "Off-policy health",
-        "how far the policy has moved from the behaviour policy",
-        ("dropped", "ratio_neg", "ess", "kl", "ess_by_age", "vetoed_fraction_by_age"),
-    ),
-    (
-        "Triggers by threshold",
-        "",
-        (
-            "trigger_tokens_by_age",
-            "trigger_tokens",
-            "trigger_responses_by_age",
-            "trigger_responses",
-            "dropped_by_scope_by_age",
-            "dropped_by_scope",
-            "ratio_neg_min",
-        ),
-    ),
-    ("The paper's figures", "", ("paper_accuracy", "paper_clipping", "paper_ratio")),
-    ("Optimization", "", ("grad_norm", "entropy", "loss", "lr")),
-    ("Responses", "what the engine sampled, stage by stage", ("length", "groups", "mismatch", "throughput")),
-)
-"""Title, remark and charts of the page's sections, in order."""
-
-TIME_LINE = {
-    "id": "timeline",
-    "title": "Phases",
-    "explains": "When each phase ran. Generation and optimization take turns on the same devices.",
-    "wide": True,
-}
-
 
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and summary.json, if there is one.
@@ -83,7 +52,8 @@ def write_report(run_dir: Path) -> Path:
 
 def page(run: RunData, live_s: int = 0) -> str:
     """The report's HTML; with `live_s` it asks its server for itself again after so many seconds."""
-    drawing, summary = draw(run), summary_of(run)
+    details, summary = read_details(run.path, run.recipe), summary_of(run)
+    drawing = draw(run, details)
     return render(
         name=run.path.resolve().name,
         brand=BRAND,
@@ -92,10 +62,10 @@ def page(run: RunData, live_s: int = 0) -> str:
         live_s=live_s,
         drawing={**drawing.as_json(), "colors": PHASE_COLORS},
         facts=_facts(run, summary),
-        warnings=_warnings(run, drawing, summary),
+        warnings=_warnings(run, drawing, summary, details),
         tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(summary)],
         progress=f"updates taken: {len(run.updates):,} in {duration(run.seconds)}",
-        sections=_sections(run, drawing),
+        sections=page_sections(run, drawing, sample_sections(details, summary["measure"])),
         stages=stage_table(run),
         events=[{"at": duration(run.clock(e["time"])), "name": e["event"], "text": e["text"]} for e in run.events],
         summary=summary_rows(summary),
@@ -125,7 +95,7 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any]) -> list[str]:
+def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any], details: Details) -> list[str]:
     """What to know before reading the curves."""
     lines = []
     if drawing.not_finite:
@@ -139,7 +109,7 @@ def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any]) -> list[s
         lines.append(
             f"A point stands for {drawing.bucket} updates: worst value of p99, max, min and ESS, mean of the others."
         )
-    return lines
+    return [*lines, *map(visible, details.damaged)]
 
 
 def _tile(name: str, value: str, more: str, **rest: Any) -> dict[str, Any]:
@@ -203,24 +173,3 @@ def _token_tile(summary: dict[str, Any]) -> dict[str, Any]:
 def _unbroken(text: str) -> str:
     """The text with non-breaking spaces."""
     return text.replace(" ", "\N{NO-BREAK SPACE}")
-
-
-def _sections(run: RunData, drawing: Drawing) -> list[dict[str, Any]]:
-    remarks = {"Triggers by threshold": trigger_remark(run), "The paper's figures": paper_remark(run)}
-    tables = {"Triggers by threshold": trigger_table(run)}
-    drawn = {
-        chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
-        for chart in drawing.charts
-    }
-    sections = [
-        {
-            "title": title,
-            "remark": remarks.get(title, remark),
-            "charts": [drawn[id] for id in ids if id in drawn],
-            "table": tables.get(title),
-        }
-        for title, remark, ids in SECTIONS
-    ]
-    if drawing.timeline["phases"]:
-        sections.append({"title": "Time line", "remark": "", "charts": [TIME_LINE], "table": None})
-    return [section for section in sections if section["charts"]]

@@ -1,4 +1,4 @@
-"""The paper's Figures 2 and 3 for one run."""
+"""The paper's figures for one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.paper_charts import paper_remark
+from mugrpo_megatron.report.paper_charts import paper_notes, paper_remark
 from mugrpo_megatron.report.payload import draw
 from mugrpo_megatron.report.report import page
 from mugrpo_megatron.report.rundata import RunData, read_run
@@ -58,7 +58,7 @@ def test_a_measure_that_is_not_0_or_1_is_called_reward(run: RunData) -> None:
         for row in run.evals
     ]
     chart = charts_of(replace(run, evals=scored))["paper_accuracy"]
-    assert chart.title == "Figures 2 and 3: average reward"
+    assert chart.title == "Figures 1, 2 and 3: average reward"
     assert chart.format == "number"
     assert chart.series[-1].y == pytest.approx([row["reward/mean"] for row in scored], rel=1e-5)
 
@@ -70,8 +70,41 @@ def test_the_page_says_which_line_of_the_papers_figures_the_run_is(run: RunData)
     html = page(run)
     assert "this run&#39;s line: grpo" in html
     for title in (
-        "Figures 2 and 3: average accuracy",
+        "Figures 1, 2 and 3: average accuracy",
         "Figure 2: token clipping rate",
         "Figure 3: E[ρ_t | A_t &lt; 0]",
+        "Figure 4 is the time line",
+        "Figure 5: average reward",
+        "Figure 6: vetoed fraction",
     ):
         assert title in html
+
+
+def test_reward_and_vetoed_fraction_are_the_updates_own(run: RunData) -> None:
+    for id, metric in (("paper_reward", "reward_mean"), ("paper_vetoed", "vetoed_fraction")):
+        (curve,) = charts_of(run)[id].series
+        assert curve.y == pytest.approx([row[metric] for row in run.updates], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "says"),
+    [
+        ("evals", "Figures 1 to 3 have no accuracy"),
+        ("updates", "Figure 6 is missing"),
+        ("ratio_neg_mean", "Figure 3 has no ratio"),
+    ],
+)
+def test_a_figure_that_the_run_cannot_give_says_why(run: RunData, left_out: str, says: str) -> None:
+    if left_out in ("evals", "updates"):
+        run = replace(run, **{left_out: []})
+    else:
+        run = replace(run, updates=[{**row, left_out: None} for row in run.updates])
+    assert says in " ".join(paper_notes(run, charts_of(run)))
+
+
+def test_a_run_that_has_every_figure_only_says_where_the_fourth_is(run: RunData) -> None:
+    assert [note[:8] for note in paper_notes(run, charts_of(run))] == ["Figure 4"]
+    at_ends = replace(run, evals=[row for row in run.evals if not row["age"]])
+    assert "eval.every_updates" in paper_notes(at_ends, charts_of(at_ends))[-1]
+    no_veto = replace(run, recipe={**run.recipe, "objective": {"name": "grpo", "veto": "none"}})
+    assert "Figure 6 stays at 0" in paper_notes(no_veto, charts_of(no_veto))[-1]

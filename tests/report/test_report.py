@@ -93,9 +93,9 @@ def test_accuracy_chart_says_how_both_curves_were_sampled(
     recipe: dict[str, dict[str, object]], held_out: str, training: str, tmp_path: Path
 ) -> None:
     run = read_run(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2)))
-    text = chart(draw(replace(run, recipe=recipe)), "accuracy").explains
-    assert f"Held-out accuracy, sampled {held_out}," in text
-    assert f"of each update, sampled {training} when" in text
+    drawing = draw(replace(run, recipe=recipe))
+    assert f"Responses are sampled {held_out}." in chart(drawing, "accuracy").explains
+    assert f"responses, sampled {training} when" in chart(drawing, "reward").explains
 
 
 def test_events_are_listed_with_their_time(tmp_path: Path) -> None:
@@ -143,9 +143,9 @@ def test_several_sets_stand_side_by_side_and_are_never_pooled(tmp_path: Path) ->
         }
     assert summary["problems"] == 1500
     accuracy = chart(draw(read_run(directory)), "accuracy")
-    assert [series.label for series in accuracy.series] == [*SETS, "mean accuracy", "training reward"]
-    assert len({series.color for series in accuracy.series}) == 5
-    assert [series.low is not None for series in accuracy.series] == [False, False, False, True, False]
+    assert [series.label for series in accuracy.series] == [*SETS, "mean accuracy"]
+    assert len({series.color for series in accuracy.series}) == 4
+    assert [series.low is not None for series in accuracy.series] == [False, False, False, True]
     for series, name in zip(accuracy.series, (*SETS, "mean"), strict=False):
         assert series.y[-1] == pytest.approx(last[f"accuracy/{name}"], rel=1e-5)
     table = stage_table(read_run(directory))
@@ -160,7 +160,7 @@ def test_several_sets_stand_side_by_side_and_are_never_pooled(tmp_path: Path) ->
 def test_the_only_set_stands_for_itself(tmp_path: Path) -> None:
     directory = write_run(tmp_path, rows_of(2, 8), recipe_of(2, 8))
     accuracy = chart(draw(read_run(directory)), "accuracy")
-    assert [series.label for series in accuracy.series] == ["held-out accuracy", "training reward"]
+    assert [series.label for series in accuracy.series] == ["held-out accuracy"]
     assert accuracy.series[0].low is not None
     table = stage_table(read_run(directory))
     assert table
@@ -182,7 +182,7 @@ def test_mean_rewards_are_called_so_and_are_not_percentages(tmp_path: Path) -> N
     assert "accuracy_after" not in summary
     assert summary["reward_after"] == summary["sets"]["arithmetic"]["after"] > 1.0
     accuracy = chart(draw(read_run(directory)), "accuracy")
-    assert (accuracy.title, accuracy.format) == ("Reward and training reward", "number")
+    assert (accuracy.title, accuracy.format) == ("Held-out reward", "number")
     html = write_report(directory).read_text()
     assert "Held-out reward" in html
     assert "Held-out accuracy" not in html

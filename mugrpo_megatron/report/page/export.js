@@ -9,14 +9,14 @@ function save(name, blob) {
   URL.revokeObjectURL(link.href);
 }
 
-/** One line for each point: its series, its place (updates and seconds, or age) and its value with its band. */
+/** One line for each point: its series, its place (updates and seconds, or the panel's own abscissa) and its value with its band. */
 function csvOf(chart) {
   const cell = (value) => (value === null || value === undefined ? "" : typeof value === "string" ? `"${value.replaceAll('"', '""')}"` : value);
-  const rows = [chart.along === "age" ? "series,age,value,low,high" : "series,update,seconds,value,low,high"];
+  const rows = [chart.along === "run" ? "series,update,seconds,value,low,high" : `series,${chart.along},value,low,high`];
   for (const series of chart.series) {
     const axis = drawing.axes[series.axis];
     series.y.forEach((y, i) => {
-      const place = chart.along === "age" ? [axis.u[i]] : [axis.u[i], axis.t[i]];
+      const place = chart.along === "run" ? [axis.u[i], axis.t[i]] : [axis.u[i]];
       rows.push([series.label, ...place, y, series.low && series.low[i], series.high && series.high[i]].map(cell).join(","));
     });
   }

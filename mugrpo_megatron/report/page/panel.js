@@ -5,9 +5,10 @@ const drawing = JSON.parse(document.getElementById("drawing").textContent);
 const SVG = "http://www.w3.org/2000/svg";
 const view = {
   along: "u", // abscissa: u updates, t seconds
-  range: { u: null, t: null, age: null }, // [from, to] that is zoomed into, by abscissa
+  range: { u: null, t: null, age: null, length: null, reward: null }, // [from, to] that is zoomed into, by abscissa
 };
 const panels = [];
+const ABSCISSAE = { u: "updates", t: "wall-clock", age: "age of the stage in updates", length: "length in tokens", reward: "reward" };
 
 function svg(name, attributes = {}, parent = null) {
   const node = document.createElementNS(SVG, name);
@@ -90,10 +91,11 @@ class Panel {
     this.card.querySelector("h3").appendChild(tools);
   }
 
-  /** Which abscissa the panel has: u or t like the page, or age. */
-  get axis() { return this.chart.along === "age" ? "age" : view.along; }
-  get axisKey() { return this.axis === "age" ? "u" : this.axis; }
-  get end() { return this.axis === "age" ? Math.max(drawing.axes.age.u.length - 1, 1) : drawing.end[view.along] || 1; }
+  /** Which abscissa the panel has: u or t like the page, or one of its own. */
+  get axis() { return this.chart.along === "run" ? view.along : this.chart.along; }
+  get axisKey() { return this.axis === "t" ? "t" : "u"; }
+  get begin() { return drawing.begin[this.axis] || 0; }
+  get end() { return drawing.end[this.axis] || 1; }
   get shown() { return this.chart.series.filter((series) => !this.hidden.has(series.label)); }
 
   positions(series) { return drawing.axes[series.axis][this.axisKey]; }
@@ -105,7 +107,7 @@ class Panel {
     root.setAttribute("height", height);
     this.top = chart.unit ? 20 : 10;
     this.bottom = height - 38;
-    [this.from, this.to] = view.range[this.axis] || [0, this.end];
+    [this.from, this.to] = view.range[this.axis] || [this.begin, this.end];
     const scale = this.scale = verticalScale({ ...chart, scale: this.scaleKind }, this.inView(), this.top, this.bottom);
     const left = this.left = 12 + 6.6 * Math.max(3, ...scale.labels.map((l) => l.length));
     const right = this.right = width - 10;
@@ -120,7 +122,7 @@ class Panel {
     this.plot = svg("g", { "clip-path": `url(#clip-${chart.id})` }, root);
     const clip = svg("clipPath", { id: `clip-${chart.id}` }, root);
     svg("rect", { x: left - 5, y: 0, width: right - left + 10, height: this.bottom + 6 }, clip);
-    if (this.axis !== "age") this.drawBoundaries();
+    if (this.chart.along === "run") this.drawBoundaries();
     this.shown.forEach((series) => this.drawSeries(series));
     this.drawRule();
     this.cursor = svg("g", { "pointer-events": "none" }, root);
@@ -141,14 +143,16 @@ class Panel {
     const count = Math.max(3, (this.right - this.left) / 95);
     const seconds = this.axis === "t";
     const every = seconds ? timeTicks(this.from, this.to, count) : linearTicks(this.from, this.to, count);
-    const ticks = seconds ? every : every.filter((t) => Number.isInteger(t));
+    const ticks = seconds || this.axis === "reward" ? every : every.filter((t) => Number.isInteger(t));
+    const whole = this.axis === "u" && Number.isInteger(this.to); // the last update can be read off
+    if (whole && this.x(this.to) - this.x(ticks[ticks.length - 1] ?? this.from) > 52) ticks.push(this.to);
     for (const tick of ticks) {
       const x = this.x(tick), label = seconds ? clock(tick) : tick.toLocaleString("en"), half = 3.4 * label.length;
       const at = within(x, this.left + (tick === this.from ? half : 0), this.right - half);
       svg("line", { x1: x, x2: x, y1: this.bottom, y2: this.bottom + 4, stroke: color("line") }, this.root);
       svg("text", { x: at, y: this.bottom + 17, "text-anchor": "middle" }, this.root).textContent = label;
     }
-    const unit = this.axis === "age" ? "age of the stage in updates" : seconds ? "wall-clock" : "updates";
+    const unit = ABSCISSAE[this.axis];
     svg("text", { x: this.right, y: this.bottom + 32, "text-anchor": "end", class: "unit" }, this.root).textContent = unit;
     svg("line", { x1: this.left, x2: this.right, y1: this.bottom, y2: this.bottom, stroke: color("line") }, this.root);
   }
@@ -157,7 +161,7 @@ class Panel {
     const bounds = drawing.boundaries.filter((bound) => bound[view.along] >= this.from && bound[view.along] <= this.to);
     const room = (this.right - this.left) / bounds.length;
     if (drawing.boundaries.length < 2 || room < 7) return;
-    const labelled = this.card.classList.contains("wide") && room > 58;
+    const labelled = room > 58;
     for (const bound of bounds) {
       const x = this.x(bound[view.along]);
       if (bound[view.along]) svg("line", { x1: x, x2: x, y1: this.top, y2: this.bottom, stroke: color("faint"), "stroke-opacity": room < 16 ? 0.3 : 0.6, "stroke-dasharray": "2 3" }, this.plot);
@@ -180,6 +184,8 @@ class Panel {
     const thick = series.bold ? 3.4 : 2;
     const line = (d, attributes = {}) => svg("path", { d, fill: "none", stroke, "stroke-width": thick, "stroke-linejoin": "round", "stroke-linecap": "round", ...attributes }, this.plot);
     if (series.low) svg("path", { d: bandPath(xs, toY(series.low), toY(series.high)), fill: stroke, "fill-opacity": 0.15 }, this.plot);
+    if (series.draw === "bars") return this.drawBars(series, xs, ys);
+    if (series.draw === "points") return xs.forEach((cx, i) => svg("circle", { cx, cy: ys[i], r: 4, fill: stroke, "fill-opacity": 0.8 }, this.plot));
     if (ys.length < 400) {
       const alone = pieces(xs, ys, stageStarts(series)).filter((piece) => piece.length === 1 && series.draw === "line");
       for (const [[cx, cy]] of alone) svg("circle", { cx, cy, r: 3, fill: stroke }, this.plot);
@@ -196,6 +202,16 @@ class Panel {
     }
     if (average) line(linePath(xs, ys, starts), { "stroke-width": 1, "stroke-opacity": 0.32 });
     return line(linePath(xs, average || ys, starts));
+  }
+
+  /** Bars of all shown series side by side at each place. */
+  drawBars(series, xs, ys) {
+    const gaps = xs.slice(1).map((x, i) => x - xs[i]), room = gaps.length ? Math.min(...gaps) : this.right - this.left;
+    const width = (0.72 * Math.min(room, 360)) / this.shown.length, first = -0.5 * width * this.shown.length;
+    const foot = this.scale.to(0) ?? this.bottom, place = this.shown.indexOf(series);
+    xs.forEach((x, i) => {
+      if (ys[i] !== null) svg("rect", { x: x + first + place * width, width: 0.9 * width, y: ys[i], height: Math.max(foot - ys[i], 0), fill: color(series.color) }, this.plot);
+    });
   }
 
   drawDots(series, xs, ys, line) {
@@ -239,7 +255,7 @@ class Panel {
       const y = this.scale.to(value), x = this.x(series.draw === "step" ? at : this.positions(series)[index]);
       if (y !== null && x >= this.left - 1 && x <= this.right + 1) svg("circle", { cx: x, cy: y, r: 4, fill: color(series.color), stroke: color("card"), "stroke-width": 1.5 }, this.cursor);
     });
-    if (at === null || at < this.from || at > this.to) return;
+    if (at === null || at < this.from || at > this.to || this.chart.series[0]?.draw === "bars") return;
     const x = this.x(at);
     this.cursor.prepend(svg("line", { x1: x, x2: x, y1: this.top, y2: this.bottom, stroke: color("hover"), "stroke-opacity": 0.35 }));
   }

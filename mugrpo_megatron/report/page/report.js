@@ -5,10 +5,13 @@ const where = document.querySelector(".where");
 let restingText = where.textContent;
 const unzoom = document.querySelector(".unzoom");
 let timeline = null;
+let grids = [];
 
 /** A place on the abscissa in words. */
 function placeText(along, at) {
   if (along === "age") return `age ${Math.round(at)}`;
+  if (along === "length") return `${Math.round(at).toLocaleString("en")} tokens`;
+  if (along === "reward") return `reward ${number(at)}`;
   const passed = drawing.boundaries.filter((b) => b[view.along] <= at + 1e-9);
   const stage = passed.length ? `stage ${passed[passed.length - 1].stage} · ` : "";
   return stage + (view.along === "u" ? `update ${Math.round(at).toLocaleString("en")}` : clock(at));
@@ -32,10 +35,12 @@ function zoom(axis, range) {
 function drawAll() {
   for (const panel of panels) panel.draw();
   if (timeline) timeline.draw();
+  for (const grid of grids) grid.draw();
 }
 
 for (const chart of drawing.charts) panels.push(new Panel(chart));
 if (drawing.timeline.phases.length) timeline = new Timeline();
+if (drawing.heat) grids = heatMap(document.getElementById("heat"), drawing.heat);
 for (const button of document.querySelectorAll(".switch button")) {
   button.addEventListener("click", () => {
     view.along = button.dataset.along;

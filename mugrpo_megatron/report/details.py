@@ -1,0 +1,149 @@
+"""What a report reads besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
+
+What is read is bounded: of a long run some stages, of a stage the lengths in some of its updates. A damaged file
+is left out and named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.report.kept import Kept, read_kept, shortened
+from mugrpo_megatron.report.prompts import prompt_texts
+from mugrpo_megatron.stages.manifest import SEALED_NAME
+from mugrpo_megatron.stages.probe import Probe, read_probe
+
+MOST_STAGES = 8
+"""Of more stages, so many are read, evenly spaced, the first and the last among them."""
+MOST_EVALUATIONS = 8
+LENGTH_UPDATES = 16
+"""Updates of a stage, evenly spaced, whose responses' lengths are read."""
+KEPT_GROUPS = 3
+"""Groups of a stage of which the best and the worst response are kept."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class StageResponses:
+    """The responses of a sealed stage: numbers of all, lengths of some, texts of a few."""
+
+    rewards: np.ndarray
+    """float64 [N], in the order of the groups."""
+    groups: np.ndarray
+    """int64 [N]"""
+    lengths: np.ndarray
+    """int64: tokens of each response of some updates."""
+    kept: list[Kept]
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What there is besides metrics; every part is empty for a run that has it not."""
+
+    stages: Mapping[int, StageResponses] = field(default_factory=dict)
+    probes: Mapping[int, Probe] = field(default_factory=dict)
+    evaluations: Mapping[int, Sequence[Kept]] = field(default_factory=dict)
+    """By the updates that the run had taken."""
+    damaged: Sequence[str] = ()
+    """A sentence for each part that could not be read."""
+
+
+NONE = Details()
+
+
+def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
+    """Read what the run directory has; `recipe` are the run's tables."""
+    damaged: list[str] = []
+    read_stage = lambda path: _stage(path, run_dir, recipe)  # noqa: E731
+    stages = _found(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
+    probes = _found(run_dir / "probe", r"stage(\d{5})", MOST_STAGES, read_probe, damaged)
+    evaluations = _found(run_dir / "evaluations", r"update(\d+)\.jsonl", MOST_EVALUATIONS, read_kept, damaged)
+    return Details(stages, probes, evaluations, damaged)
+
+
+def spaced(numbers: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the numbers, evenly spaced, the first and the last among them."""
+    if len(numbers) <= most:
+        return list(numbers)
+    return [numbers[round(part * (len(numbers) - 1) / (most - 1))] for part in range(most)]
+
+
+def _found(
+    folder: Path, name: str, most: int, read: Callable[[Path], Found | None], damaged: list[str]
+) -> dict[int, Found]:
+    paths = {}
+    for path in sorted(folder.glob("*")) if folder.is_dir() else ():
+        if match := re.fullmatch(name, path.name):
+            paths[int(match[1])] = path
+    found = {}
+    for number in spaced(sorted(paths), most):
+        try:
+            one = read(paths[number])
+        except UserError as error:
+            damaged.append(str(error))
+            continue
+        if one is not None:
+            found[number] = one
+    return found
+
+
+def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
+    """A stage's responses, None until it is sealed. Raises UserError when its file is damaged."""
+    path = directory / SEALED_NAME
+    if not path.is_file():
+        return None
+    try:
+        with pq.ParquetFile(path) as file:
+            numbers = file.read(columns=["reward", "group"])
+            some = spaced(range(file.num_row_groups), LENGTH_UPDATES)
+            ids = file.read_row_groups(some, columns=["response_ids"])["response_ids"]
+            rewards = numbers["reward"].to_numpy().astype(np.float64)
+            groups = numbers["group"].to_numpy().astype(np.int64)
+            lengths = pc.list_value_length(ids).to_numpy().astype(np.int64)
+            return StageResponses(rewards, groups, lengths, _kept(file, run_dir, recipe))
+    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
+
+
+def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Kept]:
+    """The best and the worst response of the first groups whose rewards differ, else of the first ones."""
+    if "text" not in file.schema_arrow.names or not file.num_row_groups:
+        return []
+    names = ("group", "problem", "reward", "finish_reason", "text", "gold", "extracted", "why", "components")
+    table = file.read_row_group(0, columns=[*names, "prompt_ids", "response_ids"])
+    groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
+    every = [np.flatnonzero(groups == group) for group in dict.fromkeys(groups.tolist())]
+    mixed = [own for own in every if np.ptp(rewards[own]) > 0]
+    chosen = (mixed or every)[:KEPT_GROUPS]
+    places = [int(p) for own in chosen for p in dict.fromkeys((own[rewards[own].argmax()], own[rewards[own].argmin()]))]
+    few = table.take(places)
+    lengths = pc.list_value_length(few["response_ids"]).to_pylist()
+    questions = prompt_texts(few["prompt_ids"].to_pylist(), run_dir, recipe)
+    rows = few.select(list(names)).to_pylist()
+    return [
+        Kept(
+            set="",
+            problem=row["problem"],
+            question=question,
+            gold=row["gold"],
+            text=shortened(row["text"]),
+            extracted=row["extracted"],
+            why=row["why"],
+            reward=row["reward"],
+            tokens=tokens,
+            truncated=row["finish_reason"] == "length",
+            components=dict(row["components"] or ()),
+        )
+        for row, question, tokens in zip(rows, questions, lengths, strict=True)
+    ]

@@ -1,0 +1,102 @@
+"""The heat map: tokens of negative responses over the stage's ages, with the triggers and what the veto drops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.recipe.objective import ObjectiveSection
+from mugrpo_megatron.report.details import spaced
+from mugrpo_megatron.report.probes import Followed, verdicts
+
+LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+"""A ratio is one letter: level n is 10^(n / STEPS + LOWEST)."""
+STEPS, LOWEST = 8, -6
+MOST_STAGES, EACH = 4, 3
+"""At most so many stages, and responses of each."""
+WINDOW = 160
+"""Tokens of a response that are shown: all of a short one, else those around the first trigger."""
+PIECE = 24
+"""Characters of a token's text."""
+
+
+def heat_map(all_followed: Sequence[Followed], objective: ObjectiveSection) -> dict[str, Any] | None:
+    """The data that heat.js draws; None without a negative response that was followed.
+
+    Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios.
+    """
+    by_stage: dict[int, list[Followed]] = {}
+    for one in all_followed:
+        if one.negative:
+            by_stage.setdefault(one.stage, []).append(one)
+    if not by_stage:
+        return None
+    stages = spaced(sorted(by_stage), MOST_STAGES)
+    return {
+        "levels": LEVELS,
+        "steps": STEPS,
+        "lowest": LOWEST,
+        "threshold": objective.trigger_ratio,
+        "responses": [_drawn(one, objective) for stage in stages for one in _lowest(by_stage[stage])],
+    }
+
+
+def _lowest(several: Sequence[Followed]) -> list[Followed]:
+    return sorted(several, key=lambda one: (float(one.log_ratio[-1].min()), one.response.update))[:EACH]
+
+
+def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:
+    triggers, dropped = verdicts(one, objective)
+    start, end = _window(one, triggers)
+    response = one.response
+    return {
+        "stage": one.stage,
+        "update": response.update,
+        "problem": visible(response.problem),
+        "reward": round(response.reward, 4),
+        "length": len(response.tokens),
+        "start": start,
+        "ages": list(one.ages),
+        "tokens": [visible(token.replace("\n", "⏎"))[:PIECE] for token in response.tokens[start:end]],
+        "cells": ["".join(map(_letter, row[start:end])) for row in one.log_ratio],
+        "triggers": [np.flatnonzero(row[start:end]).tolist() for row in triggers],
+        "dropped": [_spans(row[start:end]) for row in dropped],
+    }
+
+
+def _window(one: Followed, triggers: np.ndarray) -> tuple[int, int]:
+    """The tokens that are shown."""
+    length = len(one.response.tokens)
+    last = triggers[-1]
+    centre = int(last.argmax()) if last.any() else int(one.log_ratio[-1].argmin())
+    start = max(0, min(centre - WINDOW // 3, length - WINDOW))
+    return start, min(length, start + WINDOW)
+
+
+def _letter(log_ratio: float) -> str:
+    level = round((log_ratio / math.log(10) - LOWEST) * STEPS)
+    return LEVELS[max(0, min(level, len(LEVELS) - 1))]
+
+
+def _spans(marked: np.ndarray) -> list[list[int]]:
+    """[first, last] of each run of marked tokens."""
+    spans = []
+    for _, run in groupby(enumerate(np.flatnonzero(marked).tolist()), key=lambda pair: pair[1] - pair[0]):
+        places = [place for _, place in run]
+        spans.append([places[0], places[-1]])
+    return spans
+
+
+def heat_texts(recipe: Mapping[str, Any], objective: ObjectiveSection) -> str:
+    """What the heat map shows, for its card."""
+    updates = recipe.get("schedule", {}).get("updates_per_stage", "?")
+    return (
+        f"One column a token, one row an age of the stage, after 0 to {updates} updates. Red: less likely than when it "
+        f"was sampled; blue: more likely. A ring marks a trigger (ratio below {objective.trigger_ratio:g}); tokens "
+        f"under a line are dropped by this run's veto, {objective.veto}. Point at a row to read the response then."
+    )

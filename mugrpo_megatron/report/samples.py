@@ -1,0 +1,102 @@
+"""Sample responses on the page: of each stage and evaluation some with a high and some with a low reward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.report.details import Details
+from mugrpo_megatron.report.kept import Kept, shortened
+
+CHARACTERS = 60_000
+"""Of all texts on the page together."""
+LONGEST, SHORTEST = 3000, 300
+"""Characters of one text."""
+FOLDED = 280
+"""Characters, and LINES lines, above which a text is folded."""
+LINES = 6
+EACH = 3
+"""Responses of a kind, right or wrong, that a stage or a set shows."""
+
+
+def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
+    """One list of responses for each evaluation, newest first, and each stage; `measure` is accuracy or reward."""
+    lists = [
+        *(
+            (
+                f"Evaluation after {updates:,} updates" if updates else "Evaluation before training",
+                _of_each_kind(kept, measure),
+            )
+            for updates, kept in sorted(details.evaluations.items(), reverse=True)
+        ),
+        *(
+            (f"Stage {number}", _of_each_kind(stage.kept, measure))
+            for number, stage in sorted(details.stages.items(), reverse=True)
+        ),
+    ]
+    lists = [(title, kept) for title, kept in lists if kept]
+    texts = sum(2 * len(kept) for _, kept in lists) or 1
+    most = max(SHORTEST, min(LONGEST, CHARACTERS // texts))
+    return [
+        {
+            "title": title,
+            "counts": _counts(kept, measure),
+            "open": place == 0,
+            "responses": [_shown(one, measure, most) for one in kept],
+        }
+        for place, (title, kept) in enumerate(lists)
+    ]
+
+
+def _of_each_kind(kept: Sequence[Kept], measure: str) -> list[Kept]:
+    """Of each set at most EACH right and EACH wrong ones, in their order; of rewards the highest and the lowest."""
+    chosen: list[Kept] = []
+    for name in dict.fromkeys(one.set for one in kept):
+        own = [one for one in kept if one.set == name]
+        if measure == "accuracy":
+            right, wrong = ([one for one in own if (one.reward >= 1.0) == is_right] for is_right in (True, False))
+        else:
+            by_reward = sorted(own, key=lambda one: -one.reward)
+            right, wrong = by_reward[: len(own) - len(own) // 2], by_reward[len(own) - len(own) // 2 :][::-1]
+        pairs = zip_longest(right[:EACH], wrong[:EACH])
+        chosen += [one for pair in pairs for one in pair if one]
+    return chosen
+
+
+def _counts(kept: Sequence[Kept], measure: str) -> str:
+    right = sum(one.reward >= 1.0 for one in kept)
+    return f"{right} right, {len(kept) - right} wrong" if measure == "accuracy" else f"{len(kept)} responses"
+
+
+def _shown(one: Kept, measure: str, most: int) -> dict[str, Any]:
+    right = one.reward >= 1.0
+    return {
+        "kind": ("right" if right else "wrong") if measure == "accuracy" else "",
+        "reward": f"{one.reward:.4g}",
+        "problem": visible(one.problem),
+        "facts": [(name, visible(value)) for name, value in _facts(one)],
+        "texts": [
+            _text(name, text, most) for name, text in (("Prompt", one.question), ("Response", one.text)) if text.strip()
+        ],
+    }
+
+
+def _facts(one: Kept) -> Iterable[tuple[str, str]]:
+    """Name and value of what explains the score."""
+    yield "gold", shortened(one.gold, 200)
+    yield "extracted", shortened(one.extracted, 200) if one.extracted else "nothing"
+    if one.why:
+        yield "why", shortened(one.why, 300)
+    for name, value in one.components.items():
+        yield name, f"{value:.4g}"
+    yield "tokens", f"{one.tokens:,}{', cut off' if one.truncated else ''}"
+
+
+def _text(name: str, text: str, most: int) -> dict[str, Any]:
+    """A text, with its beginning where it is long enough to be folded."""
+    shown = visible(shortened(text, most))
+    folded = len(shown) > FOLDED or shown.count("\n") >= LINES
+    lines = "\n".join(shown.split("\n")[:LINES])
+    return {"name": name, "text": shown, "head": f"{lines[:FOLDED].rstrip()} …" if folded else ""}

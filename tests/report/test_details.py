@@ -1,0 +1,212 @@
+"""What the page shows besides metrics: the responses, the heat map, the atlas and the histograms."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.details import MOST_STAGES, read_details, spaced
+from mugrpo_megatron.report.heat import LEVELS, LOWEST, STEPS, WINDOW, heat_map
+from mugrpo_megatron.report.payload import draw
+from mugrpo_megatron.report.probes import followed, verdicts
+from mugrpo_megatron.report.report import page, write_report
+from mugrpo_megatron.report.rundata import RunData, read_run
+from tests.report.followed import write_evaluation, write_probe, write_stage
+from tests.report.synthetic import recipe_of, rows_of, write_run
+
+UPDATES = 16
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunData:
+    path = write_run(tmp_path / "run", rows_of(2, UPDATES), recipe_of(2, UPDATES))
+    for stage in range(2):
+        write_stage(path, stage)
+        write_probe(path, stage, UPDATES, count=8, tokens=6)
+    write_evaluation(path, UPDATES)
+    return read_run(path)
+
+
+def charts_of(run: RunData) -> dict[str, Chart]:
+    return {chart.id: chart for chart in draw(run, read_details(run.path, run.recipe)).charts}
+
+
+def test_responses_are_shown_with_what_explains_their_score(run: RunData) -> None:
+    text = page(run)
+    for shown in ("Evaluation after 16 updates", "3 right, 3 wrong", "Stage 0", "so it is 4", "2+2="):
+        assert shown in text
+    assert "why <bdi>equal</bdi>" in text
+    assert "gold <bdi>4</bdi>" in text
+    assert "math <bdi>1</bdi>" in text
+    assert text.count('<article class="sample right">') == text.count('<article class="sample wrong">')
+
+
+HOSTILE = "</script><img onerror=alert(1) src=x>\x1b[2J\x1b]0;title\x07‮cba‬⁦x⁩\u2028"
+
+
+def test_a_response_is_text_wherever_it_is_shown(tmp_path: Path) -> None:
+    """Markup is escaped; what a terminal or the text's direction would obey is written out."""
+    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
+    write_stage(path, 0, text=HOSTILE * 40, gold=HOSTILE)
+    write_probe(path, 0, UPDATES, count=8, tokens=5, token=HOSTILE)
+    write_evaluation(path, 0, text=HOSTILE, question=HOSTILE)
+    text = write_report(path).read_text()
+    assert "<img" not in text
+    assert text.count("<script") == 2
+    for control in "\x1b\x07‮‬⁦⁩\u2028":
+        assert control not in text
+        assert json.dumps(control)[1:-1] not in text, "nor in the script's data"
+    assert html.escape("</script><img onerror=alert(1) src=x>\\x1b[2J") in text
+
+
+def test_long_responses_are_folded_and_the_page_is_bounded(tmp_path: Path) -> None:
+    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
+    before = len(page(read_run(path)))
+    for update in range(0, 400, 10):
+        write_evaluation(path, update, text="line\n" * 30_000, sets=3)
+    text = page(read_run(path))
+    assert '<details class="text">' in text
+    assert "characters are left out" in text
+    assert len(text) < before + 250_000
+
+
+def test_what_is_damaged_is_named_and_the_page_is_written(run: RunData) -> None:
+    for path in (*run.path.glob("stages/*/stage.parquet"), *run.path.glob("probe/*/age00008.parquet")):
+        path.write_bytes(b"damaged")
+    (run.path / "evaluations" / "update000016.jsonl").write_text("{")
+    text = page(run)
+    assert text.count("cannot be read") == 2
+    assert text.count("is damaged") == 3
+    assert "Held-out accuracy" in text
+
+
+def test_a_stage_that_is_not_sealed_is_left_out(run: RunData) -> None:
+    (run.path / "stages" / "00001" / "stage.parquet").unlink()
+    assert list(read_details(run.path, run.recipe).stages) == [0]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 400])
+def test_of_many_stages_some_are_read_evenly_spaced(count: int) -> None:
+    chosen = spaced(range(count), MOST_STAGES)
+    assert len(set(chosen)) == len(chosen) == min(count, MOST_STAGES)
+    assert (chosen[0], chosen[-1]) == (0, count - 1)
+
+
+def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
+    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    found = heat_map(probed, ObjectiveSection.model_validate(objective))
+    assert found
+    return found
+
+
+def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData) -> None:
+    heat = heat_of(run, trigger_ratio=math.exp(-9.9))
+    for one in heat["responses"]:
+        assert one["ages"] == list(range(0, UPDATES + 1, 2))
+        for age, cells, triggers, dropped in zip(
+            one["ages"], one["cells"], one["triggers"], one["dropped"], strict=True
+        ):
+            assert len(cells) == len(one["tokens"]) == 6
+            shown = LEVELS.index(cells[2]) / STEPS + LOWEST
+            assert shown == pytest.approx(max(-age / math.log(10), LOWEST), abs=0.5 / STEPS + 1e-6)
+            assert triggers == ([2] if age >= 10 else [])
+            assert dropped == ([[3, 5]] if age >= 10 else []), "H_κ: what follows the first trigger"
+
+
+@pytest.mark.parametrize(
+    ("veto", "dropped"),
+    [("none", []), ("trigger", [[2, 2]]), ("suffix", [[3, 5]]), ("response", [[0, 5]])],
+)
+def test_the_heat_map_follows_the_runs_veto(run: RunData, veto: str, dropped: list[list[int]]) -> None:
+    for one in heat_of(run, veto=veto)["responses"]:
+        assert one["dropped"][-1] == dropped
+        assert one["triggers"][-1] == [2]
+
+
+def test_of_a_long_response_the_tokens_around_the_first_trigger_are_shown(tmp_path: Path) -> None:
+    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
+    write_probe(path, 0, UPDATES, count=4, tokens=1000)
+    for one in heat_of(read_run(path))["responses"]:
+        assert (one["start"], len(one["tokens"]), one["length"]) == (0, WINDOW, 1000)
+        assert one["triggers"][-1] == [2]
+
+
+def test_positive_responses_have_no_trigger(run: RunData) -> None:
+    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    positive = [one for one in probed if not one.negative]
+    assert len(positive) == 4
+    for one in positive:
+        triggers, dropped = verdicts(one, ObjectiveSection())
+        assert not triggers.any()
+        assert not dropped.any()
+
+
+def test_with_the_learners_behaviour_ratios_begin_at_one(run: RunData) -> None:
+    recipe = {**run.recipe, "rollout": {"behaviour": "learner"}}
+    for one in followed(read_details(run.path, recipe), recipe):
+        assert not one.log_ratio[0].any()
+
+
+def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> None:
+    charts = charts_of(run)
+    shares = {series.label: series.y for series in charts["atlas_triggers"].series}
+    for name, values in shares.items():
+        below = [float(age > -math.log(float(name))) for age in range(0, UPDATES + 1, 2)]
+        assert values == pytest.approx(below), name
+    lowest = charts["atlas_ratio"].series[-1]
+    assert lowest.label == "1 %"
+    assert lowest.y[0] == pytest.approx(1)
+    assert lowest.y[-1] < 1e-3
+    trained = next(series for series in charts["atlas_trained"].series if series.label == "trained on")
+    assert trained.y[0] is None, "nothing is trained on at age 0"
+    for series in charts["atlas_first"].series:
+        assert series.y == [2.0] * 12
+
+
+def test_histograms_count_every_response(run: RunData) -> None:
+    drawing = draw(run, read_details(run.path, run.recipe))
+    charts = {chart.id: chart for chart in drawing.charts}
+    assert drawing.axes["reward"]["u"] == [0.0, 1.0]
+    assert [series.y for series in charts["rewards"].series] == [[0.75, 0.25]] * 2
+    for series in charts["lengths"].series:
+        assert sum(value for value in series.y if value) == pytest.approx(1, abs=1e-4)
+
+
+def test_rewards_of_any_size_have_an_axis_that_holds_them(tmp_path: Path) -> None:
+    from mugrpo_megatron.report.response_charts import StageResponses, response_axes, response_charts, reward_span
+
+    rewards = np.linspace(-3, 7, 400)
+    stages = {0: StageResponses(rewards, np.arange(400) // 8, np.full(400, 5), [])}
+    low, high = reward_span(stages)
+    assert low <= -3
+    assert high >= 7
+    assert len(response_axes(stages)["reward"]) == 24
+    chart = next(iter(response_charts(stages)))
+    assert sum(value for value in chart.series[0].y if value) == pytest.approx(1, abs=1e-4)
+
+
+def test_pass_at_k_is_the_chance_over_groups(run: RunData) -> None:
+    curves = {series.label: series.y for series in charts_of(run)["pass_at_k"].series}
+    assert curves == {"k = 1": [0.25, 0.25], "k = 2": [0.5, 0.5], "k = 4": [1.0, 1.0]}
+
+
+def test_a_thousand_updates_with_everything_stay_below_400_kb(tmp_path: Path) -> None:
+    path = write_run(tmp_path, rows_of(4, 256, sets=["a", "b", "c", "d", "e"], eval_every=64), recipe_of(4, 256))
+    for stage in range(4):
+        write_stage(path, stage, text="x = 3\n" * 3000)
+        write_probe(path, stage, 256, count=32, tokens=3000)
+    for update in range(0, 1025, 64):
+        write_evaluation(path, update, text="therefore " * 4000, sets=5, question="why? " * 300)
+    report = write_report(path)
+    size = report.stat().st_size
+    assert size < 400_000, f"{size:,} bytes"
+    assert len(re.findall('<article class="sample', report.read_text())) > 20
