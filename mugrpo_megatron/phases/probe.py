@@ -32,7 +32,9 @@ Chosen = list[tuple[int, Sample, float]]
 
 def probe(run: Run, learner: Learner, cursor: Cursor, age: int) -> None:
     """Score the probed responses of the cursor's stage after `age` of its updates, if the recipe asks. Collective."""
-    if not run.recipe.report.probe_responses or age not in probe_ages(cursor.stage_updates(run.recipe.schedule)):
+    schedule = run.recipe.schedule
+    length = cursor.stage_length(schedule, cursor.stage_updates(schedule))
+    if not run.recipe.report.probe_responses or age not in probe_ages(length):
         return
     directory = run.directory.probe(cursor.stage)
     with run.log.phase("probe", cursor.stage):

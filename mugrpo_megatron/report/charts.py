@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.report.atlas import atlas_charts
-from mugrpo_megatron.report.curves import Chart, Series, column, has_values, over_updates, spread
+from mugrpo_megatron.report.curves import Chart, Series, ages_of, by_age, column, has_values, over_updates, spread
 from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.evaluations import measure_in, sets_in
 from mugrpo_megatron.report.paper_charts import held_out, paper_charts
@@ -219,22 +219,23 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
 
 def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) -> Chart:
     """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
+    ages = ages_of(run.updates)
     curves = [
-        {row["age"]: row.get(metric) for row in rows} for _, rows in groupby(run.updates, key=itemgetter("stage"))
+        over_updates(by_age(list(rows), ages), f"stage {number}", color, metric, axis="age").y
+        for number, rows in groupby(run.updates, key=itemgetter("stage"))
     ]
-    ages = range(1 + max(row["age"] for row in run.updates))
     if len(curves) <= MAX_LINES_BY_AGE:
         series = [
             Series(
                 f"stage {place}",
                 f"ramp-{round(7 * place / max(len(curves) - 1, 1))}",
                 "age",
-                [c.get(a) for a in ages],
+                curve,
             )
-            for place, c in enumerate(curves)
+            for place, curve in enumerate(curves)
         ]
     else:
-        spread = [sorted(v for c in curves if (v := c.get(age)) is not None) for age in ages]
+        spread = [sorted(v for v in values if v is not None) for values in zip(*curves, strict=True)]
         series = [
             Series(
                 f"median of {len(curves):,} stages",

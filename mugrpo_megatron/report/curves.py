@@ -78,6 +78,24 @@ def over_updates(
     return Series(label, color, axis, values, smooth=smooth, restarts=restarts, bold=bold)
 
 
+MAX_AGES = 256
+"""With longer stages than this, a point of a curve over age stands for several ages."""
+
+
+def ages_of(updates: Iterable[Row]) -> range:
+    """The first age of each point of the axis `age`."""
+    count = 1 + max((row["age"] for row in updates), default=0)
+    return range(0, count, -(-count // MAX_AGES))
+
+
+def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
+    """The updates that each point of `ages` stands for, over all stages."""
+    found: list[list[Row]] = [[] for _ in ages]
+    for row in updates:
+        found[row["age"] // ages.step].append(row)
+    return found
+
+
 def column(rows: Iterable[Row], metric: str) -> Values:
     """A metric's value in each row; None where a row has no value."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]

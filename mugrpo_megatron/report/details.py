@@ -25,7 +25,7 @@ from mugrpo_megatron.stages.probe import Probe, read_probe
 
 MOST_STAGES = 8
 """Of more stages, so many are read, evenly spaced, the first and the last among them."""
-MOST_EVALUATIONS = 8
+MOST_EVALUATIONS = 4
 LENGTH_UPDATES = 16
 """Updates of a stage, evenly spaced, whose responses' lengths are read."""
 KEPT_GROUPS = 3

@@ -19,7 +19,7 @@ LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 STEPS, LOWEST = 8, -6
 MOST_STAGES, EACH = 4, 3
 """At most so many stages, and responses of each."""
-WINDOW = 160
+WINDOW = 128
 """Tokens of a response that are shown: all of a short one, else those around the first trigger."""
 PIECE = 24
 """Characters of a token's text."""
@@ -92,9 +92,9 @@ def _spans(marked: np.ndarray) -> list[list[int]]:
     return spans
 
 
-def heat_texts(recipe: Mapping[str, Any], objective: ObjectiveSection) -> str:
+def heat_text(heat: Mapping[str, Any], objective: ObjectiveSection) -> str:
     """What the heat map shows, for its card."""
-    updates = recipe.get("schedule", {}).get("updates_per_stage", "?")
+    updates = max(response["ages"][-1] for response in heat["responses"])
     return (
         f"One column a token, one row an age of the stage, after 0 to {updates} updates. Red: less likely than when it "
         f"was sampled; blue: more likely. A ring marks a trigger (ratio below {objective.trigger_ratio:g}); tokens "

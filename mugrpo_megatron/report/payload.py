@@ -11,16 +11,16 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.atlas import AXIS, atlas_ages, trigger_axes
 from mugrpo_megatron.report.charts import charts
-from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.curves import Chart, ages_of
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
 from mugrpo_megatron.report.probes import followed, objective_of
 from mugrpo_megatron.report.response_charts import length_end, response_axes, reward_span
 from mugrpo_megatron.report.rundata import RunData
 
-MAX_POINTS = 800
+MAX_POINTS = 400
 """With more updates than this, a point stands for several: about as many as a panel has pixels, in a page of 400 kB."""
-MAX_SPANS = 1500
+MAX_SPANS = 1000
 """With more phases than this, the time line shows shares of time slices."""
 SLICES = 500
 
@@ -60,7 +60,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
         "update": axis_of([rows[0]["update"] for rows in buckets], [run.clock(rows[0]["time"]) for rows in buckets]),
         "eval": axis_of([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
         "stage": axis_of([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
-        "age": axis_of(range(1 + max((row["age"] for row in run.updates), default=0)), []),
+        "age": axis_of(ages_of(run.updates), []),
         AXIS: axis_of(atlas_ages(probed), []),
     }
     own = response_axes(details.stages) | trigger_axes(probed)
@@ -72,7 +72,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
         end={
             "u": run.updates[-1]["update"] + 1 if run.updates else 1,
             "t": run.seconds,
-            "age": max(*axes["age"]["u"], *axes[AXIS]["u"], 1),
+            "age": max([1, *(row["age"] for row in run.updates), *axes[AXIS]["u"]]),
             "length": longest,
             "reward": last,
         },

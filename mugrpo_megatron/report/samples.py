@@ -7,22 +7,25 @@ from itertools import zip_longest
 from typing import Any
 
 from mugrpo_megatron.observe.visible import visible
-from mugrpo_megatron.report.details import Details
+from mugrpo_megatron.report.details import Details, spaced
 from mugrpo_megatron.report.kept import Kept, shortened
 
-CHARACTERS = 60_000
+CHARACTERS = 32_000
 """Of all texts on the page together."""
 LONGEST, SHORTEST = 3000, 300
 """Characters of one text."""
-FOLDED = 280
+FOLDED = 120
 """Characters, and LINES lines, above which a text is folded."""
 LINES = 6
-EACH = 3
-"""Responses of a kind, right or wrong, that a stage or a set shows."""
+EACH, MOST = 3, 6
+"""Responses of a kind, right or wrong, that a stage or a set shows; responses of all sets of an evaluation."""
+STAGES = 4
+"""Stages whose responses are shown."""
 
 
 def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
     """One list of responses for each evaluation, newest first, and each stage; `measure` is accuracy or reward."""
+    shown = spaced(sorted(details.stages), STAGES)
     lists = [
         *(
             (
@@ -34,6 +37,7 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
         *(
             (f"Stage {number}", _of_each_kind(stage.kept, measure))
             for number, stage in sorted(details.stages.items(), reverse=True)
+            if number in shown
         ),
     ]
     lists = [(title, kept) for title, kept in lists if kept]
@@ -51,16 +55,18 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
 
 
 def _of_each_kind(kept: Sequence[Kept], measure: str) -> list[Kept]:
-    """Of each set at most EACH right and EACH wrong ones, in their order; of rewards the highest and the lowest."""
+    """Of each set some right and wrong ones, in their order; of rewards the highest and the lowest."""
     chosen: list[Kept] = []
-    for name in dict.fromkeys(one.set for one in kept):
+    names = list(dict.fromkeys(one.set for one in kept))
+    each = max(1, min(EACH, MOST // (2 * len(names) or 1)))
+    for name in names:
         own = [one for one in kept if one.set == name]
         if measure == "accuracy":
             right, wrong = ([one for one in own if (one.reward >= 1.0) == is_right] for is_right in (True, False))
         else:
             by_reward = sorted(own, key=lambda one: -one.reward)
             right, wrong = by_reward[: len(own) - len(own) // 2], by_reward[len(own) - len(own) // 2 :][::-1]
-        pairs = zip_longest(right[:EACH], wrong[:EACH])
+        pairs = zip_longest(right[:each], wrong[:each])
         chosen += [one for pair in pairs for one in pair if one]
     return chosen
 

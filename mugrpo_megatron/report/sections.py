@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mugrpo_megatron.report.heat import heat_texts
+from mugrpo_megatron.report.heat import heat_text
 from mugrpo_megatron.report.html import EMPTY_SECTION
 from mugrpo_megatron.report.paper_charts import paper_notes, paper_remark
 from mugrpo_megatron.report.payload import Drawing
@@ -75,7 +75,7 @@ def page_sections(run: RunData, drawing: Drawing, samples: Sequence[dict[str, An
     by_title[TRIGGERS]["table"] = trigger_table(run)
     by_title[PAPER]["notes"] = paper_notes(run, cards)
     if drawing.heat:
-        by_title[VETO]["heat"] = heat_texts(run.recipe, objective_of(run.recipe))
+        by_title[VETO]["heat"] = heat_text(drawing.heat, objective_of(run.recipe))
     if drawing.timeline["phases"]:
         sections.append(_section("Time line", "", [TIME_LINE]))
     return [section for section in sections if section["charts"] or section["samples"] or section["heat"]]

@@ -16,7 +16,7 @@ import numpy as np
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.paper import SCOPES, mask_name
-from mugrpo_megatron.report.curves import Chart, Series, over_updates
+from mugrpo_megatron.report.curves import Chart, Series, ages_of, by_age, over_updates
 from mugrpo_megatron.report.rundata import RunData
 
 PREFIX = "trigger_tokens_"
@@ -63,8 +63,8 @@ def trigger_charts(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[C
     thresholds = thresholds_of(run)
     if not thresholds.names:
         return
-    ages = _by_age(run.updates)
-    if len(ages) < len(run.updates):  # with a single stage, age is the update
+    ages = by_age(run.updates, ages_of(run.updates))
+    if run.updates[0]["stage"] < run.updates[-1]["stage"]:  # with a single stage, age is the update
         yield from _shares(thresholds, ages, "age")
     yield from _shares(thresholds, buckets, "update")
     yield Chart(
@@ -169,14 +169,6 @@ def _ramp(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], metric: str,
         )
         for place, name in enumerate(thresholds.names)
     ]
-
-
-def _by_age(updates: Sequence[Row]) -> list[list[Row]]:
-    """The updates of each age, over all stages; `axes["age"]` has a point for every age up to the largest."""
-    ages: list[list[Row]] = [[] for _ in range(1 + max(row["age"] for row in updates))]
-    for row in updates:
-        ages[row["age"]].append(row)
-    return ages
 
 
 def _mean_and_max(updates: Iterable[Row], metric: str) -> tuple[str, str]:

@@ -50,7 +50,7 @@ def test_responses_are_shown_with_what_explains_their_score(run: RunData) -> Non
     assert text.count('<article class="sample right">') == text.count('<article class="sample wrong">')
 
 
-HOSTILE = "</script><img onerror=alert(1) src=x>\x1b[2J\x1b]0;title\x07‮cba‬⁦x⁩\u2028"
+HOSTILE = "</script><img onerror=alert(1) src=x>\x1b[2J\x1b]0;title\x07\u202ecba\u202c\u2066x\u2069\u2028"
 
 
 def test_a_response_is_text_wherever_it_is_shown(tmp_path: Path) -> None:
@@ -62,9 +62,10 @@ def test_a_response_is_text_wherever_it_is_shown(tmp_path: Path) -> None:
     text = write_report(path).read_text()
     assert "<img" not in text
     assert text.count("<script") == 2
-    for control in "\x1b\x07‮‬⁦⁩\u2028":
-        assert control not in text
-        assert json.dumps(control)[1:-1] not in text, "nor in the script's data"
+    data = re.findall(r'<script type="application/json" id="drawing">(.*?)</script>', text, re.DOTALL)
+    whole = json.dumps(json.loads(data[0]), ensure_ascii=False) + text
+    for control in ("\x1b", "\x07", "\u202e", "\u202c", "\u2066", "\u2069", "\u2028"):
+        assert control not in whole
     assert html.escape("</script><img onerror=alert(1) src=x>\\x1b[2J") in text
 
 
@@ -165,7 +166,7 @@ def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> N
     lowest = charts["atlas_ratio"].series[-1]
     assert lowest.label == "1 %"
     assert lowest.y[0] == pytest.approx(1)
-    assert lowest.y[-1] < 1e-3
+    assert (lowest.y[-1] or 1.0) < 1e-3
     trained = next(series for series in charts["atlas_trained"].series if series.label == "trained on")
     assert trained.y[0] is None, "nothing is trained on at age 0"
     for series in charts["atlas_first"].series:

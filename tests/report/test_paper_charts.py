@@ -95,10 +95,8 @@ def test_reward_and_vetoed_fraction_are_the_updates_own(run: RunData) -> None:
     ],
 )
 def test_a_figure_that_the_run_cannot_give_says_why(run: RunData, left_out: str, says: str) -> None:
-    if left_out in ("evals", "updates"):
-        run = replace(run, **{left_out: []})
-    else:
-        run = replace(run, updates=[{**row, left_out: None} for row in run.updates])
+    updates = [] if left_out == "updates" else [{**row, left_out: None} for row in run.updates]
+    run = replace(run, updates=updates, evals=[] if left_out == "evals" else run.evals)
     assert says in " ".join(paper_notes(run, charts_of(run)))
 
 
