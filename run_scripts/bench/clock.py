@@ -91,7 +91,7 @@ def read_cpu_clock(run_dir: Path) -> CpuClock | None:
 
 
 def points(run: RunData, clock: CpuClock | None) -> list[list[Any]]:
-    """[update, wall seconds, processor seconds, accuracy] of every evaluation of the run.
+    """[update, wall seconds, processor seconds, accuracy or mean reward] of every evaluation of the run.
 
     Seconds are those of training until the evaluation began: without start-up, evaluations and pauses.
     """
@@ -99,9 +99,8 @@ def points(run: RunData, clock: CpuClock | None) -> list[list[Any]]:
     for row in run.evals:
         begin = [one["start"] for one in run.phases if one["phase"] == "eval" and one["start"] <= row["time"]][-1]
         cpu = None if clock is None else round(_training_cpu(run, clock, begin), 2)
-        found.append(
-            [row["update"], round(_training_seconds(run, begin), 2), cpu, float(f"{row['accuracy/mean']:.4g}")]
-        )
+        score = row["accuracy/mean"] if "accuracy/mean" in row else row["reward/mean"]
+        found.append([row["update"], round(_training_seconds(run, begin), 2), cpu, float(f"{score:.4g}")])
     return found
 
 
