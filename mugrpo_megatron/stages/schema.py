@@ -36,6 +36,8 @@ class Column:
 
 
 IDS, LOGPROBS, TEXT = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.string()
+NAMED = pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()}))
+"""Numbers by name; not Arrow's map, which the `datasets` library cannot read."""
 
 TRAINING: dict[str, Column] = {
     "group": Column(pa.int32(), "Index of the prompt in the stage: update * prompts_per_update + position."),
@@ -57,7 +59,7 @@ TOLD: dict[str, Column] = {
     "gold": Column(TEXT, "The gold answer; JSON where it is a structure."),
     "extracted": Column(TEXT, "The answer that was found in the response; empty where none was looked for."),
     "why": Column(TEXT, "Why the response has its score."),
-    "components": Column(pa.map_(TEXT, pa.float64()), "The score's parts by name, before their weights."),
+    "components": Column(NAMED, "The score's parts by name, before their weights."),
     "advantage": Column(pa.float64(), "Under the objective of the recipe that made the stage; null: none.", empty=True),
     "row": Column(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
 }
@@ -111,11 +113,10 @@ def to_samples(table: pa.Table) -> list[Sample]:
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    if pa.types.is_list(kind):
-        return _lists(values, kind)
-    if pa.types.is_map(kind):
-        return pa.array([list(cast(Mapping[str, float], value).items()) for value in values], kind)
-    return pa.array(values, kind)
+    if kind == NAMED:
+        named = [cast(Mapping[str, float], value).items() for value in values]
+        return pa.array([[{"name": name, "value": number} for name, number in one] for one in named], kind)
+    return _lists(values, kind) if pa.types.is_list(kind) else pa.array(values, kind)
 
 
 def _lists(arrays: Sequence[np.ndarray], kind: pa.ListType) -> pa.ListArray:
@@ -127,8 +128,8 @@ def _lists(arrays: Sequence[np.ndarray], kind: pa.ListType) -> pa.ListArray:
 
 
 def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
-    if pa.types.is_map(field.type):
-        return [dict(pairs) for pairs in column.to_pylist()]
+    if field.type == NAMED:
+        return [{one["name"]: one["value"] for one in named} for named in column.to_pylist()]
     if not pa.types.is_list(field.type):
         return column.to_pylist()
     lists = cast(pa.ListArray, column.combine_chunks())
