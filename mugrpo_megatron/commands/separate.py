@@ -12,6 +12,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.published import read_published
 from mugrpo_megatron.run.run import open_run
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import generate_stage, optimize_stage
@@ -36,12 +37,15 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
     Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
 
-    With `source`, another run's directory, `run.dir` first becomes a branch of it at the start of `stage`: the same
-    responses and weights, with the recipe's own objective and optimizer. Raises UserError when `stage` is given and is
-    not the current one, or when the stage is not sealed.
+    With `source`, another run's directory or a published stage, `run.dir` first becomes a branch of it at the start of
+    `stage`: the same responses and weights, with the recipe's own objective and optimizer. Raises UserError when
+    `stage` is given and is not the current one, or when the stage is not sealed.
     """
     if source is not None and stage is None:
-        raise UserError("--from needs --stage: the stage of that run to optimize again")
+        published = read_published(source)
+        if published is None:
+            raise UserError("--from needs --stage: the stage of that run to optimize again")
+        stage = published.stage
     if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)

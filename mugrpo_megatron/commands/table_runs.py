@@ -1,4 +1,4 @@
-"""The commands that look at runs: `rollouts`, `report`."""
+"""The commands that look at runs: `rollouts`, `publish`, `report`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,25 @@ def _rollouts(options: Options) -> int:
     return 0
 
 
+def _takes_publish(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--stage", type=int, required=True, metavar="K", help="from 0; it has to be sealed")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the data set")
+    parser.add_argument("--overwrite", action="store_true", help="replace a published stage in DIR")
+    parser.add_argument("--weights", action="store_true", help="also the checkpoint that the stage begins with")
+    parser.add_argument("--hub", metavar="NAME", help="upload it as this data set of the Hugging Face hub, private")
+    parser.add_argument("--public", action="store_true", help="with --hub: for everybody to see")
+
+
+def _publish(options: Options) -> int:
+    from mugrpo_megatron.commands.publish import publish, upload
+
+    publish(options.run_dir, options.stage, options.to, options.weights, options.overwrite)
+    if options.hub:
+        upload(options.to, options.hub, options.public)
+    return 0
+
+
 def _takes_report(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
@@ -65,4 +84,5 @@ def _report(options: Options) -> int:
 ROLLOUTS = Command(
     "rollouts", "show and search a stage's responses, and what the veto takes out of them", _takes_rollouts, _rollouts
 )
+PUBLISH = Command("publish", "a stage as a data set that trains again, with a card", _takes_publish, _publish)
 REPORT = Command("report", "a page about a run, or about several; live while a run goes on", _takes_report, _report)

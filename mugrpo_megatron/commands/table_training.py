@@ -56,8 +56,8 @@ def _takes_optimize(parser: Parser) -> None:
         "--from",
         dest="source",
         type=Path,
-        metavar="RUN_DIR",
-        help="take stage K of this run into a new run.dir: another objective on the same responses and weights",
+        metavar="DIR",
+        help="take stage K of this run, or a published stage, into a new run.dir: the same responses and weights",
     )
 
 

@@ -14,6 +14,7 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
+from mugrpo_megatron.run.published import check_start, read_published
 from mugrpo_megatron.run.record import Branch, Record, claim, write_record
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
@@ -80,14 +81,18 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
     if stage > 0 and not start.exists():
         raise UserError(
             f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
-            "`checkpoint.keep` checkpoints, and stage 0 needs none"
+            "`checkpoint.keep` checkpoints, a stage published with --weights has them, and stage 0 needs none"
         )
     origin = read_manifest(source.stage(stage)).origin
     if origin is None or origin.stage != stage:
         raise UserError(f"{source.stage(stage)} holds a stage of another place; put the right one there")
     if stage > 0 and read_state(start).get("run") != origin.run:
         raise UserError(f"{start} and {source.stage(stage)} are of different runs; put the right ones there")
-    changed = [key for key in differing(load_recipe(source.recipe), recipe) if not key.startswith(FREE_TO_BRANCH)]
+    published = read_published(source.path)
+    if published:
+        check_start(published, recipe)
+    free = (*FREE_TO_BRANCH, *(published.hidden if published else ()))
+    changed = [key for key in differing(load_recipe(source.recipe), recipe) if not key.startswith(free)]
     if changed:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
     return origin

@@ -102,6 +102,17 @@ class StageStore:
         """A digest of the sealed stage's responses: the same for the same bytes, wherever they lie."""
         return self._sealed().content
 
+    @property
+    def file(self) -> str:
+        """The name of the sealed stage's file."""
+        return self._sealed().file
+
+    def verify(self) -> None:
+        """Raise UserError unless every byte of the sealed stage has its checksum."""
+        sealed = self._sealed()
+        for span in (sealed.footer, *sealed.row_groups, *sealed.told):
+            verify(self.directory / sealed.file, span, REMEDY)
+
     def statistics(self) -> dict[str, float]:
         """The sealed stage's metrics, as `summary.StageStatistics` defines them."""
         return self._sealed().statistics
