@@ -20,9 +20,9 @@ from mugrpo_megatron.phases.optimize import (
     recompute_behaviour,
     record_update,
     refresh_reference,
-    save_if_due,
 )
 from mugrpo_megatron.phases.profile import profiled
+from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted

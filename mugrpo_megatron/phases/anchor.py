@@ -13,7 +13,7 @@ from mugrpo_megatron.files.durable import fsync
 from mugrpo_megatron.learner.anchored import holding
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
-from mugrpo_megatron.phases.optimize import stop_if_asked
+from mugrpo_megatron.phases.saves import stop_if_asked
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
 from mugrpo_megatron.run.checkpoints import checkpoint_name

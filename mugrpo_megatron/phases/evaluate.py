@@ -12,7 +12,7 @@ from mugrpo_megatron.evaluation.scoring import ScoredGroup, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
-from mugrpo_megatron.phases.optimize import save_and_stop
+from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of

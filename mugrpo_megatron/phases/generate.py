@@ -20,7 +20,7 @@ from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.files.json_values import as_text
 from mugrpo_megatron.observe.peaks import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.optimize import save_and_stop
+from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.cursor import Cursor

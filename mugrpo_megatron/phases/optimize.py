@@ -1,4 +1,4 @@
-"""Optimization: everything around the updates on a sealed stage: logprobs, reading, logging, saving."""
+"""Optimization: everything around the updates on a sealed stage: logprobs, reading, logging."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.observe.peaks import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.probe import probe
+from mugrpo_megatron.phases.saves import stop_if_asked
 from mugrpo_megatron.run.anchor import with_anchor
-from mugrpo_megatron.run.checkpoints import checkpoint_name, complete, newest_cursor
+from mugrpo_megatron.run.checkpoints import checkpoint_name, complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
@@ -262,43 +263,3 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sampl
         f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
         "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
     )
-
-
-def save_if_due(run: Run, cursor: Cursor) -> None:
-    """After an update: save the learner's full state where the recipe or a request to stop asks for it.
-
-    The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
-    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
-    in a run that takes one stage's updates, always at its end. Raises Stopped, with everything saved, when the
-    run was asked to stop.
-
-    The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
-    """
-    section, stage_ends = run.recipe.checkpoint, cursor.age == 0
-    last = cursor.finished(run.recipe.schedule) or not run.world.engines
-    due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
-    stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
-    if stopping or overdue or due:
-        with run.log.phase("save", cursor.stage):
-            run.saver.save(cursor)
-    if stopping:
-        save_and_stop(run, cursor)
-
-
-def stop_if_asked(run: Run, cursor: Cursor) -> None:
-    """Raise Stopped, with everything saved, when a rank was asked to stop; for the parts of long work. Collective."""
-    if any(run.world.any_rank(run.stop.asked)):
-        save_and_stop(run, cursor)
-
-
-def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
-    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective.
-
-    `kept` says what else is kept or dropped.
-    """
-    run.saver.wait()
-    if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
-        with run.log.phase("save", cursor.stage):
-            run.saver.save(cursor)
-        run.saver.wait()
-    raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.phases.optimize import save_if_due
+from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor

@@ -1,0 +1,49 @@
+"""When a run saves its learner: where the recipe says so, and where someone asks it to stop."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.run import Run
+
+
+def save_if_due(run: Run, cursor: Cursor) -> None:
+    """After an update: save the learner's full state where the recipe or a request to stop asks for it.
+
+    The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
+    every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
+    in a run that takes one stage's updates, always at its end. Raises Stopped, with everything saved, when the
+    run was asked to stop.
+
+    The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
+    """
+    section, stage_ends = run.recipe.checkpoint, cursor.age == 0
+    last = cursor.finished(run.recipe.schedule) or not run.world.engines
+    due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
+    stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
+    if stopping or overdue or due:
+        with run.log.phase("save", cursor.stage):
+            run.saver.save(cursor)
+    if stopping:
+        save_and_stop(run, cursor)
+
+
+def stop_if_asked(run: Run, cursor: Cursor) -> None:
+    """Raise Stopped, with everything saved, when a rank was asked to stop; for the parts of long work. Collective."""
+    if any(run.world.any_rank(run.stop.asked)):
+        save_and_stop(run, cursor)
+
+
+def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
+    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective.
+
+    `kept` says what else is kept or dropped.
+    """
+    run.saver.wait()
+    if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
+        with run.log.phase("save", cursor.stage):
+            run.saver.save(cursor)
+        run.saver.wait()
+    raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")
