@@ -87,6 +87,9 @@ class Response:
     """`stop` (end-of-sequence) or `length`."""
     weight_version: int
     """Optimizer updates behind the weights that sampled it."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [layers, P + R - 1, k]: experts of the prompt's and the response's tokens, if they were asked
+    for."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):

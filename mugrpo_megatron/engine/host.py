@@ -79,6 +79,7 @@ class Generation:
             "max_new_tokens": sampling.max_tokens,
             "stop_token_ids": list(sampling.stop_ids),
         }
+        self._routed = sampling.routed
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
         self._in_flight = 0
         self._tokens = 0
@@ -109,7 +110,10 @@ class Generation:
     async def _answer(self, work: Work) -> None:
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engine.async_generate(
-            input_ids=[work.ids] * work.n, sampling_params=self._parameters, return_logprob=True
+            input_ids=[work.ids] * work.n,
+            sampling_params=self._parameters,
+            return_logprob=True,
+            return_routed_experts=self._routed is not None,
         )
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
@@ -134,7 +138,7 @@ class Generation:
 
     def _flush(self) -> None:
         if self._finished:
-            self._outbox.put(("groups", pack(self._finished, self._version)))
+            self._outbox.put(("groups", pack(self._finished, self._version, self._routed)))
             self._finished = []
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:

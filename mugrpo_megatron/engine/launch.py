@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.sums import write_sums
-from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
+from mugrpo_megatron.recipe.layouts import experts_of
 
 CPU_KV_BYTES = 1 << 29
 """Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
@@ -73,6 +74,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
     }
     if engine.attention_backend != "auto":
         arguments["attention_backend"] = engine.attention_backend
+    if recipe.learner.routing_replay == "rollout":
+        arguments["enable_return_routed_experts"] = True
     if cuda:
         return arguments | _cuda_arguments(recipe, slot.gpu)
     return arguments | _cpu_arguments(recipe, config, arguments)
@@ -193,7 +196,16 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
 def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How training responses are sampled."""
     rollout = recipe.rollout
-    return Sampling(rollout.temperature, rollout.top_p, rollout.max_response_tokens, _stop_ids(tokenizer))
+    stop, routed = _stop_ids(tokenizer), _routed(recipe)
+    return Sampling(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop, routed)
+
+
+def _routed(recipe: Recipe) -> Routed | None:
+    """The routers whose choices come with a training response, if the recipe wants them."""
+    if recipe.learner.routing_replay != "rollout":
+        return None
+    config = read_model_config(recipe.model.path)
+    return Routed(config["num_hidden_layers"] or 0, config["num_experts_per_tok"] or 0, experts_of(config))
 
 
 def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Sampling:

@@ -2,7 +2,7 @@
 
 Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that only the two processes hold
 (engine/channel.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
-cost of a short response at a few microseconds.
+cost of a short response at a few microseconds. So do the experts of a mixture's tokens, as small as they are stored.
 
 Client to host:  `start` arguments · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work] · `close`
                  · `stop`
@@ -11,16 +11,28 @@ Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.samples import Response
+from mugrpo_megatron.samples import Response, expert_type
 
 Message = tuple[str, Any]
 FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The routers of a mixture of experts."""
+
+    layers: int
+    chosen: int
+    """Experts of a token in a layer."""
+    experts: int
+    """Of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +45,8 @@ class Sampling:
     max_tokens: int
     stop_ids: tuple[int, ...]
     """Tokens that end a response, on top of the end-of-sequence tokens that the model's own files name."""
+    routed: Routed | None = None
+    """Return the experts that every token was sent to, of a model of this shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +74,58 @@ class Groups:
     finish: np.ndarray
     """uint8 [responses]: index into FINISH_REASONS."""
     weight_version: int
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [routed tokens, layers, k] of all responses."""
+    routed: np.ndarray | None = None
+    """int64 [responses]: tokens with routes of each, prompt included."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
         """Yield each group's key and responses; arrays are views of the message's."""
         ends = np.cumsum(self.lengths).tolist()
+        routes: list[np.ndarray | None] = [None] * len(ends)
+        if self.routes is not None and self.routed is not None:
+            parts = np.split(self.routes, np.cumsum(self.routed)[:-1])
+            routes = [part.transpose(1, 0, 2) for part in parts]
         responses = iter(
             Response(
                 ids=self.ids[end - length : end],
                 logprobs=self.logprobs[end - length : end],
                 finish_reason=FINISH_REASONS[finish],
                 weight_version=self.weight_version,
+                routes=experts,
             )
-            for end, length, finish in zip(ends, self.lengths.tolist(), self.finish.tolist(), strict=True)
+            for end, length, finish, experts in zip(
+                ends, self.lengths.tolist(), self.finish.tolist(), routes, strict=True
+            )
         )
         for key, size in zip(self.keys, self.sizes, strict=True):
             yield key, [next(responses) for _ in range(size)]
 
 
-def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int) -> Groups:
+def decode_routes(output: dict[str, Any], routed: Routed) -> np.ndarray:
+    """uint8 or uint16 [P + R - 1, layers, k] of a response as SGLang 0.5.15 returns it: base64 of int32.
+
+    The last token has none, since the engine has not run it. The experts are counted inside the model's layer, before
+    any placement. Raises ValueError when they are missing or not of this shape.
+    """
+    meta = output["meta_info"]
+    tokens = meta["prompt_tokens"] + len(output["output_ids"]) - 1
+    shape = tokens, routed.layers, routed.chosen
+    whole = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), dtype="<i4")
+    if whole.size != tokens * routed.layers * routed.chosen:
+        raise ValueError(f"a response with {whole.size} routed experts, where its {shape} have to be")
+    if whole.size and not 0 <= whole.min() <= whole.max() < routed.experts:
+        raise ValueError(f"a response with an expert {whole.min()} or {whole.max()}, of {routed.experts}")
+    return whole.astype(expert_type(routed.experts)).reshape(shape)
+
+
+def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, routed: Routed | None = None) -> Groups:
     """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`."""
     outputs = [output for _, group in groups for output in group]
     for output in outputs:  # flat, one logprob less would shift those of all later responses
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError("a response with another number of logprobs than of token ids")
+    routes = [decode_routes(output, routed) for output in outputs] if routed else None
     return Groups(
         keys=[key for key, _ in groups],
         sizes=[len(group) for _, group in groups],
@@ -95,4 +138,6 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int) ->
             [FINISH_REASONS.index(output["meta_info"]["finish_reason"]["type"]) for output in outputs], dtype=np.uint8
         ),
         weight_version=weight_version,
+        routes=np.concatenate(routes) if routes else None,
+        routed=np.array([len(part) for part in routes]) if routes else None,
     )

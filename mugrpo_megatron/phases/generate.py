@@ -27,7 +27,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.world import World
-from mugrpo_megatron.samples import Prompt, Sample
+from mugrpo_megatron.samples import HeldRoutes, Prompt, Sample
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -191,6 +191,7 @@ def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
+            routes=None if response.routes is None else HeldRoutes(response.routes),
             text=as_text(text),
             gold=gold,
             extracted=as_text(score.extracted),

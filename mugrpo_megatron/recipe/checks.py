@@ -78,6 +78,16 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
         )
 
 
+def check_engine_routes(recipe: Recipe, cuda: bool) -> None:
+    """Raise UserError when the engine on this machine cannot return the experts that the recipe replays."""
+    if recipe.learner.routing_replay == "rollout" and not cuda:
+        raise UserError(
+            'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
+            'host memory, which only a machine with an accelerator has; set it to "learner", which records them in a '
+            "learner pass at the stage's start"
+        )
+
+
 def _check_fp8(recipe: Recipe) -> None:
     asked = f'learner.fp8 = "{recipe.learner.fp8}"'
     if recipe.learner.layers != "transformer_engine":

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from mugrpo_megatron.recipe.objective import Section
 
-Replay = Literal["off", "learner"]
+Replay = Literal["off", "rollout", "learner"]
 
 
 class ParallelSection(Section):
@@ -42,8 +42,8 @@ class LearnerSection(Section):
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = "off"
-    """Experts that a mixture's tokens go to during a stage: those that the current router chooses, or those that it
-    chose in one learner pass at the stage's start."""
+    """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
+    engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
 

@@ -20,9 +20,10 @@ from mugrpo_megatron.data.sets import check_sets, held_out_sets
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.checks import check_engine_routes, check_layers, check_layout, read_model_config
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
@@ -50,6 +51,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
+        _check_engine_routes(recipe)
         slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
     _check_layers(recipe)
     say(_layout(recipe, world))
@@ -122,6 +124,11 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
             f"objective.kl_anchor = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
+
+
+def _check_engine_routes(recipe: Recipe) -> None:
+    if recipe.learner.routing_replay == "rollout":
+        check_engine_routes(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
 
 
 def _check_layers(recipe: Recipe) -> None:

@@ -116,8 +116,8 @@ def has_routes(path: Path) -> bool:
 def write_routes(path: Path, of: Mapping[str, Any], write: bool) -> Iterator[Append]:
     """Yield a function that appends one update's routes; the file is whole or absent.
 
-    `of` are JSON values that say what the routes belong to. `write` is true on one rank; on the others the function
-    only goes through the layers. Memory holds one layer of one update.
+    `of` are JSON values that say what the routes belong to, read at the end of the block. `write` is true on one rank;
+    on the others the function only goes through the layers. Memory holds one layer of one update.
     """
     if not write:
         yield _pass

@@ -41,7 +41,8 @@ from mugrpo_megatron.stages.manifest import (
     write_manifest,
 )
 from mugrpo_megatron.stages.merge import covering, in_order
-from mugrpo_megatron.stages.routes import with_routes
+from mugrpo_megatron.stages.route_column import add_routes, take_routes, without_routes
+from mugrpo_megatron.stages.routes import of_stage, routes_path, with_routes, write_routes
 from mugrpo_megatron.stages.schema import OPTIONAL, optional_columns, to_samples, to_table, training_columns
 from mugrpo_megatron.stages.summary import StageStatistics
 
@@ -180,7 +181,7 @@ class StageStore:
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
             samples = [sample for group in self._buffer for sample in group]
-            pq.write_table(to_table(samples), file, compression=COMPRESSION)
+            pq.write_table(add_routes(to_table(samples), samples), file, compression=COMPRESSION)
         groups = [group[0].group for group in self._buffer]
         shard = Shard(path.name, number, groups, [len(group) for group in self._buffer], digest(path))
         self._replace([*manifest.shards, shard])
@@ -199,14 +200,20 @@ class StageStore:
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
         shards = covering(self.directory, named, wanted)
         path = self.directory / SEALED_NAME
-        schema = pq.read_schema(self.directory / shards[0].file)
+        found = pq.read_schema(self.directory / shards[0].file)
+        schema, of = without_routes(found), dict[str, str]()
         statistics = StageStatistics()
-        with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
-            for table in in_order(self.directory, shards, updates, prompts_per_update):
-                writer.write_table(table, row_group_size=len(table))
-                statistics.add(table)
-        row_groups, told, footer = parquet_spans(path, training_columns(schema))
-        final = Sealed(path.name, updates, prompts_per_update, row_groups, told, footer, statistics.result())
+        with write_routes(routes_path(self.directory, "rollout"), of, write=found != schema) as append_routes:
+            with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
+                for whole in in_order(self.directory, shards, updates, prompts_per_update):
+                    table, routes = take_routes(whole)
+                    writer.write_table(table, row_group_size=len(table))
+                    statistics.add(table)
+                    if routes:
+                        append_routes(*routes)
+            row_groups, told, footer = parquet_spans(path, training_columns(schema))
+            final = Sealed(path.name, updates, prompts_per_update, row_groups, told, footer, statistics.result())
+            of |= of_stage(final.content)
         self._replace([], final)
         self._final = final
         for pattern in ("shard-*.parquet", OTHER_MANIFESTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.systems import Replay
-from mugrpo_megatron.samples import Sample, expert_type
+from mugrpo_megatron.samples import HeldRoutes, Sample, expert_type
 from mugrpo_megatron.stages import routes as module
 from mugrpo_megatron.stages.routes import has_routes, index, read_routes, routes_path, with_routes, write_routes
+from mugrpo_megatron.stages.store import StageStore
 
 OF = {"stage": "0123"}
 LENGTHS = [[3, 1, 5], [2, 2]]
@@ -151,3 +153,57 @@ def test_the_index_is_json_with_its_own_checksum(tmp_path: Path) -> None:
     body = json.loads(index(tmp_path / "routes.bin").read_text())["routes"]
     assert (body["layers"], body["chosen"], body["width"]) == (LAYERS, CHOSEN, 1)
     assert [part["tokens"] for part in body["updates"]] == [9, 4]
+
+
+def generated(group: int, tokens: list[int], total: int) -> list[Sample]:
+    """A group as the engine returns it, routes included."""
+    rng = np.random.default_rng(group)
+    ids = np.array([group], dtype=np.int32)
+    return [
+        Sample(
+            group,
+            f"p{group}",
+            ids,
+            np.zeros(n, dtype=np.int32),
+            np.zeros(n, dtype=np.float32),
+            0.0,
+            0,
+            "stop",
+            routes=HeldRoutes(rng.integers(0, total, (LAYERS, n, CHOSEN)).astype(expert_type(total))),
+        )
+        for n in tokens
+    ]
+
+
+@pytest.mark.parametrize("total", [4, 300])
+def test_the_engines_routes_go_through_shards_into_a_file_of_their_own(total: int, tmp_path: Path) -> None:
+    """Groups of two writers in any order; the sealed stage is that of a run without routes, byte for byte."""
+    groups = [generated(group, [1 + group, 2], total) for group in range(6)]
+    stores = {}
+    for name, kept in (("with", True), ("without", False)):
+        directory = tmp_path / name
+        one, other = StageStore(directory), StageStore(directory, writer=1)
+        for place, group in enumerate([4, 1, 5, 0, 2, 3]):
+            samples = groups[group] if kept else [replace(sample, routes=None) for sample in groups[group]]
+            (one, other)[place % 2].append(samples)
+        other.flush()
+        one.seal(3, 2)
+        stores[name] = StageStore(directory, replay="rollout" if kept else "off")
+    assert stores["with"].content == stores["without"].content
+    for update in range(3):
+        wanted = [sample for group in groups[2 * update : 2 * update + 2] for sample in group]
+        for found, sample in zip(stores["with"].read_update(update), wanted, strict=True):
+            assert found.routes is not None
+            assert sample.routes is not None
+            np.testing.assert_array_equal(found.routes.read([2, 0]), sample.routes.read([2, 0]))
+    assert stores["without"].read_update(0)[0].routes is None
+    with pytest.raises(UserError, match="generate the stage again with"):
+        StageStore(tmp_path / "without", replay="rollout").read_update(0)
+
+
+def test_a_stage_with_some_routes_is_refused(tmp_path: Path) -> None:
+    one, other = generated(0, [2, 2], 4)
+    store = StageStore(tmp_path)
+    store.append([one, replace(other, routes=None)])
+    with pytest.raises(ValueError, match="all samples of a stage have the engine's routes, or none"):
+        store.flush()

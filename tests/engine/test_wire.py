@@ -1,0 +1,63 @@
+"""Routed experts on the wire: as SGLang returns them, as small as they are stored, and whole or refused."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.engine.wire import Routed, pack
+
+PROMPT = 3
+
+
+def output(experts: np.ndarray | None, tokens: int) -> dict[str, Any]:
+    """What `async_generate` returns for a response: `experts` int [P + R - 1, L, k] as base64 of int32."""
+    meta: dict[str, Any] = {
+        "output_token_logprobs": [(-1.0, 0, None)] * tokens,
+        "finish_reason": {"type": "stop"},
+        "prompt_tokens": PROMPT,
+    }
+    if experts is not None:
+        meta["routed_experts"] = base64.b64encode(experts.astype(np.int32).tobytes()).decode()
+    return {"output_ids": [1] * tokens, "meta_info": meta}
+
+
+@pytest.mark.parametrize(("total", "width"), [(4, 1), (300, 2)])
+def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
+    """uint8 or uint16 [L, P + R - 1, k], in groups and responses of different lengths."""
+    rng = np.random.default_rng(0)
+    routed = Routed(layers=5, chosen=2, experts=total)
+    lengths = [[1, 4], [2, 7]]
+    sent = [[rng.integers(0, total, (PROMPT + n - 1, 5, 2)) for n in group] for group in lengths]
+    groups = [
+        (key, [output(experts, n) for experts, n in zip(sent[key], lengths[key], strict=True)]) for key in range(2)
+    ]
+    packed = pack(groups, 0, routed)
+    assert packed.routes is not None
+    assert packed.routes.itemsize == width
+    for key, responses in packed.unpack():
+        for response, experts in zip(responses, sent[key], strict=True):
+            assert response.routes is not None
+            np.testing.assert_array_equal(response.routes, experts.transpose(1, 0, 2))
+
+
+def test_without_being_asked_for_there_are_none() -> None:
+    [(_, responses)] = pack([(0, [output(None, 2)])], 0).unpack()
+    assert responses[0].routes is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        (None, "with 0 routed experts, where its"),
+        (np.zeros((4, 5, 2)), "with 40 routed experts, where its"),
+        (np.full((5, 5, 2), 4), "an expert 4 or 4, of 4"),
+        (np.full((5, 5, 2), -1), "an expert -1 or -1, of 4"),
+    ],
+)
+def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        pack([(0, [output(experts, 3)])], 0, Routed(layers=5, chosen=2, experts=4))

@@ -1,0 +1,116 @@
+"""The learner's routes: recorded once before a stage's first update, in the pass that the behaviour logprobs are of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.phases import optimize
+from mugrpo_megatron.phases.optimize import read_update, recompute_behaviour
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.routes import has_routes, index, routes_path
+from mugrpo_megatron.stages.store import StageStore
+from tests.phases.test_optimize import PROMPTS, UPDATES, group
+
+LAYERS = 2
+LEARNER: Any = None
+
+
+class Recorded:
+    """A sealed stage and a run of one rank on it; a recorded expert is the prompt's token plus the layer."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str) -> None:
+        self.directory = RunDirectory(path)
+        store = StageStore(self.directory.stage(0))
+        for number in range(UPDATES * PROMPTS):
+            store.append(group(number))
+        store.seal(UPDATES, PROMPTS)
+        self.store = StageStore(self.directory.stage(0), replay="learner")
+        sections = {
+            "rollout": {"prompts_per_update": PROMPTS, "behaviour": behaviour},
+            "learner": {"routing_replay": "learner"},
+        }
+        self.run: Any = SimpleNamespace(
+            recipe=Recipe.model_validate(sections),
+            directory=self.directory,
+            record=Record("r"),
+            is_main=True,
+            log=SimpleNamespace(phase=lambda *_: nullcontext()),
+            display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
+            title=lambda cursor: "",
+            world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
+            stop=StopRequest(),
+        )
+        self.recorded, self.scored = 0, 0
+        monkeypatch.setattr(optimize, "record_routes", self._record)
+        monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
+
+    def _record(self, learner: None, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
+        self.recorded += 1
+        tokens = np.concatenate([sample.prompt_ids for sample in samples])  # a token with routes in each
+        layers = ((tokens + layer).astype(np.uint8)[:, None] for layer in range(LAYERS))
+        return [-sample.prompt_ids.astype(np.float32) for sample in samples], layers
+
+    def _logprobs(self, learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
+        self.scored += 1
+        assert all(sample.routes is not None for sample in samples), "scored with the recorded routes"
+        return [-sample.prompt_ids.astype(np.float32) for sample in samples]
+
+    def begin(self, age: int = 0) -> None:
+        recompute_behaviour(self.run, LEARNER, self.store, Cursor(0, age, age))
+
+    @property
+    def routes(self) -> Path:
+        return routes_path(self.directory.stage(0), "learner")
+
+
+@pytest.mark.parametrize("behaviour", ["engine", "learner"])
+def test_samples_come_with_the_recorded_routes(behaviour: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(tmp_path, monkeypatch, behaviour)
+    recorded.begin()
+    recorded.begin()
+    assert (recorded.recorded, recorded.scored) == (UPDATES, 0), "one pass, once"
+    for age in range(UPDATES):
+        for sample in read_update(recorded.run, recorded.store, Cursor(0, age, age)):
+            assert sample.routes is not None
+            np.testing.assert_array_equal(
+                sample.routes.read([1, 0]).ravel(), [sample.prompt_ids[0] + 1, sample.prompt_ids[0]]
+            )
+            if behaviour == "learner":
+                np.testing.assert_array_equal(sample.behaviour_logprobs, -sample.prompt_ids)
+
+
+def test_what_a_crash_between_the_two_files_left_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(tmp_path, monkeypatch, "learner")
+    recorded.begin()
+    recorded.directory.behaviour(0).unlink()
+    recorded.begin()
+    assert (recorded.recorded, recorded.scored) == (UPDATES, UPDATES)
+    index(recorded.routes).unlink()
+    recorded.begin()
+    assert has_routes(recorded.routes)
+    assert (recorded.recorded, recorded.scored) == (2 * UPDATES, UPDATES)
+
+
+@pytest.mark.parametrize("half", ["learner_routes.bin", "learner_routes.json"])
+def test_routes_that_are_gone_inside_a_stage_are_named(
+    half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(tmp_path, monkeypatch, "engine")
+    recorded.begin()
+    (recorded.directory.stage(0) / half).unlink()
+    said = rf"{half} is missing; restore both.* the checkpoints after stage00000-age00000"
+    with pytest.raises(UserError, match=said):
+        recorded.begin(age=1)
