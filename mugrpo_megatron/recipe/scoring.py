@@ -18,7 +18,8 @@ MEAN = "mean"
 
 
 MATH = "math"
-"""The name of the built-in reward function."""
+CODE = "code"
+"""The names of the built-in reward functions."""
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a reward function: it is part of a metric's name."""
 SHAPING = ("format", "overlong")
@@ -29,7 +30,7 @@ class FunctionSection(Section):
     """One of several reward functions; the reward is the sum of weight x reward over those that apply."""
 
     function: str = Field(min_length=1)
-    """`math` or a user's `module:function`."""
+    """`math`, `code` or a user's `module:function`."""
     weight: float = 1.0
     """Factor of its reward; 0 calls it for the metrics alone."""
     sources: tuple[str, ...] = ()
@@ -44,7 +45,8 @@ class RewardSection(Section):
     """How a response becomes a number."""
 
     function: str = MATH
-    """`math` (math-verify) or a user's `module:function`, called by the names of its parameters."""
+    """`math` (math-verify), `code` (runs the response's program against the row's tests) or a user's `module:function`,
+    called by the names of its parameters."""
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: NonNegativeInt = 0
@@ -70,6 +72,17 @@ class RewardSection(Section):
     overlong_penalty: NonNegativeFloat = 1.0
     """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
 
+    code_sandbox: Literal["namespaces", "limits"] = "namespaces"
+    """What `code` runs programs in: namespaces of their own, or `limits` where the kernel refuses those."""
+    code_reward: Literal["all", "share"] = "all"
+    """`all` pays 1 for a program that passes every test; `share` pays the share of the tests that it passes."""
+    code_test_s: float = Field(4.0, gt=0.0, le=3600.0)
+    """Processor seconds of a test, rounded up; of the clock, twice that and a second. `timeout_s` is for all tests."""
+    code_memory_mb: PositiveInt = 512
+    """Address space of a program, at most `worker_memory_mb`."""
+    code_tests: NonNegativeInt = 0
+    """Only so many of a row's tests count, spread evenly over them; 0 takes all."""
+
     @field_validator("format_pattern")
     @classmethod
     def _compiles(cls, pattern: str) -> str:
@@ -88,6 +101,13 @@ class RewardSection(Section):
                 raise ValueError(
                     f"functions.{name}: name it with letters, digits, - and _, and not {' or '.join(SHAPING)}"
                 )
+        for one in self.table.values():
+            memory = one.worker_memory_mb or self.worker_memory_mb
+            if one.function == CODE and self.code_memory_mb > memory:
+                raise ValueError(
+                    f"code_memory_mb ({self.code_memory_mb}) is more than worker_memory_mb ({memory}), which limits a "
+                    "worker's programs too: raise worker_memory_mb"
+                )
         if self.functions and not any(one.weight for one in self.functions.values()):
             raise ValueError("functions: every weight is 0, so every reward would be")
         return self
@@ -102,8 +122,8 @@ class RewardSection(Section):
 
     @property
     def is_right_or_wrong(self) -> bool:
-        """Whether the reward is `math`'s verdict, 1 or 0."""
-        return not self.functions and self.function == MATH
+        """Whether the reward is 1 or 0: `math`'s verdict, or `code`'s unless it pays for shares."""
+        return not self.functions and (self.function == MATH or (self.function == CODE and self.code_reward == "all"))
 
     def functions_of(self, source: str) -> tuple[str, ...]:
         """The names of the functions that score responses to problems of a `data_source`, in the recipe's order."""

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.rewards.code_compare import same_output, same_value
 from mugrpo_megatron.rewards.code_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
+from mugrpo_megatron.rewards.items import Item, Verdict
+from mugrpo_megatron.rewards.sandbox import kernel
+from mugrpo_megatron.rewards.sandbox.check import check_jail, sees_files
 from mugrpo_megatron.rewards.sandbox.limits import Limits
 from mugrpo_megatron.rewards.sandbox.run import call_function, check_asserts, run_program
 
@@ -38,6 +42,22 @@ class CodeOptions:
     """Only this many tests count, evenly spread over the row's; 0 takes all."""
     timeout_s: float
     """Seconds for all tests of a response."""
+
+
+def options_of(given: Mapping[str, Any], timeout_s: float) -> CodeOptions:
+    """The options that a worker is given. Raises UserError where this machine cannot hold programs so."""
+    test_s = float(given["test_s"])
+    limits = Limits(given["mode"], test_s, int(given["memory_mb"]), wall_s=2 * test_s + 1)
+    check_jail(limits)
+    if sees_files(limits.mode):
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # other processes of this user cannot open this one's memory
+    return CodeOptions(limits, bool(given["share"]), int(given["tests"]), timeout_s)
+
+
+def verdict(item: Item, options: CodeOptions) -> Verdict:
+    """`grade`, as the verifier's workers answer. Raises what `grade` raises."""
+    reward, why = grade(item.response, item.gold, item.row, options)
+    return Verdict(reward, "", why)
 
 
 def program_in(response: str) -> str:
@@ -90,5 +110,7 @@ def failure(program: str, test: Test, limits: Limits) -> str:
             equal, why = same_value(outcome.answer, expected_values)
             return outcome.why_failed() or ("" if equal else why)
         case AssertTest(code, entry):
+            if sees_files(limits.mode):
+                raise UserError("test code can be read by programs here: asserts need namespaces, or Landlock")
             outcome = check_asserts(program, code, entry, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-COLUMNS = (
-    "tests", "input_output", "test_cases", "public_test_cases", "private_test_cases", "test_list", "test",
-)  # fmt: skip
-"""Columns that may hold tests, besides the gold; LiveCodeBench's two count together."""
-_TOGETHER = ("public_test_cases", "private_test_cases")
+COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
+"""Columns that may hold tests, besides the gold and those that count together."""
+_TOGETHER = (
+    ("public_test_cases", "private_test_cases"),  # LiveCodeBench
+    ("public_tests", "private_tests", "generated_tests"),  # code_contests
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +50,18 @@ Test = ProgramTest | FunctionTest | AssertTest
 
 
 def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
-    """The tests of a row: its gold where that holds tests, else its first column that does.
+    """The tests of a row: those of its first columns that hold any, else of its gold, which may be a program as well.
 
     Raises ValueError with what is wrong with them, or that there are none.
     """
+    for names in (*_TOGETHER, *((name,) for name in COLUMNS)):
+        if tests := [test for name in names for test in _read(row.get(name), row)]:
+            return tests
     if tests := _read(gold, row):
         return tests
-    if any(row.get(name) for name in _TOGETHER):
-        return [test for name in _TOGETHER for test in _read(row.get(name), row)]
-    for name in COLUMNS:
-        if tests := _read(row.get(name), row):
-            return tests
-    raise ValueError(f"the row has no tests: neither its gold nor a column {', '.join(COLUMNS)} holds any")
+    raise ValueError(
+        "the row has no tests: neither a column of tests nor its gold holds any; docs/code-rewards.md has their shapes"
+    )
 
 
 def _read(found: object, row: Mapping[str, Any]) -> list[Test]:
@@ -69,6 +70,8 @@ def _read(found: object, row: Mapping[str, Any]) -> list[Test]:
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _of_columns(value, row)
     if isinstance(value, Mapping) and "input" in value and "output" in value:
+        if isinstance(value["input"], list) and isinstance(value["output"], list):
+            return _of_columns({"inputs": value["input"], "outputs": value["output"]}, row)
         return [_of_case(value, row)]
     if isinstance(value, list) and value:
         if all(isinstance(one, str) for one in value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -11,7 +12,7 @@ from multiprocessing.connection import wait
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import usable_cores
-from mugrpo_megatron.recipe.scoring import MATH, RewardSection
+from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
 from mugrpo_megatron.rewards.calls import BATCH, Call, Form, Taker, Worker, calls_of, message, next_batch
 from mugrpo_megatron.rewards.failures import FailureCount
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
@@ -146,8 +147,10 @@ class Dispatcher:
 
     def _give_up(self, call: Call, why: str, seconds: float = 0.0) -> None:
         """Score 0 a call that ended its worker."""
-        share = seconds / len(call.items)
-        self._finish(call, [Verdict(0.0, "", why, share, True, None if form is None else False) for form in call.forms])
+        share, failed = seconds / len(call.items), self._section.function != CODE  # else the program did it
+        self._finish(
+            call, [Verdict(0.0, "", why, share, failed, None if form is None else False) for form in call.forms]
+        )
 
     def _wake(self) -> None:
         os.write(self._wake_in, b"x")
@@ -227,6 +230,8 @@ class Dispatcher:
             if "failed" in answer:
                 raise UserError(answer["failed"])
             self._needs = Needs(*answer["needs"])
+            if answer["note"] and not self._loaded.is_set():
+                print(f"mugrpo: {answer['note']}", file=sys.stderr)
             worker.ready = True
             self._loaded.set()
             return

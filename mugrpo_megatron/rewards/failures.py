@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.scoring import CODE, RewardSection
 
 FIRST = 16
 WINDOW = 10_000
@@ -34,10 +34,11 @@ class FailureCount:
         self._failures += failed
         share = self._section.max_failure_share
         if failed and self._failures > share * max(FIRST, len(self._failed)):
+            fix = "data" if self._section.function == CODE else "function"
             raise UserError(
                 f"{self._title} failed on {self._failures} of the latest "
                 f"{len(self._failed)} responses, the last time with {why.removeprefix('failed: ')}, for the response "
-                f"{_short(response)} and the gold {_short(gold)}: fix the function, or raise reward.max_failure_share "
+                f"{_short(response)} and the gold {_short(gold)}: fix the {fix}, or raise reward.max_failure_share "
                 f"(now {share:g})"
             )
 

@@ -82,6 +82,13 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
         "memory_mb": section.worker_memory_mb,
         "timeout_s": section.timeout_s,
         "alarm_s": section.timeout_s * ALARM_SHARE,
+        "code": {
+            "mode": section.code_sandbox,
+            "share": section.code_reward == "share",
+            "test_s": section.code_test_s,
+            "memory_mb": section.code_memory_mb,
+            "tests": section.code_tests,
+        },
         "format_pattern": section.format_pattern if section.format_weight else None,
     }
     root = str(Path(__file__).parents[2])

@@ -44,6 +44,15 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
             return [Verdict(reward, "", why) for reward, why in found]
 
         return graded_by_math, Needs()
+    if options["function"] == "code":
+        from mugrpo_megatron.rewards.code import options_of, verdict
+
+        given = options_of(options["code"], options["timeout_s"])
+
+        def graded_by_code(items: Sequence[Item]) -> list[Verdict]:
+            return [verdict(item, given) for item in items]
+
+        return graded_by_code, Needs(row=True)
     from mugrpo_megatron.errors import UserError
     from mugrpo_megatron.recipe.functions import load_function
     from mugrpo_megatron.rewards.callers import Caller
@@ -113,11 +122,20 @@ def serve(socket: int, given: str) -> None:
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    connection.send_bytes(json.dumps({"needs": needs}).encode())
+    connection.send_bytes(json.dumps({"needs": needs, "note": _note(options)}).encode())
     try:
         _serve(connection, grade, options["alarm_s"], options["format_pattern"], GROWN * memory)
     except (MemoryError, TooLate, OSError):  # the parent says what became of the response, or is gone
         os._exit(1)
+
+
+def _note(options: dict[str, Any]) -> str:
+    """What the user should know of the function at the start; "" where nothing."""
+    if options["function"] != "code":
+        return ""
+    from mugrpo_megatron.rewards.sandbox.check import weakness
+
+    return weakness(options["code"]["mode"])
 
 
 def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | None, max_bytes: float) -> None:

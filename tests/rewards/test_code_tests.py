@@ -23,6 +23,8 @@ CASES = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "3 
         ("", {"input_output": json.dumps(ADD)}, ADDS),
         ("", {"tests": CASES}, ADDS),
         ("ignored", {"test_cases": json.dumps(CASES)}, ADDS),
+        ("", {"public_tests": {"input": ["1 2\n"], "output": ["3\n"]}, "private_tests": CASES[1:]}, ADDS),
+        ("assert f(1)", {"tests": CASES}, ADDS),
         ("", {"public_test_cases": json.dumps(CASES[:1]), "private_test_cases": json.dumps(CASES[1:])}, ADDS),
         ({"inputs": [["1 2"]], "outputs": [["3"]]}, {}, [ProgramTest("1 2", "3")]),
         (
