@@ -131,7 +131,8 @@ def test_without_landlock_nothing_is_written_and_asserts_are_refused(
     check_jail(limits)
     assert failure("print(open('/etc/passwd').read()[:0] + 'read')", ProgramTest("", "read"), limits) == ""
     path = str(tmp_path / "file")
-    assert "File too large" in failure(f"open({path!r}, 'w').write('x')", ProgramTest("", ""), limits)
+    assert "File too large" in failure(f"open({path!r}, 'wb', 0).write(b'x')", ProgramTest("", ""), limits)
+    assert Path(path).read_bytes() == b""
     with pytest.raises(UserError, match="asserts need namespaces, or Landlock"):
         failure("def f(): return 1", AssertTest("assert f() == 1"), limits)
 
