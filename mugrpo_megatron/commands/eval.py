@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mugrpo_megatron.commands.command import say
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
 from mugrpo_megatron.data.prompts import shown, template_of
@@ -31,6 +32,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import locked
+from mugrpo_megatron.run.model import hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
 
 SETTINGS = "settings.json"
@@ -57,11 +59,12 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     Writes problems.jsonl (a row per problem, as they finish), summary.json and table.md. Continues an evaluation of the
     same settings in `output`. Raises UserError for bad data or model, or when `output` holds one of other settings.
     """
-    read_model_config(recipe.model.path)
     names = held_out_sets(",".join(sources), "--data")
     # A run's recipe may have settings of sets that this evaluation does not include.
     check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
-    tokenizer = load_tokenizer(recipe.model.path)
+    recipe = with_model(recipe, say)
+    read_model_config(recipe.model.directory)
+    tokenizer = load_tokenizer(recipe.model.directory)
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
@@ -88,7 +91,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
     """Settings that must be equal to continue an evaluation of the sets `names` (name -> source)."""
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     return {
-        "model": str(recipe.model.path.resolve()),
+        "model": asdict(hub) if (hub := hub_model(recipe)) else str(recipe.model.path.resolve()),
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,
@@ -194,7 +197,7 @@ def _evaluate(
         by_set.setdefault(prompt.problem.source, []).append(prompt)
     seconds = dict.fromkeys(by_set, 0.0)
     if any(prompt.problem.id not in known for prompt in prompts):
-        engine = Engine.start(recipe, recipe.model.path, output / "engine.log")
+        engine = Engine.start(recipe, recipe.model.directory, output / "engine.log")
         try:
             with Verifier(recipe.reward) as verifier:
                 engine.wait_ready()

@@ -21,6 +21,7 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
@@ -72,7 +73,8 @@ def browse(
     number, store, note = _stage(directory, stage)
     _check(selection, store, recipe)
     later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
-    tokenizer = load_tokenizer(directory.hf if directory.hf.exists() else recipe.model.path)
+    hf = directory.hf if directory.hf.exists() else with_cached_model(recipe, run_dir).model.directory
+    tokenizer = load_tokenizer(hf)
     chosen = islice(_rollouts(store, selection, later, recipe, tokenizer), min(selection.limit, sys.maxsize))
     console = Console()
     if as_json:

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 from mugrpo_megatron.commands.command import Command, Options, Parser, takes_overrides
+from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import load_recipe
 
 
 def _takes_eval(parser: Parser) -> None:
-    parser.add_argument("model", type=Path, help="Hugging Face checkpoint directory")
+    parser.add_argument("model", type=Path, help="Hugging Face checkpoint directory, or OWNER/NAME on the hub")
     parser.add_argument("--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or preset names")
     parser.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
     parser.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
@@ -33,8 +34,13 @@ def _eval(options: Options) -> int:
         ),
         *options.overrides,
     ]
-    run(load_recipe(options.recipe, chosen), options.data, options.out or options.model / "eval")
+    run(load_recipe(options.recipe, chosen), options.data, options.out or _results(options.model))
     return 0
+
+
+def _results(model: Path) -> Path:
+    """Where the results of a model go: next to its weights, those of a model of the hub under `runs`."""
+    return model / "eval" if model_name(model) is None else Path("runs/eval") / model.name
 
 
 def _takes_score(parser: Parser) -> None:

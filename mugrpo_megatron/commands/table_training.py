@@ -22,7 +22,7 @@ def _train(options: Options) -> int:
         from mugrpo_megatron.run.directory import is_finished
         from mugrpo_megatron.run.preflight import check_run
 
-        found = None if is_finished(recipe) else check_run(recipe, say)
+        recipe, found = (recipe, None) if is_finished(recipe) else check_run(recipe, say)
         say(IMPORTING)
         from mugrpo_megatron.train import train
 
@@ -40,7 +40,7 @@ def _generate(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
 
-        found = check_run(recipe, say)
+        recipe, found = check_run(recipe, say)
         say(IMPORTING)
         from mugrpo_megatron.commands.separate import generate_alone
 
@@ -65,7 +65,7 @@ def _optimize(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
 
-        check_run(recipe, say, generates=False)
+        recipe, _ = check_run(recipe, say, generates=False)
         say(IMPORTING)
         from mugrpo_megatron.commands.separate import optimize_alone
 

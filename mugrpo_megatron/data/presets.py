@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.columns import Columns
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hub import snapshot
 
 PLAIN = Columns("problem", "answer")
 PARQUET_BRANCH = "refs/convert/parquet"
@@ -56,21 +57,16 @@ PRESETS: dict[str, Preset] = {
 
 def download(repository: str, config: str, split: str) -> list[Path]:
     """Parquet files of one split, downloaded or from the local cache; UserError when neither works."""
-    import httpx  # here, since most data sets are files and these take half a second
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
-        folder = snapshot_download(repository, repo_type="dataset", revision=PARQUET_BRANCH, allow_patterns=[pattern])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+        folder = snapshot(repository, "dataset", PARQUET_BRANCH, [pattern])
+    except ValueError as error:
         raise UserError(
-            f"{name} could not be downloaded from the Hugging Face hub ({reason}): check the name and the network, "
+            f"{name} could not be downloaded from the Hugging Face hub ({error}): check the name and the network, "
             "or give a local file, as NAME@FILE for a named data set"
         ) from error
-    files = sorted(Path(folder).glob(pattern))
+    files = sorted(folder.glob(pattern))
     if not files:
         raise UserError(f"{name} has no Parquet files on the Hugging Face hub: check configuration and split")
     return files

@@ -146,7 +146,7 @@ def load(learner: Learner, directory: Path) -> Saved:
     if state["model"] != expected:
         raise UserError(
             f"{directory}: the checkpoint holds the model {state['model']}, but model.path = "
-            f"{learner.recipe.model.path} describes {expected}; resume with the model the run was started from"
+            f"{learner.recipe.model.directory} describes {expected}; resume with the model the run was started from"
         )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
         loaded = fill(_to_load(learner), Reader(directory))

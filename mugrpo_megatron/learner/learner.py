@@ -51,7 +51,7 @@ def build_learner(recipe: Recipe) -> Learner:
 
     Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that cannot work.
     """
-    architecture = read_architecture(recipe.model.path)
+    architecture = read_architecture(recipe.model.directory)
     check_layers(recipe, torch.cuda.is_available())
     ranks = initialize(recipe)
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
@@ -62,7 +62,7 @@ def build_learner(recipe: Recipe) -> Learner:
     chunks = build_model(recipe, architecture, ranks)
     if recipe.learner.routing_replay != "off" and architecture.experts:  # a warm start's model has none
         install(chunks)
-    load_hf([policy(chunk) for chunk in chunks], recipe.model.path, architecture)
+    load_hf([policy(chunk) for chunk in chunks], recipe.model.directory, architecture)
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = _reduce_gradients
     return Learner(recipe, ranks, architecture, chunks, build_optimizer(recipe, chunks))

@@ -48,7 +48,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
         save_hf(
             chunks,
             learner.architecture,
-            like=run.recipe.model.path,
+            like=run.recipe.model.directory,
             out=run.directory.hf,
             replace=True,
             notes={MARK: mark(run.record)},

@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 import tomli_w
@@ -104,7 +105,10 @@ def _merge(base: Table, top: Table) -> Table:
 
 
 def _apply(table: Table, override: str) -> None:
-    """Set `a.b=c` in place; c is TOML where it parses as such (numbers, booleans, lists), else a plain string."""
+    """Set `a.b=c` in place; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
+
+    A key that takes text alone gets the text: `model.revision=1.0` is no number.
+    """
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:
@@ -113,7 +117,17 @@ def _apply(table: Table, override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
-    table[key] = _value(override, text)
+    value = _value(override, text)
+    table[key] = text.strip() if isinstance(value, int | float) and _takes_text([*sections, key]) else value
+
+
+def _takes_text(keys: list[str]) -> bool:
+    """Whether the key is one of text alone."""
+    model: Any = Recipe
+    for name in keys:
+        fields = getattr(model, "model_fields", {})
+        model = fields[name].annotation if name in fields else None
+    return model is str or set(get_args(model)) == {str, NoneType}
 
 
 def _value(override: str, text: str) -> Any:

@@ -14,11 +14,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
+from mugrpo_megatron.files.hub import REPOSITORY
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.reporting import ReportSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
@@ -59,9 +61,37 @@ class ModelSection(Section):
     """The policy that is trained."""
 
     path: Path = Path("runs/warm-start/hf")
-    """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from."""
+    """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from, or the name of
+    a model on the hub, `owner/name`."""
+    revision: str | None = None
+    """Commit, tag or branch of a model on the hub; the commit that it stands for is recorded in run.json."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameter and activation type of learner and engine; master weights and moments are always float32."""
+    _snapshot: Path | None = PrivateAttr(None)
+    """Where the files of a model of the hub lie on this machine; no part of the recipe."""
+
+    @property
+    def directory(self) -> Path:
+        """The directory to read the model from: `path`, but for a model of the hub its snapshot (`at`)."""
+        return self._snapshot or self.path
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of a model of the hub; None for a directory, and before `at`."""
+        return self._snapshot.name if self._snapshot else None
+
+    def at(self, snapshot: Path) -> ModelSection:
+        """The section with its model in `snapshot`, a directory that is called as the commit is."""
+        placed = self.model_copy()
+        placed._snapshot = snapshot
+        return placed
+
+    @field_validator("revision")
+    @classmethod
+    def _check_on_the_hub(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and not REPOSITORY.fullmatch(str(info.data.get("path", ""))):
+            raise ValueError("a directory has no revisions; give it with a model of the hub, `owner/name`")
+        return value
 
 
 TEMPLATES_OWN = {

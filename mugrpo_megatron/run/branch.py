@@ -14,8 +14,9 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
+from mugrpo_megatron.run.model import hub_model, with_model
 from mugrpo_megatron.run.published import check_start, read_published
-from mugrpo_megatron.run.record import Branch, Record, claim, write_record
+from mugrpo_megatron.run.record import Branch, Record, claim, read_record, write_record
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -32,10 +33,13 @@ FREE_TO_BRANCH = (
     "run.device",
     "run.collective_timeout_s",
     "data.eval",
+    "model.revision",
     "report.",
     "sft.",
 )
-"""Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights."""
+"""Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights.
+
+`model.revision` may say a branch or the commit that it stands for; the commits are compared."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
@@ -47,10 +51,11 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
     responses were made with, or when `run.dir` holds another run.
     """
     of = RunDirectory(source)
+    recipe = with_model(recipe, run_dir=source)
     origin = _check(recipe, of, stage)
     begun = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
-        record = claim(directory.path)
+        record = claim(directory.path, hub_model(recipe))
         if record.branch == begun:
             return
         if record.branch:
@@ -64,7 +69,7 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
-        write_record(directory.path, Record(record.id, begun))
+        write_record(directory.path, Record(record.id, begun, record.model))
 
 
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
@@ -73,6 +78,7 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
         raise UserError(f"--from {source.path}: not a run directory (it has no {source.recipe.name})")
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
+    _check_commit(recipe, source)
     check_stage(source.stage(stage))
     if not StageStore(source.stage(stage)).sealed:
         sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
@@ -124,3 +130,14 @@ def _link(source: Path, target: Path, key: str) -> None:
 def _empty(directory: Path) -> None:
     for path in directory.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _check_commit(recipe: Recipe, source: RunDirectory) -> None:
+    """UserError when the branch would begin with another commit of a model of the hub than the run did."""
+    record = read_record(source.path)
+    begun, now = record.model if record else None, hub_model(recipe)
+    if begun and now and begun.name == now.name and begun.commit != now.commit:
+        raise UserError(
+            f"{source.path} began with {begun.name} at {begun.commit}, and model.revision now stands for {now.commit}; "
+            f"begin the branch with --set model.revision={begun.commit}"
+        )

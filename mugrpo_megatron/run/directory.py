@@ -14,6 +14,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.run.model import hub_model
 from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
@@ -108,7 +109,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     with locked(directory.path / ".lock"):
         for name in WRITTEN:
             remove_leftovers(directory.path, name)
-        claim(directory.path)
+        claim(directory.path, hub_model(recipe))
         check_directory(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory

@@ -51,7 +51,7 @@ def start(
     `stack` ends them. Once `stopping()` is True, no call waits for the engine.
     """
     name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
-    engine = Engine.start(recipe, recipe.model.path, logs / name, slot, stopping)
+    engine = Engine.start(recipe, recipe.model.directory, logs / name, slot, stopping)
     stack.callback(engine.stop)
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))

@@ -28,26 +28,30 @@ from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
+from mugrpo_megatron.run.model import with_cached_model, with_model
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
 
-def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> Problems | None:
+def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:
     """Raise UserError for what cannot work; `say` gets a line for everything that can.
 
-    Returns the problems, which are read once, on rank 0 of a run that generates.
+    Returns the recipe with its model on this machine (`run.model`), and the problems, which are read once, on rank 0
+    of a run that generates.
     """
     if rank_of_environment() == 0:  # the others would see what rank 0 is writing
         check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
-    config = read_model_config(recipe.model.path)
-    found = architecture(config, str(recipe.model.path / CONFIG))
+    recipe = with_model(recipe, say, recipe.run.dir)
+    directory = recipe.model.directory
+    config = read_model_config(directory)
+    found = architecture(config, str(directory / CONFIG))
     _check_anchor(recipe, found)
-    say(_model(found, str(recipe.model.path)))
-    check_tokenizer(recipe.model.path)
+    say(_model(found, str(directory)))
+    check_tokenizer(directory)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
@@ -56,8 +60,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_layers(recipe)
     say(_layout(recipe, world))
     if not generates or rank_of_environment() != 0:
-        return None
-    return _read(recipe, say)
+        return recipe, None
+    return recipe, _read(recipe, say)
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
@@ -65,9 +69,10 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
+    recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
     if config is None:
-        say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.path}")
+        say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.directory}")
     else:
         say(_model(architecture(config, source), source))
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
@@ -98,7 +103,7 @@ def fewest_ranks(recipe: Recipe) -> int:
 
 def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
     """The model's config and where it is from: its directory, else the bundled shapes of public models."""
-    directory = recipe.model.path
+    directory = recipe.model.directory
     if directory.exists():
         config = read_model_config(directory)
         check_tokenizer(directory)

@@ -1,6 +1,8 @@
 """The run's record: its id, which its stages, checkpoints and hf/ carry, and what a run directory must not hold.
 
-    run.json     {"id": ..., "branch": null}, with a checksum; written once, before anything else of the run
+    run.json     {"id": ..., "branch": null, "model": null}, with a checksum; written before anything else of the run
+
+`model` is the hub's model that the run starts from, with its commit; null when it starts from a directory.
 
 Only these rules decide what a run may replace. Neither torch nor Megatron is imported here.
 """
@@ -12,6 +14,7 @@ import secrets
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
@@ -47,12 +50,23 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model of the Hugging Face hub."""
+
+    name: str
+    """`owner/name`."""
+    commit: str
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """Which run a run directory holds."""
 
     id: str
     """Random, 16 hexadecimal digits."""
     branch: Branch | None = None
+    model: HubModel | None = None
+    """What the run starts from, unless it is a directory."""
 
     def of_stage(self, stage: int) -> str:
         """The id of the run that generated the stage: this one, but for the stage at which a branch began."""
@@ -66,7 +80,8 @@ def read_record(run_dir: Path) -> Record | None:
         return None
     try:
         body = read_sealed(path, "run")
-        return Record(body["id"], Branch(**body["branch"]) if body["branch"] else None)
+        branch, model = body["branch"], body.get("model")
+        return Record(body["id"], Branch(**branch) if branch else None, HubModel(**model) if model else None)
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged, so which run this is is unknown; restore it from a copy") from None
 
@@ -76,12 +91,15 @@ def write_record(run_dir: Path, record: Record) -> None:
     write_sealed(run_dir / FILE_NAME, "run", asdict(record))
 
 
-def claim(run_dir: Path) -> Record:
-    """The directory's record, written now for a new run; call it with the directory's lock. Errors of `check_own`."""
+def claim(run_dir: Path, model: HubModel | None = None) -> Record:
+    """The directory's record, written now for a new run; call it with the directory's lock. Errors of `check_own`.
+
+    A new run starts from `model`, if it is one of the hub.
+    """
     check_own(run_dir)
     record = read_record(run_dir)
     if record is None:
-        record = Record(secrets.token_hex(8))
+        record = Record(secrets.token_hex(8), model=model)
         write_record(run_dir, record)
     return record
 
@@ -131,9 +149,10 @@ def check_hf(run_dir: Path) -> None:
         raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
 
 
-def mark(record: Record) -> dict[str, str]:
-    """The content of `MARK`."""
-    return {"run": record.id}
+def mark(record: Record) -> dict[str, Any]:
+    """The content of `MARK`: the run, and the model of the hub that it started from."""
+    from_hub = {"model": asdict(record.model)} if record.model else {}
+    return {"run": record.id, **from_hub}
 
 
 def _real(path: Path) -> Path:

@@ -107,12 +107,13 @@ def open_run(
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
-    found = found or check_run(recipe, generates=generates)  # read on rank 0 of a run that generates
+    if found is None:  # read on rank 0 of a run that generates
+        recipe, found = check_run(recipe, generates=generates)
     cuda = runs_on_cuda(recipe)
     if cuda and generates:
         check_allocator()
     slot = slot_of_environment(recipe.engine, cuda) if generates else None
-    tokenizer = load_tokenizer(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.directory)
     problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)

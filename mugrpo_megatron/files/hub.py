@@ -1,0 +1,71 @@
+"""Snapshots of repositories on the Hugging Face hub, through the ordinary cache (`HF_HOME`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from mugrpo_megatron.errors import UserError
+
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""`owner/name`."""
+MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.jinja", "tokenizer.model")
+"""What is read of a model's repository: weights, configuration and tokenizer; never code."""
+
+
+def snapshot(
+    repository: str,
+    kind: Literal["model", "dataset"],
+    revision: str | None,
+    files: Sequence[str],
+    cached: bool = False,
+) -> Path:
+    """The directory of a repository's `files` (patterns) at a revision, downloaded or from the cache.
+
+    Its name is the commit. A full commit that is in the cache needs no network; with `cached` nothing does.
+    Raises ValueError with the reason when neither way gives it.
+    """
+    import httpx  # here, since most models and data sets are on disk and these take half a second
+    from huggingface_hub import errors as hub
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(
+            repository,
+            repo_type=kind,
+            revision=revision,
+            allow_patterns=list(files),
+            ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,  # the same weights in other formats
+            local_files_only=cached,
+        )
+    except hub.GatedRepoError:
+        raise ValueError("it is gated: accept its terms on the hub and set HF_TOKEN") from None
+    except hub.RepositoryNotFoundError:
+        raise ValueError("no such repository, or HF_TOKEN has no access to it") from None
+    except hub.RevisionNotFoundError:
+        raise ValueError(f"it has no revision {revision!r}") from None
+    except (hub.HfHubHTTPError, hub.HFValidationError, hub.LocalEntryNotFoundError, httpx.HTTPError) as error:
+        raise ValueError(str(error).strip().partition("\n")[0]) from error
+    return Path(folder)
+
+
+def model_name(path: Path) -> str | None:
+    """The hub's name that a model's path is, `owner/name`; None for a path that leads into a directory here."""
+    name = str(path)
+    if not REPOSITORY.fullmatch(name) or path.exists() or path.parent.exists():
+        return None
+    return name
+
+
+def download_model(name: str, revision: str | None, cached: bool = False) -> Path:
+    """The directory of a model of the hub; UserError, with what to do, when it cannot be had."""
+    try:
+        return snapshot(name, "model", revision, MODEL_FILES, cached)
+    except ValueError as error:
+        asked = f"{name} at {revision}" if revision else name
+        raise UserError(
+            f"model.path = {asked}: there is no such directory, and from the Hugging Face hub it could not be "
+            f"downloaded ({error}); check the name and the network, or give the directory of a downloaded model"
+        ) from None
