@@ -73,7 +73,7 @@ def _spaced(indices: np.ndarray, count: int) -> list[int]:
 
 def _described(chosen: Chosen, recipe: Recipe) -> Sequence[Probed]:
     """The responses as the report shows them, with each token as text."""
-    tokenizer = load_tokenizer(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.directory)
     known = sorted({int(token) for _, sample, _ in chosen for token in sample.response_ids})
     text = dict(zip(known, tokenizer.batch_decode([[token] for token in known]), strict=True))
     return [
