@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.commands.command import say
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
-from mugrpo_megatron.data.prompts import shown, template_of
+from mugrpo_megatron.data.prompts import first_prompt, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -68,13 +68,13 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     problems = first_of_each(found, recipe.data.eval_problems)
-    how = recipe.data.prompt_style, recipe.data.max_prompt_tokens, template_of(recipe.data)
-    prompts = prompts_of(problems, tokenizer, *how)
+    style, template = recipe.data.prompt_style, template_of(recipe.data)
+    prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
-        display.say(f"the first prompt as the model sees it: {shown(tokenizer, prompts[0].ids)}")
+        display.say(first_prompt(tokenizer, prompts[0].ids, style, template))
         evaluation = _evaluate(recipe, tokenizer, prompts, record, display, output)
         display.say(table(evaluation))
     write_text(output / "table.md", table(evaluation) + "\n")

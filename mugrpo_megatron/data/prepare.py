@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Literal
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.overlap import contamination, without_duplicates
 from mugrpo_megatron.data.problems import load
-from mugrpo_megatron.data.prompts import FittingPrompts, fitting_prompts, fitting_prompts_of_each, shown, template_of
+from mugrpo_megatron.data.prompts import (
+    FittingPrompts,
+    first_prompt,
+    fitting_prompts,
+    fitting_prompts_of_each,
+    template_of,
+)
 from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -53,7 +59,8 @@ def prepare(
     """
     found = found or read_problems(data, reward)
     notes = list(found.notes)
-    rendering = data.prompt_style, data.max_prompt_tokens, template_of(data)
+    template = template_of(data)
+    rendering = data.prompt_style, data.max_prompt_tokens, template
     fits = (
         fitting_prompts(found.train, tokenizer, *rendering),
         fitting_prompts_of_each(found.held_out, tokenizer, *rendering),
@@ -62,7 +69,7 @@ def prepare(
         if fit.too_long:
             notes.append(f"{fit.too_long} {name} prompts are longer than data.max_prompt_tokens: left out")
     if fits[0].prompts:
-        notes.append(f"the first prompt as the model sees it: {shown(tokenizer, fits[0].prompts[0])}")
+        notes.append(first_prompt(tokenizer, fits[0].prompts[0], data.prompt_style, template))
     return PreparedData(*fits, notes)
 
 

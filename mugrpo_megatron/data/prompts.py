@@ -38,12 +38,6 @@ SHOWN_CHARS = 400
 """Characters that are shown of a long prompt's beginning and of its end."""
 
 
-def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
-    """A prompt as one quoted line, special tokens included."""
-    text = repr(str(tokenizer.decode(ids)))
-    return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
-
-
 @dataclass(frozen=True, slots=True)
 class Template:
     """The chat template of the style `chat`, and what it is called with."""
@@ -56,6 +50,18 @@ class Template:
 
 OWN = Template()
 """The tokenizer's template without arguments."""
+
+
+def first_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str, template: Template = OWN) -> str:
+    """The line about the first prompt of a run or an evaluation, with the style that it was rendered in."""
+    style = chosen(style, tokenizer, template)
+    return f"the first prompt as the model sees it ({style}): {shown(tokenizer, ids)}"
+
+
+def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """A prompt as one quoted line, special tokens included."""
+    text = repr(str(tokenizer.decode(ids)))
+    return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
 
 
 def template_of(section: DataSection) -> Template:
@@ -79,8 +85,15 @@ class FittingPrompts:
 
 def check_style(style: str) -> None:
     """UserError for a style that `render` does not know."""
-    if style != "chat" and style not in STYLES:
-        raise UserError(f"data.prompt_style {style!r} is unknown: choose one of chat, {', '.join(STYLES)}")
+    if style not in ("auto", "chat", *STYLES):
+        raise UserError(f"data.prompt_style {style!r} is unknown: choose one of auto, chat, {', '.join(STYLES)}")
+
+
+def chosen(style: str, tokenizer: PreTrainedTokenizerBase, template: Template = OWN) -> str:
+    """The style that `auto` stands for: `chat` where there is a template, else `plain`; any other is itself."""
+    if style != "auto":
+        return style
+    return "plain" if tokenizer.chat_template is None and template.text is None else "chat"
 
 
 def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template = OWN) -> list[int]:
@@ -88,15 +101,20 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
-    if style == "chat":
+    fitting = chosen(style, tokenizer, template)
+    if fitting == "chat":
         return tokenizer.encode(_chat(problem, tokenizer, template), add_special_tokens=False)
     check_style(style)
     if len(problem.messages) > 1:
-        raise UserError(
-            f"{problem.id} is a chat of {len(problem.messages)} messages, which only the tokenizer's template renders: "
-            'set data.prompt_style = "chat"'
+        way_out = (
+            "the tokenizer has none, so name a file with data.chat_template"
+            if style == "auto"
+            else 'set data.prompt_style = "chat"'
         )
-    ids = tokenizer.encode(STYLES[style].format(question=problem.question), add_special_tokens=False)
+        raise UserError(
+            f"{problem.id} is a chat of {len(problem.messages)} messages, which only a chat template renders: {way_out}"
+        )
+    ids = tokenizer.encode(STYLES[fitting].format(question=problem.question), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 

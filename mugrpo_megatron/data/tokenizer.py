@@ -16,7 +16,7 @@ VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""
 PAD, EOS, TURN = "<|endoftext|>", "<|im_end|>", "<|im_start|>"
 """Qwen2's names: for a Qwen2 model, `AutoTokenizer` makes a Qwen2 tokenizer, which adds them if they are missing."""
-CHAT_TEMPLATE = (
+CHAT_ML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -49,8 +49,11 @@ def _check_conversion(tokenizer: PreTrainedTokenizerBase, directory: Path) -> No
         )
 
 
-def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of `VOCAB_SIZE` tokens: one per byte, so every text encodes and decodes to itself."""
+def build_arithmetic_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of `VOCAB_SIZE` tokens: one per byte, so every text encodes and decodes to itself.
+
+    It has no chat template unless one is given, because the models that use it learn from bare questions.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -63,7 +66,7 @@ def build_arithmetic_tokenizer() -> PreTrainedTokenizerFast:
         tokenizer_object=tokenizer,
         eos_token=EOS,
         pad_token=PAD,
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=1_000_000,
     )

@@ -38,7 +38,7 @@ def markdown() -> str:
 
 def _part(name: str, section: Any) -> str:
     rows = [
-        f"| `{key}` | {_type(inner.annotation)} | {_default(inner)} | {inner.description} |"
+        f"| `{key}` | {_type(inner.annotation)} | {_default(inner)} | {' '.join((inner.description or '').split())} |"
         for key, inner in section.model_fields.items()
     ]
     table = "\n".join(["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows])

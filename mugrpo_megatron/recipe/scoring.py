@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 
 from mugrpo_megatron.recipe.objective import Section
 
-STYLES_WITHOUT_BOX = frozenset({"plain", "chat"})
+STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
 """Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
 
 

@@ -117,14 +117,15 @@ class DataSection(Section):
     """Column that holds the question, text or messages, or a path inside one; at the default others are recognised."""
     answer_field: str = "answer"
     """Column that holds the gold answer, or a path inside one (`reward_model.ground_truth`)."""
-    prompt_style: str = "plain"
-    """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template) or a named math style."""
+    prompt_style: str = "auto"
+    """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template), a named math style, or `auto`:
+    `chat` where the tokenizer has a template, else `plain`."""
     system_prompt: str | None = None
-    """System turn of every chat that has none; needs `prompt_style = "chat"`."""
+    """System turn of every chat that has none; needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file that takes the place of the tokenizer's own chat template; needs `prompt_style = "chat"`."""
+    """Jinja file that takes the place of the tokenizer's own chat template."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the chat template is called with, such as `enable_thinking = false`; needs `prompt_style = "chat"`."""
+    """What the chat template is called with, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
     """Longer prompts are left out and counted."""
     strict: bool = True
@@ -137,8 +138,8 @@ class DataSection(Section):
     @field_validator("system_prompt", "chat_template", "template_arguments")
     @classmethod
     def _check_style_takes_it(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("prompt_style") != "chat":
-            raise ValueError('needs prompt_style = "chat"; the other styles are fixed texts')
+        if value and info.data.get("prompt_style") not in ("chat", "auto"):
+            raise ValueError('needs prompt_style = "chat" or "auto"; the other styles are fixed texts')
         return value
 
     @field_validator("template_arguments")
@@ -312,6 +313,6 @@ class Recipe(Section):
         data, reward = given.get("data", {}), given.get("reward", {})
         if not isinstance(data, dict) or not isinstance(reward, dict):
             return given
-        style = data.get("prompt_style", "plain")
+        style = data.get("prompt_style", "auto")
         asks = isinstance(style, str) and style not in STYLES_WITHOUT_BOX and reward.get("extract", "auto") == "auto"
         return given | {"reward": reward | {"extract": "boxed"}} if asks else given

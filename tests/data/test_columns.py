@@ -14,7 +14,7 @@ import pytest
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.data.prompts import SHOWN_CHARS, render, shown, template_of
-from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -139,7 +139,7 @@ def test_a_row_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     assert reason in str(caught.value)
 
 
-TOKENIZER = build_arithmetic_tokenizer()
+TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
 
 
 def rendered(problem: Problem, style: str = "chat") -> str:
@@ -165,7 +165,7 @@ def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path) -> Non
     [task] = load("arithmetic", section.model_copy(update={"generated_problems": 1})).problems
     assert task.messages == (("system", "Think first."), ("user", task.question))
     with pytest.raises(UserError, match="needs prompt_style"):
-        validate({"data": {"system_prompt": "Think first."}}, "recipe")
+        validate({"data": {"prompt_style": "plain", "system_prompt": "Think first."}}, "recipe")
 
 
 def test_a_template_that_refuses_the_messages_is_a_sentence() -> None:
@@ -184,7 +184,6 @@ def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
     assert TOKENIZER.decode(render(problem, TOKENIZER, "chat", template_of(section))) == "[system]Be brief.[user]6*7=T"
     assert rendered(problem).startswith("<|im_start|>system")
     bare = build_arithmetic_tokenizer()
-    bare.chat_template = None
     assert render(problem, bare, "chat", template_of(section)) == render(
         problem, TOKENIZER, "chat", template_of(section)
     )
@@ -201,8 +200,8 @@ def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"chat_template": "x.jinja"},
-        {"template_arguments": {"a": 1}},
+        {"prompt_style": "plain", "chat_template": "x.jinja"},
+        {"prompt_style": "llama", "template_arguments": {"a": 1}},
         {"prompt_style": "chat", "template_arguments": {"messages": "x"}},
         {"prompt_style": "chat", "template_arguments": {"add_generation_prompt": False}},
         {"prompt_style": "chat", "template_arguments": {"a": [1]}},

@@ -63,7 +63,7 @@ def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> Non
 def test_the_bundled_task_needs_no_note() -> None:
     made = prepare(DataSection(generated_problems=500, eval_problems=50), REWARD, TOKENIZER)
     assert (len(made.train.problems), len(made.held_out.problems), made.notes[:-1]) == (500, 50, [])
-    assert made.notes[-1].startswith("the first prompt as the model sees it: '")
+    assert made.notes[-1].startswith("the first prompt as the model sees it (plain): '")
 
 
 def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES, fitting_prompts, render
-from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES, Template, first_prompt, fitting_prompts, render
+from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Problem
 
-TOKENIZER = build_arithmetic_tokenizer()
+TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
 PROBLEM = Problem("set:1", "What is $\\frac{1}{2}$ of {4}?", "2")
 
 
@@ -36,6 +36,22 @@ def test_chat_is_the_tokenizers_template() -> None:
     assert text("chat") == f"<|im_start|>user\n{PROBLEM.question}<|im_end|>\n<|im_start|>assistant\n"
 
 
+def test_auto_is_the_template_where_there_is_one() -> None:
+    bare = build_arithmetic_tokenizer()
+    assert text("auto") == text("chat")
+    assert render(PROBLEM, bare, "auto") == render(PROBLEM, TOKENIZER, "plain")
+    own = Template("{{ messages[0].content }}!")
+    assert bare.decode(render(PROBLEM, bare, "auto", own)) == f"{PROBLEM.question}!"
+    ids = render(PROBLEM, bare, "plain")
+    for tokenizer, style in ((bare, "plain"), (TOKENIZER, "chat")):
+        assert first_prompt(tokenizer, ids, "auto").startswith(
+            f"the first prompt as the model sees it ({style}): 'What"
+        )
+    chat = Problem("set:1", "q", "1", "set", (("system", "Be brief."), ("user", "q")))
+    with pytest.raises(UserError, match=r"only a chat template renders: the tokenizer has none.*data.chat_template"):
+        render(chat, bare, "auto")
+
+
 def test_a_beginning_of_sequence_token_comes_first() -> None:
     tokenizer = build_arithmetic_tokenizer()
     tokenizer.bos_token = "<|im_start|>"
@@ -44,10 +60,9 @@ def test_a_beginning_of_sequence_token_comes_first() -> None:
 
 
 def test_an_unusable_style_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="unknown: choose one of chat, plain"):
+    with pytest.raises(UserError, match="unknown: choose one of auto, chat, plain"):
         render(PROBLEM, TOKENIZER, "haiku")
     tokenizer = build_arithmetic_tokenizer()
-    tokenizer.chat_template = None
     with pytest.raises(UserError, match="no chat template"):
         render(PROBLEM, tokenizer, "chat")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
 from tests.data.test_columns import ROWS, write
@@ -35,15 +36,18 @@ def files(folder: Path) -> dict[str, str]:
 @pytest.mark.process
 def test_every_format_is_trained_on_in_both_stages(tmp_path: Path) -> None:
     formats = files(tmp_path / "rows")
+    model = save_model(tmp_path / "model")
+    build_arithmetic_tokenizer(CHAT_ML).save_pretrained(model)
     recipe = write_recipe(
         tmp_path / "recipe.toml",
-        save_model(tmp_path / "model"),
+        model,
         tmp_path / "run",
-        data={"train": ",".join(formats), "prompt_style": "chat", "max_prompt_tokens": 100, "contamination": "off"},
+        data={"train": ",".join(formats), "max_prompt_tokens": 100, "contamination": "off"},
         rollout={"prompts_per_update": len(formats) // 2},
         reward=COIN,
     )
     said = mugrpo("train", recipe).stdout
+    assert "the first prompt as the model sees it (chat): '<|im_start|>user\\n10*7=<|im_end|>" in said
     for count in ("rows read as verl's prompt, reward_model.ground_truth", "rows read as messages, the last message"):
         assert count in said
     for stage in range(2):

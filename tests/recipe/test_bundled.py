@@ -173,7 +173,7 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
 def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
     recipe: Recipe = load_recipe(path)
     assert set(recipe.data.train.split(",")) | set(recipe.data.eval.split(",")) <= set(PRESETS)
-    assert recipe.data.prompt_style in {"chat", *STYLES}
+    assert recipe.data.prompt_style in {"auto", "chat", *STYLES}
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_a_directory_that_is_called_as_a_model_is_the_directory(tmp_path: Path, 
 
 
 @pytest.mark.process
+@pytest.mark.night
 def test_train_and_eval_take_a_model_of_the_hub(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "recipe.toml",
