@@ -16,6 +16,7 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import checkpoint_name
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.run.published import (
     FILE_NAME,
     Published,
@@ -64,7 +65,7 @@ def publish(
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
     recipe, hidden = portable(load_recipe(run.recipe))
-    model = load_recipe(run.recipe).model.path
+    model = with_cached_model(load_recipe(run.recipe), run_dir).model.directory
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden)
     with durable_directory(to) as partial:
         target = RunDirectory(partial)

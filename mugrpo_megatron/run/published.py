@@ -65,7 +65,7 @@ def check_start(published: Published, recipe: Recipe) -> None:
     """Raise UserError when `model.path` has other weights than those that sampled the published stage 0."""
     if published.stage:
         return  # its weights are in its checkpoint
-    found = weight_sums(recipe.model.path)
+    found = weight_sums(recipe.model.directory)
     if found != published.weights:
         raise UserError(
             f"model.path = {recipe.model.path} has other weights than {published.model}"
