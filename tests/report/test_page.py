@@ -9,14 +9,18 @@ import subprocess
 import threading
 from html import unescape
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
 
+from mugrpo_megatron.report import live
 from mugrpo_megatron.report.compare import write_comparison
 from mugrpo_megatron.report.live import server_of
 from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.rundata import RunData, read_run
+from tests.report.followed import write_evaluation, write_probe, write_stage
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 BROWSER = shutil.which("chromium")
@@ -34,6 +38,17 @@ FLAGS = (
 )
 
 
+def dom_of(address: str, tmp_path: Path, script: str = "") -> str:
+    """The page after its scripts have run; `script` is put at the end of the page, which is a file then."""
+    if script:
+        page = tmp_path / "page.html"
+        text = Path(address).read_text()
+        page.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+        address = page.as_uri()
+    command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
 @pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 @pytest.mark.parametrize(
@@ -41,8 +56,7 @@ FLAGS = (
 )
 def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, sets: list[str], tmp_path: Path) -> None:
     page = write_report(write_run(tmp_path / "run", rows_of(stages, updates, sets=sets), recipe_of(stages, updates)))
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = dom_of(page.as_uri(), tmp_path)
     cards = re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL)
     assert {"accuracy", "dropped", "ratio_neg", "ess", "trigger_tokens", "paper_ratio", "grad_norm", "timeline"} <= {
         name for name, _ in cards
@@ -101,8 +115,7 @@ def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows_of(4, 16, sets=["math500", "amc23"]), recipe_of(4, 16))
     page = tmp_path / "page.html"
     page.write_text(write_report(run).read_text().replace("</body>", f"<script>{ACTIONS}</script></body>"))
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = dom_of(page.as_uri(), tmp_path)
     found = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
     assert "error" not in found
     assert found["curves without one"] < found["curves"] == found["curves again"]
@@ -123,13 +136,108 @@ def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
 def test_a_comparison_is_drawn_in_a_browser(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, rows_of(2, 8, seed=seed), recipe_of(2, 8)) for seed, name in enumerate("abc")]
     page = write_comparison(runs, tmp_path / "compared.html")
-    command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'browser'}", page.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = dom_of(page.as_uri(), tmp_path)
     cards = dict(re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL))
     assert {"accuracy", "reward_mean", "ess", "ratio_neg_mean"} <= set(cards)
     for name, drawn in cards.items():
         assert len(re.findall(r"<path ", drawn)) >= 3, name
         assert "NaN" not in drawn, name
+
+
+WATCHED = """
+const notes = { errors: [], violations: [] };
+window.addEventListener("error", (event) => notes.errors.push(event.message));
+document.addEventListener("securitypolicyviolation", (event) => notes.violations.push(event.blockedURI));
+"""
+"""What goes before the page's scripts, so that nothing escapes it."""
+TOLD = """
+const asked = performance.getEntriesByType("resource").map((entry) => entry.name);
+notes.requests = asked.filter((name) => !name.startsWith("data:"));
+document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
+document.getElementById("notes").textContent = JSON.stringify(notes);
+"""
+HEAT_ACTIONS = (Path(__file__).parent / "actions" / "heat.js").read_text()
+OVERLAY_ACTIONS = (Path(__file__).parent / "actions" / "overlay.js").read_text()
+
+
+def notes_of(page: Path, tmp_path: Path, actions: str) -> dict[str, Any]:
+    """What `actions` note in the browser; no error, nothing forbidden, and no request to anywhere."""
+    watched = tmp_path / "watched.html"
+    watched.write_text(page.read_text().replace("<script type=", f"<script>{WATCHED}</script><script type=", 1))
+    dom = dom_of(str(watched), tmp_path, f"{{{actions}}}{TOLD}")
+    found: dict[str, Any] = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    assert found["errors"] == []
+    assert found["violations"] == []
+    assert found["requests"] == []
+    return found
+
+
+@pytest.mark.night
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_the_heat_map_and_the_samples_in_a_browser(tmp_path: Path) -> None:
+    hostile = "</script><img onerror=alert(1) src=https://example.org/x> \x1b[2J \u202e "
+    run = write_run(tmp_path / "run", rows_of(1, 16), recipe_of(1, 16))
+    write_stage(run, 0, text=hostile * 30, gold=hostile)
+    write_probe(run, 0, 16, count=8, tokens=6, token=hostile)
+    write_evaluation(run, 16, text=hostile * 30, question=hostile)
+    found = notes_of(write_report(run), tmp_path, HEAT_ACTIONS)
+    assert found["grids"] == 3
+    assert found["rings"] == found["lines"] == 4, "at ages 10 to 16 the third token is below 1e-4"
+    assert found["last"] == 3
+    assert found["first"] == 0
+    assert found["read"] == "age 0"
+    assert "ratio ≈ 1 at age 0" in found["tip"]
+    assert found["tipAtEnd"].endswith("at age 16 · trigger")
+    assert found["folded"]
+    assert found["unfolded"]
+    assert found["images"] == 0
+    assert found["bars"] == 2
+
+
+@pytest.mark.night
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_an_overlay_of_three_runs_in_a_browser(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, rows_of(2, 32, seed=seed), recipe_of(2, 32)) for seed, name in enumerate("abc")]
+    found = notes_of(write_comparison(runs, tmp_path / "compared.html"), tmp_path, OVERLAY_ACTIONS)
+    assert found["fewer"] < found["curves"]
+    assert found["tip"].startswith("update 32")
+    assert "a" in found["tip"]
+    assert found["zoomed"]
+    assert found["whole"]
+    assert found["seconds"]
+
+
+@pytest.mark.night
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_a_live_page_takes_over_rows_that_are_added_while_it_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes on between the browser's first request and its next; virtual time makes the ten seconds short."""
+    rows = rows_of(2, 8)
+    half = next(place for place, row in enumerate(rows) if row["kind"] == "update" and row["update"] == 4)
+    run = write_run(tmp_path / "run", rows[:half], recipe_of(2, 8))
+    looks: list[int] = []
+
+    def look(path: Path) -> RunData:
+        looks.append(len(looks))
+        if len(looks) > 2:  # the server's own when it starts, and the browser's first
+            write_run(run, rows, recipe_of(2, 8))
+        return read_run(path)
+
+    monkeypatch.setattr(live, "read_run", look)
+    with server_of(run) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = [flag if "virtual-time" not in flag else "--virtual-time-budget=25000" for flag in FLAGS]
+        address = f"http://127.0.0.1:{server.server_address[1]}/"
+        command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path / 'browser'}", address]
+        dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+        server.shutdown()
+    assert len(looks) > 2
+    assert "updates taken: 16 " in dom
+    assert "NaN" not in dom.split("<script")[0]
 
 
 def test_a_live_page_is_served_on_loopback_and_follows_its_run(tmp_path: Path) -> None:

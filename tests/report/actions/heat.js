@@ -1,0 +1,18 @@
+const grid = grids[0], box = grid.root.getBoundingClientRect();
+const at = (row, column) => ({ clientX: box.left + LABELS + (column + 0.5) * grid.width, clientY: box.top + grid.head + (row + 0.5) * ROW, bubbles: true });
+notes.grids = grids.length;
+notes.rings = grid.root.querySelectorAll(".trigger").length;
+notes.lines = grid.root.querySelectorAll(".dropped").length;
+notes.last = [...grid.text.querySelectorAll("span.dropped")].length;
+grid.root.dispatchEvent(new PointerEvent("pointermove", at(0, 2)));
+notes.first = [...grid.text.querySelectorAll("span.dropped")].length;
+notes.tip = tip.textContent;
+notes.read = grid.text.querySelector("b").textContent;
+grid.root.dispatchEvent(new PointerEvent("pointermove", at(8, 2)));
+notes.tipAtEnd = tip.textContent;
+const folded = document.querySelector("details.text");
+notes.folded = !folded.open;
+folded.querySelector("summary").click();
+notes.unfolded = folded.open;
+notes.images = document.querySelectorAll("img").length;
+notes.bars = panels.find((panel) => panel.chart.id === "rewards").plot.querySelectorAll("rect").length;

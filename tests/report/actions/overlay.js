@@ -1,0 +1,14 @@
+const panel = panels.find((one) => one.chart.id === "reward_mean"), paths = () => panel.plot.querySelectorAll("path").length;
+notes.curves = paths();
+panel.legend.querySelectorAll("button")[1].click();
+notes.fewer = paths();
+const box = panel.root.getBoundingClientRect();
+const send = (kind, share) => panel.root.dispatchEvent(new PointerEvent(kind, { clientX: box.left + panel.left + share * (panel.right - panel.left), clientY: box.top + 40, button: 0, pointerType: "mouse", bubbles: true }));
+send("pointermove", 0.5);
+notes.tip = tip.textContent;
+send("pointerdown", 0.25); send("pointermove", 0.5); send("pointerup", 0.5);
+notes.zoomed = panels.every((one) => one.from === panel.from && one.to === panel.to) && panel.from > 0;
+document.querySelector(".unzoom").click();
+notes.whole = panel.from === 0;
+document.querySelector('.switch button[data-along="t"]').click();
+notes.seconds = [...panel.root.querySelectorAll("text")].some((node) => node.textContent === "wall-clock");
