@@ -15,7 +15,7 @@ from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.evaluations import measure_in, sets_in
 from mugrpo_megatron.report.paper_charts import held_out, paper_charts
 from mugrpo_megatron.report.probes import Followed
-from mugrpo_megatron.report.response_charts import pass_chart, response_charts
+from mugrpo_megatron.report.response_charts import pass_chart, passed_chart, response_charts, unparsed_chart
 from mugrpo_megatron.report.rundata import RunData
 from mugrpo_megatron.report.trigger_charts import trigger_charts
 
@@ -41,9 +41,14 @@ def charts(
         *response_charts(details.stages),
         *atlas_charts(probed, run.recipe.get("objective", {}).get("trigger_ratio")),
     )
-    passes = pass_chart(details.stages, [row["stage"] for row in stages])
-    every = (*every, passes) if passes else every
-    filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in every)
+    drawn = [row["stage"] for row in stages]
+    maybe = (
+        pass_chart(details.stages, drawn),
+        unparsed_chart(details.stages, drawn, run.evals),
+        passed_chart(run.evals),
+    )
+    whole = [*every, *(chart for chart in maybe if chart)]
+    filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in whole)
     return [chart for chart in filled if chart.series]
 
 

@@ -45,6 +45,8 @@ class StageResponses:
     lengths: np.ndarray
     """int64: tokens of each response of some updates."""
     kept: list[Kept]
+    unparsed: float | None = None
+    """Share of the responses of the same updates in which no answer was found; None where the stage does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +109,14 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
         with pq.ParquetFile(path) as file:
             numbers = file.read(columns=["reward", "group"])
             some = spaced(range(file.num_row_groups), LENGTH_UPDATES)
-            ids = file.read_row_groups(some, columns=["response_ids"])["response_ids"]
+            told = [name for name in ("response_ids", "extracted") if name in file.schema_arrow.names]
+            texts = file.read_row_groups(some, columns=told)
             rewards = numbers["reward"].to_numpy().astype(np.float64)
             groups = numbers["group"].to_numpy().astype(np.int64)
-            lengths = pc.list_value_length(ids).to_numpy().astype(np.int64)
-            return StageResponses(rewards, groups, lengths, _kept(file, run_dir, recipe))
+            lengths = pc.list_value_length(texts["response_ids"]).to_numpy().astype(np.int64)
+            found = texts["extracted"].to_pylist() if "extracted" in told else []
+            unparsed = sum(not text for text in found) / len(found) if found else None
+            return StageResponses(rewards, groups, lengths, _kept(file, run_dir, recipe), unparsed)
     except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
 

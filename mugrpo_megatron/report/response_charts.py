@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from mugrpo_megatron.evaluation.estimators import pass_at_k
-from mugrpo_megatron.report.curves import Chart, Series, Values, rounded
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.report.curves import Chart, Series, Values, column, rounded
 from mugrpo_megatron.report.details import StageResponses
+from mugrpo_megatron.report.evaluations import measure_in, sets_in
+from mugrpo_megatron.report.paper_charts import SET_COLORS
 
 BINS = 24
 FEW_VALUES = 8
@@ -94,6 +97,66 @@ def pass_chart(stages: Mapping[int, StageResponses], drawn: Sequence[int]) -> Ch
                 draw="step",
             )
             for place, k in enumerate(powers)
+        ],
+        format="percent",
+        zero=True,
+    )
+
+
+def unparsed_chart(stages: Mapping[int, StageResponses], drawn: Sequence[int], evals: Sequence[Row]) -> Chart | None:
+    """Share of responses without an answer, where `math` looks for one: of training, and of each held-out set."""
+    if measure_in(evals) != "accuracy":
+        return None
+    shares = [stages[number].unparsed if number in stages else None for number in drawn]
+    return Chart(
+        "unparsed",
+        "No answer found",
+        "Share of responses from which no answer could be extracted.",
+        [
+            Series(
+                "training, by stage",
+                "orange",
+                "stage",
+                [None if s is None else rounded(s) for s in shares],
+                draw="step",
+            ),
+            *(
+                Series(
+                    f"{name}, held out",
+                    SET_COLORS[place % len(SET_COLORS)],
+                    "eval",
+                    column(evals, f"unparsed/{name}"),
+                    draw="dots",
+                )
+                for place, name in enumerate(sets_in(evals))
+            ),
+        ],
+        format="percent",
+        zero=True,
+    )
+
+
+def passed_chart(evals: Sequence[Row]) -> Chart | None:
+    """pass@k of the held-out sets of which each problem has several responses."""
+    names = [name for name in sets_in(evals) if any((row.get(f"samples/{name}") or 0) > 1 for row in evals)]
+    if not names:
+        return None
+    samples = {
+        name: next(row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row) for name in names
+    }
+    return Chart(
+        "passed",
+        "Held-out pass@k",
+        "Share of each set's problems with at least one right response among the k sampled.",
+        [
+            Series(
+                f"{name}, k = {samples[name]}",
+                SET_COLORS[place % len(SET_COLORS)],
+                "eval",
+                column(evals, f"passed/{name}"),
+                draw="dots",
+            )
+            for place, name in enumerate(names)
         ],
         format="percent",
         zero=True,

@@ -16,7 +16,7 @@ from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
 SAMPLES, VETO, TRIGGERS, PAPER = "Samples", "The veto, token by token", "Triggers by threshold", "The paper's figures"
 
 SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Learning", "", ("accuracy", "reward")),
+    ("Learning", "", ("accuracy", "reward", "passed")),
     (SAMPLES, "what the model wrote, and how it was scored", ()),
     (
         VETO,

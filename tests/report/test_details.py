@@ -6,6 +6,7 @@ import html
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,22 @@ def test_a_thousand_updates_with_everything_stay_below_400_kb(tmp_path: Path) ->
     size = report.stat().st_size
     assert size < 400_000, f"{size:,} bytes"
     assert len(re.findall('<article class="sample', report.read_text())) > 20
+
+
+def test_answers_that_are_not_found_are_counted(run: RunData) -> None:
+    (training,) = charts_of(run)["unparsed"].series
+    assert training.y == [0.0, 0.0]
+    write_stage(run.path / "other", 0, text="")
+    found = read_details(run.path / "other", run.recipe).stages[0]
+    assert found.unparsed == 1.0
+
+
+def test_pass_at_k_of_held_out_sets_with_several_samples(run: RunData) -> None:
+    assert "passed" not in charts_of(run), "one response a problem"
+    evals = [
+        {**row, "samples/arithmetic": 4, "passed/arithmetic": 0.75, "unparsed/arithmetic": 0.5} for row in run.evals
+    ]
+    charts = charts_of(replace(run, evals=evals))
+    (curve,) = charts["passed"].series
+    assert (curve.label, set(curve.y)) == ("arithmetic, k = 4", {0.75})
+    assert set(charts["unparsed"].series[1].y) == {0.5}
