@@ -47,17 +47,15 @@ def atlas_charts(all_followed: Sequence[Followed], trigger_ratio: float | None) 
     yield Chart(
         "atlas_trained",
         "Before and after training on it",
-        "Median π/β of tokens of responses on which the stage has trained already, and of those whose update is still "
-        "to come: what the objective pushed down itself, and what moved with it.",
+        "10 % quantile of π/β over tokens of responses on which the stage has trained already, and of those whose "
+        "update is still to come: what the objective pushed down itself, and what moved with it.",
         [
-            Series(
-                "trained on", "red", AXIS, _median_where(negative, ages, lambda one, age: age > one.response.update)
-            ),
+            Series("trained on", "red", AXIS, _low_where(negative, ages, lambda one, age: age > one.response.update)),
             Series(
                 "still to come",
                 "blue",
                 AXIS,
-                _median_where(negative, ages, lambda one, age: age <= one.response.update),
+                _low_where(negative, ages, lambda one, age: age <= one.response.update),
             ),
         ],
         scale="log",
@@ -106,9 +104,9 @@ def _quantile(several: Sequence[Followed], ages: Sequence[int], share: float) ->
     return [_ratio(float(np.quantile(tokens, share))) if len(tokens) else None for tokens in found]
 
 
-def _median_where(several: Sequence[Followed], ages: Sequence[int], holds: Callable[[Followed, int], bool]) -> Values:
+def _low_where(several: Sequence[Followed], ages: Sequence[int], holds: Callable[[Followed, int], bool]) -> Values:
     found = [_tokens((one for one in several if holds(one, age)), age) for age in ages]
-    return [_ratio(float(np.median(tokens))) if len(tokens) else None for tokens in found]
+    return [_ratio(float(np.quantile(tokens, 0.1))) if len(tokens) else None for tokens in found]
 
 
 def _share_below(several: Sequence[Followed], ages: Sequence[int], threshold: float) -> Values:

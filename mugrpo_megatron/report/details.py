@@ -148,7 +148,7 @@ def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> lis
             reward=row["reward"],
             tokens=tokens,
             truncated=row["finish_reason"] == "length",
-            components=dict(row["components"] or ()),
+            components={one["name"]: one["value"] for one in row["components"] or ()},
         )
         for row, question, tokens in zip(rows, questions, lengths, strict=True)
     ]

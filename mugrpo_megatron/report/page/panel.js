@@ -165,7 +165,7 @@ class Panel {
     for (const bound of bounds) {
       const x = this.x(bound[view.along]);
       if (bound[view.along]) svg("line", { x1: x, x2: x, y1: this.top, y2: this.bottom, stroke: color("faint"), "stroke-opacity": room < 16 ? 0.3 : 0.6, "stroke-dasharray": "2 3" }, this.plot);
-      if (labelled) svg("text", { x: x + 6, y: this.bottom - 7 }, this.plot).textContent = `stage ${bound.stage}`;
+      if (labelled) svg("text", { x: x + 6, y: this.bottom - 7, class: "stage" }, this.plot).textContent = `stage ${bound.stage}`;
     }
   }
 
