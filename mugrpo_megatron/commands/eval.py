@@ -67,6 +67,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     tokenizer = load_tokenizer(recipe.model.directory)
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
+    recipe.reward.check_sources(problem.data_source for problem in found)
     problems = first_of_each(found, recipe.data.eval_problems)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)

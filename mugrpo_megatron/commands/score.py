@@ -19,6 +19,7 @@ from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.items import Asked
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
 
@@ -60,16 +61,16 @@ def run(
 ) -> ScoreSummary:
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
-    Each row gains `reward`, `extracted`, `why` and `seconds`; its other columns are kept as `json_value` writes them.
-    The output appears complete or not at all. Raises UserError before anything is scored when the output may not be
-    written (`check_output`), for a file without rows, and with `strict` for the first malformed row.
+    Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns are kept as `json_value`
+    writes them. The output appears complete or not at all. Raises UserError before anything is scored when the output
+    may not be written (`check_output`), for a file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
     counts: Counter[str] = Counter()
     malformed: list[str] = []
     total, reward, without_answer = 0, 0.0, 0
     _check_output(output_path, input_path, overwrite)
-    source = _well_formed(input_path, strict, malformed)
+    source = _well_formed(input_path, section, strict, malformed)
     first = next(source, None)
     if first is None:
         raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
@@ -80,7 +81,7 @@ def run(
             output.write(json.dumps(json_value(row | found)).encode() + b"\n")
             total += 1
             reward += score.reward
-            without_answer += not score.extracted and section.function == "math"
+            without_answer += not score.extracted and section.is_right_or_wrong
             counts[score.why] += 1
         _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
     whys = dict(counts.most_common())
@@ -98,7 +99,15 @@ def _check_output(path: Path, source: Path, overwrite: bool) -> None:
 def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
     waiting: deque[tuple[list[Row], Pending]] = deque()
     while block := list(islice(source, BLOCK)):
-        pending = verifier.submit([row["response"] for row in block], [str(row["answer"]) for row in block])
+        kept: list[Row] = [json_value(row) for row in block]
+        pending = verifier.submit(
+            [row["response"] for row in block],
+            [row.get("answer") for row in kept],
+            kept,
+            [_prompt(row) for row in kept],
+            answers=[str(row.get("answer")) for row in block],
+            sources=[source_of(row) for row in block],
+        )
         waiting.append((block, pending))
         if len(waiting) > BLOCKS_AHEAD:
             yield from _finished(waiting)
@@ -106,14 +115,26 @@ def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Sc
         yield from _finished(waiting)
 
 
+def _prompt(row: Row) -> Asked:
+    """The column `prompt` where it is a text or a chat's messages."""
+    prompt = row.get("prompt", "")
+    is_chat = isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt)
+    return prompt if is_chat or isinstance(prompt, str) else ""
+
+
+def source_of(row: Row) -> str:
+    """The column `data_source`, by which reward functions are chosen; empty without one."""
+    return str(row.get("data_source", ""))
+
+
 def _finished(waiting: deque[tuple[list[Row], Pending]]) -> Iterator[tuple[Row, Score]]:
     block, pending = waiting.popleft()
     return zip(block, pending.result(), strict=True)
 
 
-def _well_formed(path: Path, strict: bool, malformed: list[str]) -> Iterator[Row]:
+def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: list[str]) -> Iterator[Row]:
     for line, row in rows(path):
-        reason = row if isinstance(row, str) else _flaw(row)
+        reason = row if isinstance(row, str) else _flaw(row, section.any_gold(source_of(row)))
         if not reason:
             assert isinstance(row, dict)
             yield row
@@ -123,9 +144,11 @@ def _well_formed(path: Path, strict: bool, malformed: list[str]) -> Iterator[Row
             malformed.append(f"{path}:{line}: {reason}")
 
 
-def _flaw(row: Row) -> str:
+def _flaw(row: Row, any_gold: bool) -> str:
     if not isinstance(row.get("response"), str):
         return "field 'response' is missing or not text"
+    if any_gold:
+        return ""
     answer = row.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal) or not str(answer).strip():
         return "field 'answer' is missing, empty, or neither text nor a number"

@@ -122,11 +122,12 @@ def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
     """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
-    read = load(source, data, split, any_gold=lambda data_source: reward.function != "math")
+    read = load(source, data, split, any_gold=reward.any_gold)
     notes += [*read.notes, *_few(read.malformed)]
-    if reward.function != "math" or source in TASKS:
+    compared = [problem for problem in read.problems if not reward.any_gold(problem.data_source)]
+    if source in TASKS or not compared:
         return read.problems
-    unusable = unusable_golds(read.problems, reward)
+    unusable = unusable_golds(compared, reward)
     if unusable and data.strict:
         raise UserError(f"{'; '.join(_few(list(unusable.values())))}: fix these golds or set data.strict=false")
     notes += _few(list(unusable.values()))

@@ -67,7 +67,7 @@ class Metric:
 
     kind: Kind
     name: str
-    """With SET in place of the name of a held-out set."""
+    """With SET in place of the name of a held-out set, NAME in place of that of a part of the reward."""
     unit: str
     meaning: str
 
@@ -79,6 +79,9 @@ LARGEST_TIME = 1e11
 """Unix seconds; what is beyond is damage."""
 LARGEST_COUNT = 10**7
 """Updates and stages; what is beyond is damage."""
+
+COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
+"""Name of a part of the reward: a function's, or `function.part` (rewards/combine.py)."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Short name of a held-out set (data/sets.py)."""
@@ -95,6 +98,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses, sampled when the stage began."),
+    Metric("update", "reward/NAME", "reward", "The same for the update's responses as of a stage."),
     Metric(
         "update",
         "zero_variance_fraction",
@@ -132,6 +136,12 @@ METRICS: tuple[Metric, ...] = (
         "Choices (a token in a layer) in which the current router would choose another set of experts.",
     ),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
+    Metric(
+        "stage",
+        "reward/NAME",
+        "reward",
+        "What the reward function or shaping term NAME gave on average where it applies, before its weight.",
+    ),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),
     Metric("stage", "truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
@@ -187,10 +197,11 @@ NAMES: dict[Kind, frozenset[str]] = {kind: frozenset(m.name for m in METRICS if 
 
 def defined(kind: Kind, name: str) -> bool:
     """Whether a row of `kind` may have this metric."""
-    base, slash, of_set = name.partition("/")
-    if not slash or of_set == MEAN:
+    base, slash, own = name.partition("/")
+    if not slash or own == MEAN:
         return name in NAMES[kind]
-    return f"{base}/SET" in NAMES[kind] and SET_NAME.fullmatch(of_set) is not None
+    forms = (("SET", SET_NAME), ("NAME", COMPONENT))
+    return any(f"{base}/{form}" in NAMES[kind] and pattern.fullmatch(own) for form, pattern in forms)
 
 
 def check(kind: Kind, given: Iterable[str]) -> None:

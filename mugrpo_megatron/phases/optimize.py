@@ -31,6 +31,7 @@ from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, w
 from mugrpo_megatron.stages.routes import has_routes, index, of_stage, routes_path, write_routes
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.stages.summary import component_means
 from mugrpo_megatron.weights.flops import model_flops
 
 
@@ -233,7 +234,8 @@ def record_update(
 ) -> None:
     """Log one update and advance the bar; TrainingFailure after `optimizer.max_skipped` skipped updates in a row."""
     reward = float(np.mean([sample.reward for sample in samples]))
-    found = {**metrics, "reward_mean": reward, **_utilization(learner, samples, metrics)}
+    parts = component_means(sample.components for sample in samples)
+    found = {**metrics, "reward_mean": reward, **parts, **_utilization(learner, samples, metrics)}
     run.log.update(cursor.stage, cursor.updates, cursor.age, found)
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
     if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -39,8 +40,11 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 def told(error: BaseException, *own: str) -> str:
     """An exception's type, text and place; no place when one of the files `own`, or this one, raised it."""
-    own_files = (*own, __file__)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in own_files]
-    frames = [frame for frame in frames if not frame.filename.startswith("<frozen")]
+    hidden = (*own, __file__, importlib.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in hidden and not frame.filename.startswith("<frozen")
+    ]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:SHOWN_CHARS] + place

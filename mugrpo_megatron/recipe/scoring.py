@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.objective import Section
 
 STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
@@ -24,6 +26,8 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a reward function: it is part of a metric's name."""
 SHAPING = ("format", "overlong")
 """Names of the terms that are added to what the functions give."""
+TAKEN = (*SHAPING, "mean")
+"""Names that no function has."""
 
 
 class FunctionSection(Section):
@@ -46,7 +50,7 @@ class RewardSection(Section):
 
     function: str = MATH
     """`math` (math-verify), `code` (runs the response's program against the row's tests) or a user's `module:function`,
-    called by the names of its parameters."""
+    called by the names of its parameters (docs/rewards.md)."""
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: NonNegativeInt = 0
@@ -97,10 +101,8 @@ class RewardSection(Section):
         if self.functions and self.function != MATH:
             raise ValueError("function and functions are both set; make the one function an entry of functions")
         for name in self.functions:
-            if not NAME.fullmatch(name) or name in SHAPING:
-                raise ValueError(
-                    f"functions.{name}: name it with letters, digits, - and _, and not {' or '.join(SHAPING)}"
-                )
+            if not NAME.fullmatch(name) or name in TAKEN:
+                raise ValueError(f"functions.{name}: name it with letters, digits, - and _, and not {', '.join(TAKEN)}")
         for one in self.table.values():
             memory = one.worker_memory_mb or self.worker_memory_mb
             if one.function == CODE and self.code_memory_mb > memory:
@@ -118,7 +120,7 @@ class RewardSection(Section):
         if self.functions:
             return self.functions
         name = re.sub(r"[^A-Za-z0-9_-]", "_", self.function.rpartition(":")[2]) or "reward"
-        return {f"{name}_" if name in SHAPING else name: FunctionSection(function=self.function)}
+        return {f"{name}_" if name in TAKEN else name: FunctionSection(function=self.function)}
 
     @property
     def is_right_or_wrong(self) -> bool:
@@ -133,6 +135,15 @@ class RewardSection(Section):
         """Whether golds of a `data_source` may be any JSON value: `math` does not read them."""
         table = self.table
         return all(table[name].function != MATH for name in self.functions_of(source))
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Raise UserError when no function scores responses to problems of one of these `data_source`s."""
+        if missing := [source for source in dict.fromkeys(sources) if not self.functions_of(source)]:
+            named = dict.fromkeys(source for one in self.table.values() for source in one.sources)
+            raise UserError(
+                f"no reward function scores the data source {', '.join(map(repr, missing))}: add it to the sources of "
+                f"one of reward.functions (they name {', '.join(map(repr, named))}), or leave one's sources empty"
+            )
 
 
 class SetSection(Section):

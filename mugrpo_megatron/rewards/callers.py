@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from mugrpo_megatron.rewards.forms import Form, arguments_of_one, arguments_of_several, form_of
@@ -16,6 +17,9 @@ from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 AT_ONCE = 64
 """Most responses that an `async` function of one response works on at the same time in one worker."""
 SHOWN_CHARS = 80
+MOST_PARTS = 16
+"""Other numbers of one response that are kept; each is a metric of the run."""
+PART_CHARS = 64
 _SCORES = ("score", "reward")
 """Keys of a returned dictionary that hold the reward; the first that is there counts."""
 _ANSWERS = ("pred", "extracted")
@@ -117,12 +121,12 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
             f"{name} returned a dict without 'score'; it has {', '.join(map(repr, returned))[:SHOWN_CHARS]}"
         )
     parts = {
-        re.sub(r"[^A-Za-z0-9_-]", "_", str(part)): float(value)
+        re.sub(r"[^A-Za-z0-9_-]", "_", str(part)[:PART_CHARS]): float(value)
         for part, value in returned.items()
         if part != key and not isinstance(value, str | bytes) and hasattr(value, "__float__")
     }
     found = next((returned[part] for part in _ANSWERS if isinstance(returned.get(part), str)), "")
-    finite = {part: value for part, value in parts.items() if math.isfinite(value)}
+    finite = dict(islice(((part, value) for part, value in parts.items() if math.isfinite(value)), MOST_PARTS))
     return Verdict(_number(returned[key], name), found, name, parts=finite)
 
 

@@ -16,24 +16,32 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
     The components are the unweighted rewards by the functions' names, and `name.part` for what else one returned. The
     first answer that a function found is the one that is shown.
     """
+    if len(verdicts) == 1:
+        ((name, one),) = verdicts.items()
+        return _alone(name, one, weights[name])
     applying = {name: one.reward for name, one in verdicts.items() if one.reward is not None}
     components: dict[str, float] = {}
     for name, one in verdicts.items():
         if one.reward is not None:
             components[name] = one.reward
         components |= {f"{name}.{part}": value for part, value in one.parts.items()}
-    if len(verdicts) == 1:
-        (why,) = (one.why for one in verdicts.values())
-    else:
-        why = "; ".join(f"{name}: {one.why}" for name, one in verdicts.items())
     return Score(
         reward=sum((weights[name] * reward for name, reward in applying.items()), 0.0),
         extracted=next((one.extracted for one in verdicts.values() if one.extracted), ""),
-        why=why,
+        why="; ".join(f"{name}: {one.why}" for name, one in verdicts.items()),
         seconds=sum(one.seconds for one in verdicts.values()),
         well_formed=next((one.well_formed for one in verdicts.values() if one.well_formed is not None), None),
         components=components,
     )
+
+
+def _alone(name: str, one: Verdict, weight: float) -> Score:
+    """The score where one function speaks; a stage has up to millions of these."""
+    reward = 0.0 if one.reward is None else weight * one.reward
+    components = {} if one.reward is None else {name: one.reward}
+    if one.parts:
+        components |= {f"{name}.{part}": value for part, value in one.parts.items()}
+    return Score(reward, one.extracted, one.why, one.seconds, one.well_formed, components)
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.combine import Collector
 from mugrpo_megatron.rewards.dispatch import Dispatcher
@@ -113,9 +112,8 @@ class Verifier:
 
     def _functions_of(self, source: str) -> tuple[str, ...]:
         if source not in self._chosen:
-            if not (names := self._section.functions_of(source)):
-                raise UserError(uncovered(self._section, [source]))
-            self._chosen[source] = names
+            self._section.check_sources([source])
+            self._chosen[source] = self._section.functions_of(source)
         return self._chosen[source]
 
 
@@ -131,12 +129,3 @@ class _Part:
 
     def fail(self, error: Exception) -> None:
         self.collector.fail(error)
-
-
-def uncovered(section: RewardSection, sources: Sequence[str]) -> str:
-    """The sentence for sources that no function covers."""
-    known = dict.fromkeys(source for one in section.table.values() for source in one.sources)
-    return (
-        f"no reward function scores the data source {', '.join(map(repr, sources))}: add it to the sources of one of "
-        f"reward.functions (they name {', '.join(map(repr, known))}), or leave one function's sources empty"
-    )

@@ -147,6 +147,7 @@ def _read(recipe: Recipe, say: Say) -> Problems:
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
     found = read_problems(recipe.data, recipe.reward)
+    recipe.reward.check_sources(problem.data_source for problem in (*found.train, *found.held_out))
     check_data(recipe.run.dir, found)
     say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")
     return found

@@ -46,6 +46,7 @@ TRAINING: dict[str, Column] = {
     "response_ids": Column(IDS, "Response tokens, the end-of-sequence token included when it was sampled."),
     "behaviour_logprobs": Column(LOGPROBS, "Logprob of each response token under the policy that sampled it."),
     "reward": Column(pa.float64(), "Score of the response, shaping included."),
+    "components": Column(NAMED, "The score's parts by name, before their weights."),
     "weight_version": Column(pa.int64(), "Optimizer updates behind the weights that sampled the response."),
     "finish_reason": Column(TEXT, "`stop` (end-of-sequence) or `length` (cut)."),
 }
@@ -59,7 +60,6 @@ TOLD: dict[str, Column] = {
     "gold": Column(TEXT, "The gold answer; JSON where it is a structure."),
     "extracted": Column(TEXT, "The answer that was found in the response; empty where none was looked for."),
     "why": Column(TEXT, "Why the response has its score."),
-    "components": Column(NAMED, "The score's parts by name, before their weights."),
     "advantage": Column(pa.float64(), "Under the objective of the recipe that made the stage; null: none.", empty=True),
     "row": Column(TEXT, "The problem's row in its data set, as JSON; empty for a bundled task."),
 }

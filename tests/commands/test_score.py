@@ -23,7 +23,7 @@ def test_rows_come_back_in_order_with_their_scores(tmp_path: Path) -> None:
     scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["i"] for row in scored] == list(range(3000))
     assert [row["reward"] for row in scored] == [float(i % 7 == i % 5) for i in range(3000)]
-    assert set(scored[0]) == {"response", "answer", "i", "reward", "extracted", "why", "seconds"}
+    assert set(scored[0]) == {"response", "answer", "i", "reward", "extracted", "why", "seconds", "components"}
     assert summary.rows == 3000 == sum(summary.whys.values())
     assert summary.reward == pytest.approx(sum(row["reward"] for row in scored) / 3000)
     assert "3000 rows, mean reward" in str(summary)
@@ -50,3 +50,35 @@ def test_an_empty_file_is_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no row"):
         run(write(tmp_path / "in.jsonl", []), tmp_path / "out.jsonl", REWARD)
     assert list(tmp_path.iterdir()) == [tmp_path / "in.jsonl"]
+
+
+@pytest.mark.process
+def test_own_functions_see_the_row_and_are_chosen_by_its_source(tmp_path: Path) -> None:
+    functions = {
+        "verl": {"function": "tests.rewards.foreign.verl_reward:compute_score", "weight": 10, "sources": ["sums"]},
+        "trl": {"function": "tests.rewards.foreign.trl_rewards:correctness", "sources": ["chats"]},
+        "seen": {"function": "tests.rewards.functions:gold_is_in_row", "sources": ["nothing"]},
+    }
+    section = RewardSection.model_validate({"workers": 1, "functions": functions})
+    chat = [{"role": "user", "content": "1+1?"}]
+    rows: list[object] = [
+        {"response": "2", "answer": 2, "data_source": "sums"},
+        {"response": "3", "answer": "2", "data_source": "sums", "extra_info": {"level": "easy"}},
+        {"response": "2", "answer": "2", "data_source": "chats", "prompt": chat},
+        {"response": "2", "answer": ["2"], "data_source": "chats", "prompt": chat},
+        {"response": "2", "data_source": "nothing"},
+    ]
+    summary = run(write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl", section)
+    scored = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in scored] == [30.0, 0.0, 2.0, 0.0, 0.0]
+    assert [row["components"] for row in scored] == [
+        {"verl": 3.0, "verl.acc": 1.0},
+        {"verl": 0.0, "verl.acc": 0.0},
+        {"trl": 2.0},
+        {},
+        {"seen": 0.0},
+    ]
+    assert summary.reward == pytest.approx(6.4)
+    with pytest.raises(UserError, match="no reward function scores the data source ''"):
+        run(write(tmp_path / "in.jsonl", [{"response": "2"}]), tmp_path / "out2.jsonl", section)
+    assert not (tmp_path / "out2.jsonl").exists()

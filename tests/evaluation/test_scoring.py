@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -23,9 +24,11 @@ class Slow:
 
     def __init__(self) -> None:
         self.submitted: list[tuple[Pending, list[str], list[str]]] = []
+        self.told: list[tuple[object, ...]] = []
 
     def submit(self, responses: Sequence[str], golds: Sequence[str], *about: object, **known: object) -> Pending:
         pending = Pending(len(responses))
+        self.told.append((*about, known))
         self.submitted.append((pending, list(responses), list(golds)))
         return pending
 
@@ -92,3 +95,19 @@ def test_what_ends_the_source_ends_the_pipeline_and_keeps_what_was_submitted(ver
         list(scorer.during(dies()))
     verifier.finish(0)
     assert [one.prompt.index for one in scorer.rest()] == [0]
+
+
+def test_a_reward_function_can_see_the_row_the_chat_and_the_tokens(verifier: Slow, scorer: Scorer) -> None:
+    row = {"problem": "1+1?", "tests": [1, {"a": None}]}
+    chat = (("system", "Be terse."), ("user", "1+1?"))
+    asked = Problem("p", "1+1?", "2", "sums", chat, ["two", 2], "hard_sums", row)
+    ((prompt, responses),) = [group(0, "12", "3")]
+    bare = (Prompt(1, Problem("q", "2+2?", "4", "sums"), [1]), responses)
+    assert list(scorer.during([(replace(prompt, problem=asked), responses), bare])) == []
+    assert [golds for _, _, golds in verifier.submitted] == [[["two", 2]] * 2, ["4"] * 2]
+    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "1+1?"}]
+    ids = [response.ids.tolist() for response in responses]
+    assert verifier.told == [
+        ([row] * 2, [messages] * 2, {"answers": ["2"] * 2, "sources": ["hard_sums"] * 2, "ids": ids}),
+        ([{}] * 2, ["2+2?"] * 2, {"answers": ["4"] * 2, "sources": ["sums"] * 2, "ids": ids}),
+    ]

@@ -36,3 +36,13 @@ def test_a_held_out_metric_takes_the_name_of_any_set_and_nothing_else() -> None:
             check("eval", [name])
     with pytest.raises(ValueError, match="accuracy/math500"):
         check("update", ["accuracy/math500"])
+
+
+def test_a_part_of_the_reward_takes_any_name() -> None:
+    check("stage", ["reward/math", "reward/compute_score.acc"])
+    check("update", ["reward/format"])
+    for name in ("reward/", "reward/a/b", "reward/a b"):
+        with pytest.raises(ValueError, match=name):
+            check("stage", [name])
+    with pytest.raises(ValueError, match=r"reward/own\.part"):
+        check("eval", ["reward/own.part"])

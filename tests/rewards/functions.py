@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import subprocess
@@ -67,3 +68,36 @@ _left_behind: list[bytearray] = []
 def parity(response: str, answer: str) -> float:
     """A coin flip that depends on the response: random answers are rewarded half of the time."""
     return float(sum(map(ord, response)) % 2)
+
+
+def gold_is_in_row(response: str, answer: object, row: dict[str, object]) -> float:
+    """1 when the gold and the row arrived as they were sent."""
+    return float(row == {"gold": answer, "other": [1, {"a": None}]})
+
+
+def behave_together(responses: list[str], answers: list[str]) -> list[float]:
+    """`behave` for a whole group; the reward is the group's size."""
+    for response in responses:
+        behave(response, "0")
+    return [float(len(responses))] * len(responses)
+
+
+async def judge(response: str, answer: str) -> float:
+    """The reward is the number in `response`; others wait or spin for ever."""
+    if response == "wait":
+        await asyncio.Event().wait()
+    while response == "spin":
+        pass
+    return float(response)
+
+
+def positional(a: str, b: str) -> float:
+    return 1.0
+
+
+def budgeted(response: str, answer: str, budget: int) -> float:
+    return float(budget)
+
+
+NUMBER = 7
+"""No function."""

@@ -439,7 +439,13 @@ def test_statistics_of_the_sealed_stage(tmp_path: Path) -> None:
     samples = [sample for index in range(GROUPS) for sample in group(index)]
     rewards = np.array([sample.reward for sample in samples]).reshape(GROUPS, -1)
     lengths = [len(sample.response_ids) for sample in samples]
+    names = {name for sample in samples for name in sample.components}
+    assert names
+    parts = {
+        f"reward/{name}": np.mean([one.components[name] for one in samples if name in one.components]) for name in names
+    }
     assert statistics == {
+        **{name: pytest.approx(mean) for name, mean in parts.items()},
         "responses": len(samples),
         "reward_mean": pytest.approx(rewards.mean()),
         "response_length_mean": pytest.approx(np.mean(lengths)),
