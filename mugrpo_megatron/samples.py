@@ -149,6 +149,10 @@ class Sample:
                 f"group {self.group}: {len(self.response_ids)} token ids, a loss mask of {len(self.loss_mask)}"
             )
 
+    def trained(self, values: np.ndarray) -> np.ndarray:
+        """Those of a value for each response token that belong to the tokens trained on."""
+        return values if self.loss_mask is None else values[self.loss_mask]
+
     @property
     def tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mugrpo_megatron.commands.table_measuring import DOCTOR, EVAL, PLAN, SCORE
-from mugrpo_megatron.commands.table_runs import PUBLISH, REPORT, ROLLOUTS
+from mugrpo_megatron.commands.table_runs import IMPORT, PUBLISH, REPORT, ROLLOUTS
 from mugrpo_megatron.commands.table_training import GENERATE, OPTIMIZE, SFT, TRAIN
 
-COMMANDS = (TRAIN, GENERATE, OPTIMIZE, SFT, EVAL, SCORE, PLAN, ROLLOUTS, PUBLISH, REPORT, DOCTOR)
+COMMANDS = (TRAIN, GENERATE, OPTIMIZE, SFT, EVAL, SCORE, PLAN, ROLLOUTS, PUBLISH, IMPORT, REPORT, DOCTOR)

@@ -1,10 +1,11 @@
-"""The commands that look at runs: `rollouts`, `publish`, `report`."""
+"""The commands that look at runs: `rollouts`, `publish`, `import`, `report`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from mugrpo_megatron.commands.command import Command, Options, Parser, takes_overrides
+from mugrpo_megatron.recipe import load_recipe
 
 
 def _takes_rollouts(parser: Parser) -> None:
@@ -67,6 +68,21 @@ def _publish(options: Options) -> int:
     return 0
 
 
+def _takes_import(parser: Parser) -> None:
+    parser.add_argument("file", type=Path, help="JSON lines, Parquet, a JSON array or CSV: one response a row")
+    parser.add_argument("--recipe", type=Path, required=True, help="of the run that is to train on them")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the stage")
+    parser.add_argument("--reward", metavar="COLUMN", help="the rows' rewards; `reward`, or the verifier's, otherwise")
+    takes_overrides(parser)
+
+
+def _import(options: Options) -> int:
+    from mugrpo_megatron.commands.import_rollouts import import_rollouts
+
+    import_rollouts(options.file, load_recipe(options.recipe, options.overrides), options.to, options.reward)
+    return 0
+
+
 def _takes_report(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
     parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
@@ -85,4 +101,5 @@ ROLLOUTS = Command(
     "rollouts", "show and search a stage's responses, and what the veto takes out of them", _takes_rollouts, _rollouts
 )
 PUBLISH = Command("publish", "a stage as a data set that trains again, with a card", _takes_publish, _publish)
+IMPORT = Command("import", "rollouts of another program as a stage to train on", _takes_import, _import)
 REPORT = Command("report", "a page about a run, or about several; live while a run goes on", _takes_report, _report)

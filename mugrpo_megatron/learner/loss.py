@@ -82,9 +82,12 @@ class Objective:
 
 
 def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> Objective:
-    """The recipe's objective on an update's samples, with all denominators from the whole update."""
+    """The recipe's objective on an update's samples, with all denominators from the whole update.
+
+    Tokens outside a loss mask do not exist for it: lengths and denominators count the others alone.
+    """
     recipe, device = learner.recipe, learner.ranks.device
-    lengths = torch.tensor([len(sample.response_ids) for sample in samples], device=device)
+    lengths = torch.tensor([len(s.trained(s.response_ids)) for s in samples], device=device)
     counted = None
     if recipe.objective.zero_variance == "mask":
         rewards, groups = np.array([s.reward for s in samples]), np.array([s.group for s in samples])
@@ -92,10 +95,10 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
     weights = response_weights(
         lengths, recipe.objective, constant_length=recipe.rollout.max_response_tokens, counted=counted
     )
-    behaviour = _flat([sample.behaviour_logprobs for sample in samples], device)
+    behaviour = _flat([s.trained(s.behaviour_logprobs) for s in samples], device)
     correction = None
     if recipe.objective.mismatch != "none":
-        engine = _flat([s.engine_logprobs for s in samples if s.engine_logprobs is not None], device)
+        engine = _flat([s.trained(s.engine_logprobs) for s in samples if s.engine_logprobs is not None], device)
         correction = mismatch_correction(behaviour, engine, recipe.objective)
     return Objective(
         recipe.objective,
@@ -110,7 +113,7 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
 def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
     if section.reference_every == 1:
         return None  # the reference is the current policy
-    rows = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    rows = [s.trained(s.reference_logprobs) for s in samples if s.reference_logprobs is not None]
     if len(rows) < len(samples):
         raise ValueError(
             f"objective.reference_every = {section.reference_every} needs every sample's reference_logprobs"
@@ -121,7 +124,7 @@ def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: tor
 def _anchor(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
     if section.kl_anchor is None:
         return None
-    rows = [sample.anchor_logprobs for sample in samples if sample.anchor_logprobs is not None]
+    rows = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
     if len(rows) < len(samples):
         raise ValueError(f'objective.kl_anchor = "{section.kl_anchor}" needs every sample\'s anchor_logprobs')
     return _flat(rows, device)

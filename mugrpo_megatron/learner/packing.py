@@ -30,9 +30,18 @@ class Tokens:
     routes: Routes | None = None
     """The experts that every token but the last is sent to; None to let the routers choose."""
 
+    mask: np.ndarray | None = None
+    """bool [n - prompt]: which of the other tokens have a loss; None for all."""
+
     @property
     def trained(self) -> int:
-        return len(self.ids) - self.prompt
+        return len(self.ids) - self.prompt if self.mask is None else int(self.mask.sum())
+
+    @property
+    def places(self) -> np.ndarray:
+        """int64 [trained]: where the tokens with a loss are."""
+        places = np.arange(self.prompt, len(self.ids))
+        return places if self.mask is None else places[self.mask]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +83,10 @@ class MicroBatch:
     """What the routers are told; None lets them choose."""
 
 
-def sequence_of(sample: Sample) -> Tokens:
-    """A sample as a sequence whose trained tokens are the response."""
-    return Tokens(np.concatenate([sample.prompt_ids, sample.response_ids]), len(sample.prompt_ids), sample.routes)
+def sequence_of(sample: Sample, masked: bool = False) -> Tokens:
+    """A sample as a sequence whose trained tokens are the response, or its loss mask's part of it if `masked`."""
+    ids = np.concatenate([sample.prompt_ids, sample.response_ids])
+    return Tokens(ids, len(sample.prompt_ids), sample.routes, sample.loss_mask if masked else None)
 
 
 def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> Plan:
@@ -153,7 +163,7 @@ def _share(trained: list[int], rank: int, size: int) -> list[int]:
 
 def _trained_rows(chosen: list[Tokens], offsets: np.ndarray, mine: list[int]) -> np.ndarray:
     """int64: packed rows of the trained tokens of the sequences `mine`."""
-    rows = [np.arange(offsets[i] + chosen[i].prompt, offsets[i + 1]) for i in mine]
+    rows = [offsets[i] + chosen[i].places for i in mine]
     return np.concatenate([np.empty(0, dtype=np.int64), *rows])
 
 

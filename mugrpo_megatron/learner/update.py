@@ -30,7 +30,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
     """
     started = time.perf_counter()
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
-        sequences = [sequence_of(sample) for sample in samples]
+        sequences = [sequence_of(sample, masked=True) for sample in samples]
         plan = plan_update(learner, sequences)
         batches = pack_share(learner, sequences, plan)
         objective = make_objective(learner, samples, advantages)
@@ -75,7 +75,7 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     """Log-probabilities float32 [R] of every response under the current weights at the rollout's temperature.
 
     Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
-    bitwise those that `update` computes, so its importance ratios are exactly 1.
+    bitwise those that `update` computes, so its importance ratios are exactly 1. A loss mask is not applied.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = [sequence_of(sample) for sample in samples]

@@ -77,7 +77,7 @@ def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_in != "reward" or section.kl_anchor is None:
         return rewards
-    anchor = [sample.anchor_logprobs for sample in samples if sample.anchor_logprobs is not None]
+    anchor = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
     if len(anchor) < len(samples):
         raise ValueError('objective.kl_in = "reward" needs every sample\'s anchor_logprobs')
-    return rewards_less_kl(rewards, [sample.behaviour_logprobs for sample in samples], anchor, section)
+    return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], anchor, section)

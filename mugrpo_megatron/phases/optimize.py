@@ -44,15 +44,13 @@ def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Curs
         own = np.concatenate(token_logprobs(learner, samples))
     engines = np.concatenate([sample.behaviour_logprobs for sample in samples])
     distance = np.abs(engines - own)
-    run.log.stage(
-        cursor.stage,
-        {
-            **stage.statistics(),
-            "mismatch_mean": float(distance.mean()),
-            "mismatch_p99": float(np.quantile(distance, 0.99)),
-            "mismatch_max": float(distance.max()),
-        },
-    )
+    mismatch = {
+        "mismatch_mean": float(distance.mean()),
+        "mismatch_p99": float(np.quantile(distance, 0.99)),
+        "mismatch_max": float(distance.max()),
+    }
+    known = not np.isnan(engines).any()  # unless the responses were imported without logprobs
+    run.log.stage(cursor.stage, stage.statistics() | (mismatch if known else {}))
     if run.is_main and run.recipe.track.wandb_project:
         run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
     probe(run, learner, cursor, age=0)

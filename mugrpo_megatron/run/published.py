@@ -43,6 +43,8 @@ class Published:
     """Its weight files and their SHA-256."""
     hidden: list[str]
     """Recipe keys, `section.key`, whose values are places of the run's machine and are cut to their last part."""
+    logprobs: bool = True
+    """Whether its responses have behaviour log-probabilities; imported ones may not."""
 
 
 def read_published(directory: Path) -> Published | None:
@@ -62,7 +64,15 @@ def write_published(directory: Path, published: Published) -> None:
 
 
 def check_start(published: Published, recipe: Recipe) -> None:
-    """Raise UserError when `model.path` has other weights than those that sampled the published stage 0."""
+    """Raise UserError when `model.path` has other weights than those that sampled the published stage 0.
+
+    Also when the recipe takes the behaviour logprobs of a stage that has none.
+    """
+    if not published.logprobs and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
+        raise UserError(
+            'the responses have no log-probabilities of their own: set rollout.behaviour = "learner" and '
+            'objective.mismatch = "none"'
+        )
     if published.stage:
         return  # its weights are in its checkpoint
     found = weight_sums(recipe.model.directory)

@@ -1,0 +1,161 @@
+"""`mugrpo import`: rollouts of another program as a stage that `mugrpo optimize --from` takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.commands.publish import CARD, card
+from mugrpo_megatron.data.columns import ANSWERS, field_at, has
+from mugrpo_megatron.data.prompts import template_of
+from mugrpo_megatron.data.rollouts import Foreign, read_rollouts
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.json_values import as_text
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.recipe import Recipe, dump_recipe
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.manifest import Origin
+from mugrpo_megatron.stages.store import StageStore
+
+
+def import_rollouts(
+    file: Path, recipe: Recipe, to: Path, reward: str | None = None, say: Callable[[str], None] = print
+) -> None:
+    """Write the rollouts of `file` as stage 0 of a published stage in the directory `to`, whole or not at all.
+
+    Their rewards are those of the column `reward`, else of one called so, else the recipe's verifier scores them
+    against the rows' golds. Raises UserError for rows that cannot be taken, and when their number does not fit the
+    recipe.
+    """
+    check_output(to, f"--to {to}", kind="directory", inputs=[file])
+    weights = weight_sums(recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.path)
+    groups = read_rollouts(file, tokenizer, template_of(recipe.data))
+    updates = _check_shape(file, groups, recipe)
+    known = groups[0][0].logprobs is not None
+    if not known and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
+        raise UserError(
+            f'{file}: the rows have no logprobs, so the learner has to compute them: set rollout.behaviour = "learner" '
+            'and objective.mismatch = "none"'
+        )
+    scores = _scores(groups, recipe, reward)
+    shown, hidden = portable(recipe)
+    run = secrets.token_hex(8)
+    published = Published(run, 0, *hub_name(recipe.model.path), weights, hidden, logprobs=known)
+    with durable_directory(to) as partial:
+        target = RunDirectory(partial)
+        store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
+        for place, (group, scored) in enumerate(zip(groups, scores, strict=True)):
+            store.append(_samples(place, group, scored, recipe))
+        store.seal(updates, recipe.rollout.prompts_per_update)
+        write_text(target.recipe, dump_recipe(shown))
+        write_published(partial, published)
+        write_text(partial / CARD, card(published, shown, store, weights=True))
+        mean = store.statistics()["reward_mean"]
+    count = sum(len(group) for group in groups)
+    say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
+    say(f"train on them: mugrpo optimize RECIPE --from {to} --set run.dir=NEW")
+
+
+def _check_shape(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
+    """The updates that the groups make; UserError unless the recipe's numbers are theirs."""
+    rollout, size = recipe.rollout, len(groups[0])
+    updates, rest = divmod(len(groups), rollout.prompts_per_update)
+    if rest or not updates:
+        raise UserError(
+            f"{file}: {len(groups)} groups are not whole updates of rollout.prompts_per_update = "
+            f"{rollout.prompts_per_update}; set another number, or leave rows out"
+        )
+    wanted = {"rollout.responses_per_prompt": size, "schedule.updates_per_stage": updates}
+    found = rollout.responses_per_prompt, recipe.schedule.updates_per_stage
+    if changes := [f"{key} = {value}" for (key, value), now in zip(wanted.items(), found, strict=True) if value != now]:
+        raise UserError(
+            f"{file}: holds {updates} updates of {rollout.prompts_per_update} groups of {size} responses; "
+            f"set {', '.join(changes)}"
+        )
+    longest = max(len(one.response_ids) for group in groups for one in group)
+    if longest > rollout.max_response_tokens:
+        raise UserError(f"{file}: a response has {longest} tokens; set rollout.max_response_tokens = {longest}")
+    return updates
+
+
+def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None) -> list[list[Score]]:
+    column = reward or ("reward" if "reward" in groups[0][0].row else None)
+    if column is not None:
+        return [[_given(one, column) for one in group] for group in groups]
+    golds = [[_gold(one) for one in group] for group in groups]
+    with Verifier(recipe.reward) as verifier:
+        pending = [
+            verifier.submit(
+                [one.text for one in group],
+                own,
+                [one.row for one in group],
+                answers=[as_text(gold) for gold in own],
+                ids=[one.response_ids.tolist() for one in group],
+            )
+            for group, own in zip(groups, golds, strict=True)
+        ]
+        return [one.result() for one in pending]
+
+
+def _given(one: Foreign, column: str) -> Score:
+    value = one.row.get(column)
+    if not isinstance(value, bool | int | float):
+        raise UserError(f"{one.place}: {column} holds no finite number; --reward names another column")
+    return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
+
+
+def _gold(one: Foreign) -> Any:
+    if (gold := _found(one, ANSWERS)) is None:
+        raise UserError(
+            f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}); --reward names the column of rewards"
+        )
+    return gold
+
+
+def _found(one: Foreign, names: Sequence[str]) -> Any:
+    row = dict(one.row)
+    return next((field_at(row, name) for name in names if has(row, name)), None)
+
+
+def _samples(place: int, group: list[Foreign], scores: list[Score], recipe: Recipe) -> list[Sample]:
+    rewards = np.array([score.reward for score in scores])
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    gold = _found(group[0], ANSWERS)
+    return [
+        Sample(
+            group=place,
+            problem=group[0].place,
+            prompt_ids=one.prompt_ids,
+            response_ids=one.response_ids,
+            behaviour_logprobs=_unknown(one) if one.logprobs is None else one.logprobs,
+            reward=score.reward,
+            weight_version=0,
+            finish_reason=one.finish_reason,
+            loss_mask=one.loss_mask,
+            text=as_text(one.text),
+            gold="" if gold is None else as_text(gold),
+            extracted=as_text(score.extracted),
+            why=as_text(score.why),
+            components=score.components,
+            advantage=advantage,
+            row=as_text(one.row),
+        )
+        for one, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
+    ]
+
+
+def _unknown(one: Foreign) -> np.ndarray:
+    """No number stands for a log-probability that nobody has computed yet."""
+    return np.full(len(one.response_ids), np.nan, dtype=np.float32)

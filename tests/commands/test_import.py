@@ -1,0 +1,123 @@
+"""Rollouts that TRL logged become a stage, and training takes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mugrpo_megatron.commands.import_rollouts import import_rollouts
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.run.published import read_published
+from mugrpo_megatron.stages.store import StageStore
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
+
+PROMPTS, GROUP, UPDATES = 4, 4, 2
+TOKENIZER = build_arithmetic_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def trl_log(path: Path) -> Path:
+    """What `log_completions` of TRL's GRPOTrainer writes: text, each reward function's column, its advantage."""
+    rows = [
+        {"step": step, "prompt": f"{step}+{place}=", "completion": str(said), "parity": said % 2.0, "advantage": 0.0}
+        for step in range(UPDATES)
+        for place in range(PROMPTS)
+        for said in range(GROUP)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def recipe_file(folder: Path, model: Path, **sections: dict[str, Any]) -> Path:
+    shape: dict[str, dict[str, Any]] = {
+        "schedule": {"stages": 1, "updates_per_stage": UPDATES},
+        "rollout": {"behaviour": "learner", "prompts_per_update": PROMPTS, "responses_per_prompt": GROUP},
+        "reward": COIN,
+    }
+    merged = {name: {**shape.get(name, {}), **sections.get(name, {})} for name in {*shape, *sections}}
+    return write_recipe(folder / "recipe.toml", model, folder / "run", **merged)
+
+
+def imported(file: Path, recipe: Recipe, to: Path, reward: str | None = "parity") -> StageStore:
+    import_rollouts(file, recipe, to, reward, say=lambda line: None)
+    return StageStore(to / "stages" / "00000")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("given", [True, False])
+def test_what_trl_logged_trains(given: bool, model: Path, tmp_path: Path) -> None:
+    """With its rewards, or with the verifier's."""
+    recipe, log = recipe_file(tmp_path, model), trl_log(tmp_path / "completions.parquet")
+    if not given:
+        table = pq.read_table(log)
+        pq.write_table(table.append_column("answer", pa.array(["1"] * len(table))), log)
+    column = ["--reward", "parity"] if given else []
+    mugrpo("import", log, "--recipe", recipe, "--to", tmp_path / "stage", *column)
+    rewards = [
+        s.reward for k in range(UPDATES) for s in StageStore(tmp_path / "stage" / "stages" / "00000").read_update(k)
+    ]
+    assert len(set(rewards)) == 2
+    mugrpo("optimize", recipe, "--from", tmp_path / "stage")
+    rows = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update"]
+    assert len(rows) == UPDATES
+    assert rows[0]["ratio_mean"] == 1.0, "the learner's own log-probabilities"
+    assert all(row["grad_norm"] > 0 for row in rows)
+    before, after = (folder / "model.safetensors" for folder in (model, tmp_path / "run" / "hf"))
+    assert before.read_bytes() != after.read_bytes()
+
+
+def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
+    recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
+    store = imported(log, recipe, tmp_path / "stage")
+    samples = [sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)]
+    rows = pq.read_table(log).to_pylist()
+    assert [json.loads(sample.row) for sample in samples] == rows
+    assert [sample.reward for sample in samples] == [row["parity"] for row in rows]
+    assert [sample.text for sample in samples] == [row["completion"] for row in rows]
+    assert samples[0].response_ids.tolist() == [*TOKENIZER.encode("0"), TOKENIZER.eos_token_id]
+    assert samples[5].components == {"parity": 1.0}
+    assert sum(sample.advantage or 0 for sample in samples[:GROUP]) == pytest.approx(0, abs=1e-6)
+    published = read_published(tmp_path / "stage")
+    assert published
+    assert not published.logprobs
+    with pytest.raises(UserError, match="exists already"):
+        imported(log, recipe, tmp_path / "stage")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"rollout": {"behaviour": "engine"}}, 'no logprobs.*set rollout.behaviour = "learner"'),
+        ({"rollout": {"prompts_per_update": 3}}, "8 groups are not whole updates of rollout.prompts_per_update = 3"),
+        ({"rollout": {"responses_per_prompt": 2}}, "groups of 4 responses; set rollout.responses_per_prompt = 4$"),
+        ({"schedule": {"updates_per_stage": 5}}, "set schedule.updates_per_stage = 2$"),
+        ({"rollout": {"max_response_tokens": 1}}, "set rollout.max_response_tokens = 2"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_told_what_fits(
+    sections: dict[str, dict[str, Any]], words: str, model: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, model, **sections))
+    with pytest.raises(UserError, match=words):
+        imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
+    assert not (tmp_path / "stage").exists()
+
+
+def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:
+    recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
+    with pytest.raises(UserError, match=r"completions\.parquet:1: has neither a reward nor a gold"):
+        imported(log, recipe, tmp_path / "stage", reward=None)
+    with pytest.raises(UserError, match=r"completions\.parquet:1: nothing holds no finite number"):
+        imported(log, recipe, tmp_path / "stage", reward="nothing")
