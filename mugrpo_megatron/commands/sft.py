@@ -1,11 +1,13 @@
-"""`mugrpo sft`: a small model learns a bundled task by supervised learning, as a start for RL.
+"""`mugrpo sft`: a model learns rows of prompts and responses, or a small new one a bundled task, as a start for RL.
 
 Learner, packing and optimizer are those of RL; the loss is the mean cross-entropy of the answer's tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,8 +18,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
 from mugrpo_megatron.data.arithmetic import demonstration, problems
+from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.order import problem_at
-from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
@@ -30,8 +34,11 @@ from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
+from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
+from mugrpo_megatron.run.model import hub_model
 from mugrpo_megatron.run.preflight import check_warm_start
+from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -46,32 +53,76 @@ learning to align digits takes several times the updates."""
 
 
 def train(recipe: Recipe) -> None:
-    """Train a fresh Qwen2 of `sft`'s size until `sft.target_accuracy`, and save it as a Hugging Face checkpoint.
+    """Save what `mugrpo sft` makes as a Hugging Face checkpoint in `sft.output`.
 
-    Every rank of the world runs this. A finished warm start is kept. Raises UserError when `data.train` is not a
-    bundled task (only those come with answers to imitate) or `sft.output` holds a warm start of another recipe.
+    With `sft.train`, `model.path` learns its rows. Else a fresh Qwen2 of `sft`'s size learns `data.train` until
+    `sft.target_accuracy`. Every rank of the world runs this. A finished warm start is kept. Raises UserError when the
+    recipe names nothing to imitate or `sft.output` holds a warm start of another recipe.
     """
     out = recipe.sft.output
-    check_warm_start(recipe)
+    recipe = check_warm_start(recipe)
     with locked_warm_start(out):
         if is_warm_started(recipe):
             if rank_of_environment() == 0:
                 print(f"{out}/hf exists; remove {out} to train it again")
             return
         disable_progress_bar()
+        if recipe.sft.train is not None:
+            _learn_rows(recipe, recipe.sft.train)
+            return
         with TemporaryDirectory() as scratch:  # of each rank: the same weights, drawn from the same seed
             fresh = Path(scratch) / "fresh"
             tokenizer = build_arithmetic_tokenizer()
             tokenizer.save_pretrained(fresh)
             torch.manual_seed(recipe.run.seed)
             Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
-            learner = build_learner(_as_one_stage(recipe, fresh))
+            model = recipe.model.model_copy(update={"path": fresh})
+            learner = build_learner(_as_one_stage(recipe, model, recipe.sft.max_updates))
             with joined(learner.ranks):
-                if learner.ranks.rank == 0:  # before hf/, so that an hf/ without it is not a warm start
-                    write_text(out / RECIPE, dump_recipe(recipe))
+                _write_recipe(recipe, learner)
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
                 save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
+
+
+def _learn_rows(recipe: Recipe, source: str) -> None:
+    """`model.path` learns the responses of a source's rows: the mean cross-entropy of their tokens alone."""
+    found = demonstrations(source, recipe.data)
+    tokenizer = load_tokenizer(recipe.model.directory)
+    read = sequences(found, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
+    rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
+    section = recipe.sft
+    updates = min(section.max_updates, math.ceil(section.epochs * len(rows) / section.batch))
+    learner = build_learner(_as_one_stage(recipe, recipe.model, updates))
+    with joined(learner.ranks):
+        _write_recipe(recipe, learner)
+        with open_display(show=learner.ranks.rank == 0) as display:
+            display.say(f"sft.train: {len(rows):,} rows, {updates:,} updates")
+            if read.too_long:
+                display.say(f"{read.too_long:,} rows are longer than the recipe's token limits: left out")
+            style, template = recipe.data.prompt_style, template_of(recipe.data)
+            display.say(first_prompt(tokenizer, read.pairs[0][0], style, template))
+            display.say(f"and its response: {shown(tokenizer, read.pairs[0][1])}")
+            with display.bar("supervised", updates, "updates") as bar:
+                for batch in _batches(recipe, rows, updates):
+                    tokens = sum(sequence.trained for sequence in batch)
+                    step = optimize(learner, batch, _cross_entropy(tokens))
+                    bar.values["grad_norm"] = step.grad_norm
+                    bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
+        hub = hub_model(recipe)
+        save_hf(
+            [policy(chunk) for chunk in learner.chunks],
+            learner.architecture,
+            like=recipe.model.directory,
+            out=section.output / "hf",
+            notes={MARK: {"model": asdict(hub)}} if hub else None,
+        )
+
+
+def _write_recipe(recipe: Recipe, learner: Learner) -> None:
+    """Before hf/ is written, so that an hf/ without it is not a warm start."""
+    if learner.ranks.rank == 0:
+        write_text(recipe.sft.output / RECIPE, dump_recipe(recipe))
 
 
 def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Config:
@@ -125,10 +176,10 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
     recipe, section = learner.recipe, learner.recipe.sft
     train = problems(recipe.run.seed, "train", recipe.data.generated_problems, recipe.data.train)
     held_out = problems(recipe.run.seed, "eval", recipe.data.eval_problems, recipe.data.train)
-    sequences = [answered(problem, tokenizer) for problem in train]
+    answers = [answered(problem, tokenizer) for problem in train]
     checked = [answered(problem, tokenizer) for problem in held_out]
     with display.bar("warm start", section.max_updates, "updates") as bar:
-        for update, batch in enumerate(_batches(recipe, sequences), start=1):
+        for update, batch in enumerate(_batches(recipe, answers, section.max_updates), start=1):
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
@@ -143,19 +194,18 @@ def _cross_entropy(tokens: int) -> TokenLoss:
     return lambda logprobs, batch: -logprobs.sum() / tokens
 
 
-def _batches(recipe: Recipe, sequences: Sequence[Tokens]) -> Iterator[list[Tokens]]:
+def _batches(recipe: Recipe, rows: Sequence[Tokens], updates: int) -> Iterator[list[Tokens]]:
     size, seed = recipe.sft.batch, recipe.run.seed
-    for update in range(recipe.sft.max_updates):
+    for update in range(updates):
         places = range(update * size, (update + 1) * size)
-        yield [sequences[problem_at(seed, len(sequences), place)] for place in places]
+        yield [rows[problem_at(seed, len(rows), place)] for place in places]
 
 
-def _as_one_stage(recipe: Recipe, model: Path) -> Recipe:
-    """The recipe with the warm start's optimizer, model and a schedule of `sft.max_updates`."""
-    section = recipe.sft
+def _as_one_stage(recipe: Recipe, model: ModelSection, updates: int) -> Recipe:
+    """The recipe with the warm start's optimizer, model and a schedule of so many updates."""
+    lr = recipe.sft.peak_lr
     optimizer = OptimizerSection(
-        lr=section.lr, min_lr=MIN_LR_SHARE * section.lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
+        lr=lr, min_lr=MIN_LR_SHARE * lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
     )
-    schedule = ScheduleSection(stages=1, updates_per_stage=section.max_updates)
-    path = recipe.model.model_copy(update={"path": model})
-    return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule, "model": path})
+    schedule = ScheduleSection(stages=1, updates_per_stage=updates)
+    return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule, "model": model})

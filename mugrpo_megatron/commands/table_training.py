@@ -79,8 +79,8 @@ def _sft(options: Options) -> int:
         from mugrpo_megatron.commands.warm_start import is_warm_started
         from mugrpo_megatron.run.preflight import check_warm_start
 
-        check_warm_start(recipe)
         is_warm_started(recipe)
+        recipe = check_warm_start(recipe, say)
         say(IMPORTING)
         from mugrpo_megatron.commands.sft import train
 
@@ -96,4 +96,4 @@ GENERATE = Command(
 OPTIMIZE = Command(
     "optimize", "only take the updates of a sealed stage, without an engine", _takes_optimize, _optimize, CONTINUES
 )
-SFT = Command("sft", "warm start: a small model by supervised learning", takes_recipe, _sft)
+SFT = Command("sft", "supervised learning: a model on your rows, or a new one as a warm start", takes_recipe, _sft)

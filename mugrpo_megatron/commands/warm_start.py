@@ -31,12 +31,23 @@ def is_warm_started(recipe: Recipe) -> bool:
         check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"no warm start wrote it; {remedy}")
         return False
     before = load_recipe(out / RECIPE)
-    if (before.sft, before.data.train, before.model.dtype) != (recipe.sft, recipe.data.train, recipe.model.dtype):
+    if _computed(before) != _computed(recipe):
         raise UserError(f"{out} holds the warm start of another recipe; {remedy}")
     if (out / "hf" / CONFIG).is_file():
         return True
     check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"it is not a warm start; {remedy}")
     return False
+
+
+def _computed(recipe: Recipe) -> tuple[object, ...]:
+    """What a warm start's weights follow from."""
+    section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
+    if section.train is None:
+        return section, recipe.data.train, recipe.model.dtype
+    data = recipe.data
+    rendering = data.prompt_style, data.system_prompt, data.chat_template, data.template_arguments
+    limits = data.max_prompt_tokens, recipe.rollout.max_response_tokens
+    return section, recipe.model.path, recipe.model.revision, recipe.model.dtype, recipe.run.seed, rendering, limits
 
 
 @contextmanager

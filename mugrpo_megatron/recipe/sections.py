@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    PrivateAttr,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from mugrpo_megatron.files.hub import REPOSITORY
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
+from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
 from mugrpo_megatron.recipe.reporting import ReportSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
-
-
-def _own_directory(path: Path) -> Path:
-    """A directory that a command fills; ValueError for one that cannot be its own."""
-    whole = Path(os.path.abspath(path))
-    if whole == whole.parent or "\0" in str(path):
-        raise ValueError("name a directory of its own")
-    return path
-
-
-def _named(value: object) -> object:
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("name a directory of its own; empty text would be the current one")
-    return value
-
-
-OwnDirectory = Annotated[Path, BeforeValidator(_named), AfterValidator(_own_directory)]
 
 
 class RunSection(Section):
@@ -55,43 +34,6 @@ class RunSection(Section):
     """Device of learner and engine; `auto` takes CUDA where torch finds it."""
     collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
-
-
-class ModelSection(Section):
-    """The policy that is trained."""
-
-    path: Path = Path("runs/warm-start/hf")
-    """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from, or the name of
-    a model on the hub, `owner/name`."""
-    revision: str | None = None
-    """Commit, tag or branch of a model on the hub; the commit that it stands for is recorded in run.json."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameter and activation type of learner and engine; master weights and moments are always float32."""
-    _snapshot: Path | None = PrivateAttr(None)
-    """Where the files of a model of the hub lie on this machine; no part of the recipe."""
-
-    @property
-    def directory(self) -> Path:
-        """The directory to read the model from: `path`, but for a model of the hub its snapshot (`at`)."""
-        return self._snapshot or self.path
-
-    @property
-    def commit(self) -> str | None:
-        """The commit of a model of the hub; None for a directory, and before `at`."""
-        return self._snapshot.name if self._snapshot else None
-
-    def at(self, snapshot: Path) -> ModelSection:
-        """The section with its model in `snapshot`, a directory that is called as the commit is."""
-        placed = self.model_copy()
-        placed._snapshot = snapshot
-        return placed
-
-    @field_validator("revision")
-    @classmethod
-    def _check_on_the_hub(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and not REPOSITORY.fullmatch(str(info.data.get("path", ""))):
-            raise ValueError("a directory has no revisions; give it with a model of the hub, `owner/name`")
-        return value
 
 
 TEMPLATES_OWN = {
@@ -255,33 +197,6 @@ class TrackSection(Section):
     """Responses of each stage in a table of Weights & Biases."""
     profile_updates: list[NonNegativeInt] = Field(default_factory=list)
     """Numbers of updates, from 0, that PyTorch's profiler records; a trace of each rank goes to `profile/`."""
-
-
-class SftSection(Section):
-    """Warm start: a small Qwen2 model learns a bundled task from scratch by supervised learning."""
-
-    output: OwnDirectory = Path("runs/warm-start")
-    """Run directory of the warm start; the checkpoint is in its `hf/`."""
-    layers: PositiveInt = 2
-    """Transformer layers of the new model."""
-    hidden: PositiveInt = 128
-    """Width of the residual stream."""
-    ffn: PositiveInt = 256
-    """Width of the gated feed-forward layer."""
-    heads: PositiveInt = 8
-    """Attention heads."""
-    kv_heads: PositiveInt = 8
-    """Key/value heads; with fewer than `heads` the bundled task takes several times the updates."""
-    max_updates: PositiveInt = 4000
-    """Updates after which the warm start ends at any accuracy."""
-    batch: PositiveInt = 48
-    """Problems in one update."""
-    lr: PositiveFloat = 1e-3
-    """Peak learning rate."""
-    target_accuracy: float = Field(0.45, gt=0.0, le=1.0)
-    """Held-out greedy accuracy at which the warm start stops."""
-    check_every: PositiveInt = 25
-    """Updates between accuracy checks."""
 
 
 class Recipe(Section):

@@ -85,13 +85,34 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
             say(f"data: {note}")
 
 
-def check_warm_start(recipe: Recipe) -> None:
-    """UserError when `mugrpo sft` cannot work with the recipe's data: only bundled tasks have answers to imitate."""
-    if recipe.data.train not in TASKS:
+def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
+    """Raise UserError when `mugrpo sft` cannot work; the recipe with its model, where it learns `sft.train`.
+
+    Of the tasks and sets of `data.train` only bundled tasks have answers to imitate.
+    """
+    if recipe.sft.train is None:
+        if recipe.data.train not in TASKS:
+            raise UserError(
+                f'data.train = "{recipe.data.train}": a new model imitates the answers of a bundled task; take one of '
+                f"{', '.join(TASKS)}, name rows of prompts and responses with sft.train, or start RL from a downloaded "
+                "model"
+            )
+        return recipe
+    if recipe.sft.train in TASKS:
         raise UserError(
-            f'data.train = "{recipe.data.train}": a warm start imitates the answers of a bundled task; '
-            f"take one of {', '.join(TASKS)}, or start RL from a downloaded model"
+            f'sft.train = "{recipe.sft.train}" is a bundled task, which a new model learns: name it with data.train, '
+            "and leave sft.train out"
         )
+    absent(recipe.sft.train)
+    check_style(recipe.data.prompt_style)
+    template_of(recipe.data)
+    recipe = with_model(recipe, say)
+    directory = recipe.model.directory
+    config = read_model_config(directory)
+    say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
+    check_tokenizer(directory)
+    check_layout(recipe, config, int(os.environ.get("WORLD_SIZE", "1")))
+    return recipe
 
 
 def fewest_ranks(recipe: Recipe) -> int:

@@ -1,0 +1,127 @@
+"""Rows of prompts and responses to imitate, as `mugrpo sft` learns them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mugrpo_megatron.data.columns import CONVERSATION, QUESTIONS, Columns, has, messages_of
+from mugrpo_megatron.data.files import rows
+from mugrpo_megatron.data.problems import SHOWN_ROWS, resolve
+from mugrpo_megatron.data.prompts import render, template_of
+from mugrpo_megatron.data.reading import problem_of
+from mugrpo_megatron.data.sets import named_sources
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import DataSection
+from mugrpo_megatron.samples import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # a second to import
+
+RESPONSES = ("response", "completion", "output", "answer", "solution")
+"""Columns of the text to imitate, the first that a row has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt and the response to it."""
+
+    problem: Problem
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Demonstrations as token ids, and how many are too long."""
+
+    pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    """(prompt, response with the end-of-sequence token)."""
+    too_long: int = 0
+
+
+def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
+    """The rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
+
+    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or one
+    message of the assistant), or `messages` whose last turn is the response. Raises UserError that names malformed
+    rows, unless `data.strict` is false, and for a source without any row.
+    """
+    found: list[Demonstration] = []
+    malformed: list[str] = []
+    for name, one in named_sources(source).items():
+        for path in resolve(one, section, "train").files:
+            for line, row in rows(path):
+                try:
+                    found.append(_demonstration(row, name, f"{path}:{line}"))
+                except ValueError as error:
+                    malformed.append(f"{path}:{line}: {error}")
+    if malformed and section.strict:
+        hidden = len(malformed) - SHOWN_ROWS
+        shown = "; ".join(malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
+        raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
+    if not found:
+        raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
+    return found
+
+
+def sequences(
+    found: list[Demonstration], tokenizer: PreTrainedTokenizerBase, section: DataSection, max_response_tokens: int
+) -> Sequences:
+    """Demonstrations as the model reads them: prompts as in RL, responses with the end-of-sequence token.
+
+    A prompt longer than `data.max_prompt_tokens` or a response longer than `max_response_tokens` is left out. Raises
+    UserError when all are.
+    """
+    template = template_of(section)
+    kept = Sequences()
+    too_long = 0
+    for one in found:
+        prompt = render(one.problem, tokenizer, section.prompt_style, template)
+        response = [*tokenizer.encode(one.response, add_special_tokens=False), tokenizer.eos_token_id]
+        if 0 < len(prompt) <= section.max_prompt_tokens and len(response) <= max_response_tokens:
+            kept.pairs.append((prompt, response))
+        else:
+            too_long += 1
+    if not kept.pairs:
+        raise UserError(
+            f"all {too_long:,} rows are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
+            f"rollout.max_response_tokens = {max_response_tokens}: raise them"
+        )
+    return Sequences(kept.pairs, too_long)
+
+
+def _demonstration(row: dict[str, Any] | str, source: str, place: str) -> Demonstration:
+    if isinstance(row, str):
+        raise ValueError(row)
+    columns = _columns(row)
+    problem = problem_of(row, columns, source, place, any_gold=True)
+    response = "".join(_said(problem.gold, columns.answer))
+    if not response.strip():
+        raise ValueError(f"field {columns.answer!r} is empty")
+    return Demonstration(problem, response)
+
+
+def _columns(row: dict[str, Any]) -> Columns:
+    question = next((name for name in QUESTIONS if row.get(name) is not None), None)
+    if question is None:
+        raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} (found {', '.join(sorted(row)) or 'none'})")
+    if response := next((name for name in RESPONSES if has(row, name)), None):
+        return Columns(question, response)
+    messages = row[question]
+    if isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant":
+        return Columns(question, CONVERSATION)
+    raise ValueError(f"has no response: none of {', '.join(RESPONSES)}, and no messages that end with the assistant's")
+
+
+def _said(gold: Any, path: str) -> Iterator[str]:
+    """The text of a response: text, a number, or a list of one message."""
+    if isinstance(gold, list) and len(gold) == 1:
+        [(role, text)] = messages_of(gold)
+        if role != "assistant":
+            raise ValueError(f"field {path!r} is a message of {role!r}, not the assistant's")
+        yield text
+    elif isinstance(gold, str | int | float) and not isinstance(gold, bool):
+        yield str(gold)
+    else:
+        raise ValueError(f"field {path!r} holds {type(gold).__name__}, not a response")
