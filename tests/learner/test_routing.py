@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -208,3 +210,39 @@ def test_the_router_learns_through_the_replayed_experts(pre_softmax: bool) -> No
 
 def test_experts_are_counted_in_the_smallest_type() -> None:
     assert [np.dtype(expert_type(n)).itemsize for n in (4, 256, 257)] == [1, 1, 2]
+
+
+def balancing_gradients(model: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradient of Megatron's auxiliary loss alone by the logits: free, replaying, and replaying what is chosen."""
+    learner = build_learner(recipe(Path(model), learner={"routing_replay": "learner"}))
+    trained = policy(learner.chunks[0])
+    config = replace(trained.config, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0)
+    router = trained.decoder.layers[0].mlp.router
+    groups = SimpleNamespace(tp=router.tp_group, cp=router.cp_group, tp_cp=router.tp_cp_group, tp_dp_cp=None)
+    torch.manual_seed(0)
+    given = torch.randn(9, 1, EXPERTS)
+    found = []
+    for experts in (None, torch.tensor([[0, 1]]).expand(9, 2), given[:, 0].topk(CHOSEN).indices):
+        balanced = TopKRouter(config, pg_collection=groups)
+        balanced.set_layer_number(1)
+        balanced.router_replay = LayerRoutes()
+        if experts is not None:
+            balanced.router_replay.set_target_indices(experts)
+            balanced.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        logits = given.clone().requires_grad_()
+        weights, chosen = balanced.routing(logits)
+        if experts is not None:
+            assert (chosen == torch.zeros(9, EXPERTS, dtype=torch.bool).scatter(1, experts, True)).all()
+        (weights * 0).sum().backward()  # only what is attached to the weights is left
+        assert logits.grad is not None
+        found.append(logits.grad)
+    return found[0], found[1], found[2]
+
+
+@pytest.mark.process
+def test_a_balancing_loss_sees_the_routers_own_choice(model: str) -> None:
+    """Megatron's auxiliary loss counts what the current router would choose, whatever is replayed."""
+    free, replaying, same = run_ranks(1, balancing_gradients, model)[0]
+    assert float(free.abs().max()) > 0
+    torch.testing.assert_close(replaying, free, rtol=0, atol=0)
+    torch.testing.assert_close(same, free, rtol=0, atol=0)
