@@ -11,6 +11,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
 from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown
@@ -197,8 +198,8 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Every setting of a recipe, by `section.key`."""
-    return dict(flat_settings(recipe))
+    """Every setting of a recipe, by `section.key`; one that the run's version did not know has its default."""
+    return {**dict(flat_settings(Recipe().model_dump(mode="json"))), **dict(flat_settings(recipe))}
 
 
 def _setting(run: RunData, key: str) -> str:

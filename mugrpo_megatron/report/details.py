@@ -117,8 +117,10 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
             found = texts["extracted"].to_pylist() if "extracted" in told else []
             unparsed = sum(not text for text in found) / len(found) if found else None
             return StageResponses(rewards, groups, lengths, _kept(file, run_dir, recipe), unparsed)
-    except (OSError, KeyError, ValueError, TypeError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
+    except (KeyError, ValueError, TypeError):
+        raise UserError(f"{path} cannot be read (of another version), so its responses are not shown") from None
 
 
 def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Kept]:
@@ -148,7 +150,7 @@ def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> lis
             reward=row["reward"],
             tokens=tokens,
             truncated=row["finish_reason"] == "length",
-            components={one["name"]: one["value"] for one in row["components"] or ()},
+            components={one["name"]: one["value"] for one in row["components"]},
         )
         for row, question, tokens in zip(rows, questions, lengths, strict=True)
     ]

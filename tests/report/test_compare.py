@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,9 @@ def test_the_same_run_twice_and_a_folder_that_is_no_run_are_refused(tmp_path: Pa
     with pytest.raises(UserError, match=r"is .* a run directory"):
         write_comparison([run.path, tmp_path], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: Path) -> None:
+    new, old = runs_of(tmp_path, {"objective": {"name": "mu_grpo"}}, {"objective": {"name": "mu_grpo"}})
+    old = replace(old, recipe={name: table for name, table in old.recipe.items() if name != "report"})
+    assert differences([new, old]) == []

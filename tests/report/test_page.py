@@ -219,12 +219,15 @@ def test_a_live_page_takes_over_rows_that_are_added_while_it_is_open(
     rows = rows_of(2, 8)
     half = next(place for place, row in enumerate(rows) if row["kind"] == "update" and row["update"] == 4)
     run = write_run(tmp_path / "run", rows[:half], recipe_of(2, 8))
+    write_evaluation(run, 0)
+    write_probe(run, 0, 8, count=4, tokens=6)
     looks: list[int] = []
 
     def look(path: Path) -> RunData:
         looks.append(len(looks))
         if len(looks) > 2:  # the server's own when it starts, and the browser's first
             write_run(run, rows, recipe_of(2, 8))
+            write_evaluation(run, 16, text="written later")
         return read_run(path)
 
     monkeypatch.setattr(live, "read_run", look)
@@ -237,6 +240,8 @@ def test_a_live_page_takes_over_rows_that_are_added_while_it_is_open(
         server.shutdown()
     assert len(looks) > 2
     assert "updates taken: 16 " in dom
+    assert "written later" in dom
+    assert dom.split("<script")[0].count("trained on in update") == 3, "the heat map is drawn once"
     assert "NaN" not in dom.split("<script")[0]
 
 

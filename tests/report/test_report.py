@@ -277,3 +277,19 @@ def test_missing_and_damaged_files_are_user_errors(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(UserError, match=r"summary\.json is not JSON"):
         write_report(tmp_path)
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_the_summary_fits_eighty_columns_with_and_without_colour(color: bool, tmp_path: Path) -> None:
+    rows = rows_of(4, 64, sets=["math500", "amc23", "aime24", "aime25", "olympiad_bench"])
+    summary = summarize(write_run(tmp_path, rows, recipe_of(4, 64)))
+    file = io.StringIO()
+    Console(width=80, file=file, force_terminal=color, color_system="truecolor" if color else None).print(
+        summary_table(summary)
+    )
+    said = re.sub("\x1b\\[[0-9;]*m", "", file.getvalue())
+    assert ("\x1b[" in file.getvalue()) == color
+    assert "…" not in said
+    assert max(map(len, said.splitlines())) <= 80
+    for text in ("math500", "olympiad_bench", "256 updates in 4 stages, seed 3", "tokens/s"):
+        assert text in said, text

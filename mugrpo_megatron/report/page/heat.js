@@ -8,6 +8,7 @@ const NAMED = 30; // pixels of a column that has room for its token
 /** A panel for every response of the map; returns them, to be drawn again with the page. */
 function heatMap(card, map) {
   const scale = card.querySelector(".scale");
+  scale.replaceChildren();
   for (const power of [-6, -4, -3, -2, -1, 0, 1]) {
     const item = document.createElement("span"), swatch = document.createElement("i");
     swatch.style.background = shade(power);
@@ -15,6 +16,7 @@ function heatMap(card, map) {
     scale.appendChild(item);
   }
   const place = card.querySelector(".responses");
+  place.replaceChildren();
   if (map.responses.every((response) => response.tokens.length <= SHORT)) place.classList.add("short");
   return map.responses.map((response) => new HeatGrid(place, map, response));
 }

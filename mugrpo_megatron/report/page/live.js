@@ -2,7 +2,7 @@
 // A page that is served while its run goes on: it asks for itself again and takes over what is new.
 
 const parts = [".title", ".facts", ".tiles", "#warnings", "#stages", "#events", "#numbers", "footer"];
-const shape = (one) => JSON.stringify([one.charts.map((chart) => chart.id), one.timeline.phases]);
+const shape = (one) => JSON.stringify([one.charts.map((chart) => chart.id), one.timeline.phases, Boolean(one.heat)]);
 
 async function refresh() {
   let next;
@@ -19,8 +19,11 @@ async function refresh() {
     const [old, fresh] = [document.querySelector(part), next.querySelector(part)];
     if (old && fresh) old.replaceWith(fresh);
   }
+  const [samples, newer] = [document, next].map((page) => page.getElementById("samples"));
+  if (samples && newer && samples.textContent !== newer.textContent) samples.replaceWith(newer);
   restingText = where.textContent = next.querySelector(".where").textContent;
   Object.assign(drawing, data);
+  if (drawing.heat) grids = heatMap(document.getElementById("heat"), drawing.heat);
   panels.forEach((panel, i) => panel.take(drawing.charts[i]));
   drawAll();
 }
