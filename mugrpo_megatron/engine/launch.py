@@ -76,9 +76,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         arguments["attention_backend"] = engine.attention_backend
     if recipe.learner.routing_replay == "rollout":
         arguments["enable_return_routed_experts"] = True
-    if cuda:
-        return arguments | _cuda_arguments(recipe, slot.gpu)
-    return arguments | _cpu_arguments(recipe, config, arguments)
+    arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)
+    return arguments | recipe.engine.extra
 
 
 def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:

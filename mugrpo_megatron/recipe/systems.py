@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -87,3 +87,5 @@ class EngineSection(Section):
     """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
     check_weights: Literal["first", "every", "never"] = "first"
     """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Other arguments of SGLang's server: `[engine.extra]`, checked against the installed SGLang (docs/engine.md)."""

@@ -17,6 +17,7 @@ from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent
 from mugrpo_megatron.data.prompts import check_style, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
@@ -45,6 +46,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
+    check_extra(recipe.engine.extra)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -69,6 +71,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
+    check_extra(recipe.engine.extra)
     recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
     if config is None:
