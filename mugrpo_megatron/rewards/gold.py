@@ -65,10 +65,10 @@ def read_gold(answer: str) -> Gold:
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
 
 
-def verifies_itself(answer: str) -> float:
+def verifies_itself(response: str) -> float:
     """1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0; a reward function."""
     try:
-        read = read_gold(answer)
+        read = read_gold(response)
     except ValueError:
         return 0.0
     return float(read.kind not in ("number", "other") or same(read.parsed, read.parsed))

@@ -200,7 +200,7 @@ def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> No
 
 
 def test_the_form_is_found_in_the_worker_under_its_limit() -> None:
-    section = RewardSection(workers=1, timeout_s=1.0, format_weight=0.5, format_pattern="(a+)+$|<b>")
+    section = RewardSection(workers=1, timeout_s=6.0, format_weight=0.5, format_pattern="(a+)+$|<b>")
     responses = ["\\boxed{3} <b>", "3 <b> <b>", "4 <b>", "a" * 40 + "! \\boxed{3}", "\\boxed{x+2} <b>"]
     golds = ["3", "3", "3", "3", "2+x"]
     with Verifier(section) as pool:
