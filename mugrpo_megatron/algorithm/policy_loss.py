@@ -1,4 +1,4 @@
-"""The loss of an update: token losses x veto x weights, plus the KL penalty. One signature for every objective."""
+"""The loss of an update: token losses x veto x weights, KL penalty, entropy bonus. One signature for all objectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.algorithm.anchor import kl_loss
+from mugrpo_megatron.algorithm.entropy import entropy_loss
 from mugrpo_megatron.algorithm.masks import keep_mask
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
@@ -49,6 +50,7 @@ def policy_loss(
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
     anchor: Tensor | None = None,
+    entropy: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss and diagnostics of response tokens; the reference for every other path.
 
@@ -63,9 +65,11 @@ def policy_loss(
             current policy.
         anchor: [T], log-probabilities under the policy that the KL penalty holds the current one near; None for no
             penalty.
+        entropy: [T], nats, of the current policy's distribution at each token, differentiable where its gradient is
+            wanted; needed where `config.entropy_coef` is not 0.
 
     Returns:
-        loss: scalar, float32 or wider; differentiable in `logprobs`.
+        loss: scalar, float32 or wider; differentiable in `logprobs` and `entropy`.
         metrics: `diagnostics.METRICS` by name, exact for these tokens.
     """
     if statistics is None:
@@ -73,6 +77,10 @@ def policy_loss(
     state = initial_state(segments)
     losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference, anchor)
     loss = losses.loss.sum()
+    if config.entropy_coef:
+        if entropy is None:
+            raise ValueError("objective.entropy_coef needs the entropy of every token's distribution")
+        loss = loss + entropy_loss(entropy, segments, config).sum()
     metrics = diagnostics.metrics(
         loss=loss.detach(),
         logprobs=logprobs.detach(),

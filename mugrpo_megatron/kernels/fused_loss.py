@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mugrpo_megatron.algorithm.entropy import entropy_loss
 from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.veto import VetoState, initial_state
 from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, project, scan
+from mugrpo_megatron.kernels.torch_ops import EntropyTerm
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -149,9 +151,10 @@ def _one_pass(
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part])
         value, slope, state = _loss_and_slope(objective.part(part), logprobs[part], state)
-        loss += value.sum()
+        bonus, pull = _bonus(objective.part(part), entropy[part])
+        loss += value.sum() + bonus
         if gradients is not None:
-            _chunk_gradients(head, hidden, targets, lse, slope, part, gradients)
+            _chunk_gradients(head, hidden, targets, lse, slope, part, gradients, pull)
     return FusedLoss(loss, logprobs, entropy)
 
 
@@ -170,12 +173,14 @@ def _two_passes(
     together = logprobs if context is None else _gather(logprobs, context, len(objective.behaviour))
     value, slope, _ = _loss_and_slope(objective, together, initial_state(objective.segments))
     if context is not None:
-        value, slope = value[context.index], slope[context.index]
+        value, slope, objective = value[context.index], slope[context.index], objective.part(context.index)
+    bonus, _ = _bonus(objective, entropy)
     if gradients is not None:
         for part in head.chunks(len(targets)):
             project(head, hidden[part])
-            _chunk_gradients(head, hidden, targets, lse[part], slope[part], part, gradients)
-    return FusedLoss(value.sum(), logprobs, entropy)
+            _, pull = _bonus(objective.part(part), entropy[part])
+            _chunk_gradients(head, hidden, targets, lse[part], slope[part], part, gradients, pull)
+    return FusedLoss(value.sum() + bonus, logprobs, entropy)
 
 
 def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
@@ -197,11 +202,30 @@ def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -
     return losses.loss.detach(), slope, losses.state
 
 
+def _bonus(objective: _Objective, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
+    """The entropy bonus of some tokens, and what its gradient needs; None without a bonus."""
+    if not objective.config.entropy_coef:
+        return entropy.new_zeros(()), None
+    with torch.enable_grad():
+        leaf = entropy.detach().requires_grad_()
+        loss = entropy_loss(leaf, objective.segments, objective.config).sum()
+        (slope,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), EntropyTerm(entropy, slope)
+
+
 def _chunk_gradients(
-    head: Head, hidden: Tensor, targets: Tensor, lse: Tensor, slope: Tensor, part: slice, gradients: _Gradients
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    slope: Tensor,
+    part: slice,
+    gradients: _Gradients,
+    pull: EntropyTerm | None,
 ) -> None:
     slope = slope * gradients.scale
-    gradients.hidden[part] = head_backward(head, hidden[part], targets[part], lse, slope, gradients.weight)
+    pull = pull and replace(pull, coefficient=pull.coefficient * gradients.scale)
+    gradients.hidden[part] = head_backward(head, hidden[part], targets[part], lse, slope, gradients.weight, pull)
 
 
 def _gather(values: Tensor, context: ContextShare, tokens: int) -> Tensor:

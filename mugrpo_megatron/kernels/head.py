@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mugrpo_megatron.kernels import torch_ops
+from mugrpo_megatron.kernels.torch_ops import EntropyTerm
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -20,7 +21,7 @@ class RowOps:
     """The two functions of a back end; contracts in `torch_ops`."""
 
     statistics: Callable[[Tensor, float, int, Tensor], Tensor]
-    gradient: Callable[[Tensor, float, int, Tensor, Tensor, Tensor, torch.dtype], Tensor]
+    gradient: Callable[[Tensor, float, int, Tensor, Tensor, Tensor, torch.dtype, EntropyTerm | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +104,24 @@ def scan(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def head_backward(
-    head: Head, hidden: Tensor, targets: Tensor, lse: Tensor, coefficient: Tensor, d_weight: Tensor | None
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    coefficient: Tensor,
+    d_weight: Tensor | None,
+    entropy: EntropyTerm | None = None,
 ) -> Tensor:
     """Gradient of sum(coefficient * logprob) in `hidden`, [n, H]; that in the weight is added to `d_weight`; 2 GEMMs.
+
+    With `entropy`, of sum(coefficient * logprob) + sum(entropy.coefficient * H).
 
     Overwrites the logits that `scan` or `project` left in `head.logits`. The result is this rank's part: the sum over
     `head.tp_group` is the gradient.
     """
     logits = head.logits[: len(hidden)]
     slope = head.rows.gradient(
-        logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype
+        logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype, entropy
     )
     if d_weight is not None:
         _accumulate(d_weight, slope, gemm_input(hidden))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,16 @@ FLOOR = -1e30
 """Maximum over zero logits; finite, so that the difference of two of them is finite."""
 CACHE_ELEMENTS = 1 << 17
 """Logits processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyTerm:
+    """A part of the loss that is a function of n tokens' entropies."""
+
+    value: Tensor
+    """float32 [n], nats: H of each token's distribution over the whole vocabulary."""
+    coefficient: Tensor
+    """float32 [n]: derivative of the loss in each H."""
 
 
 def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Tensor:
@@ -46,11 +58,19 @@ def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Ten
 
 
 def gradient(
-    logits: Tensor, scale: float, valid: int, targets: Tensor, lse: Tensor, coefficient: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    scale: float,
+    valid: int,
+    targets: Tensor,
+    lse: Tensor,
+    coefficient: Tensor,
+    dtype: torch.dtype,
+    entropy: EntropyTerm | None = None,
 ) -> Tensor:
     """Gradient of sum(coefficient * logprob) in the raw logits, [n, columns] of `dtype`; overwrites `logits`.
 
-    coefficient * scale * (onehot(target) - softmax), 0 in the columns from `valid` on.
+    coefficient * scale * (onehot(target) - softmax), 0 in the columns from `valid` on. With `entropy`, that of
+    sum(entropy.coefficient * H) is added: -entropy.coefficient * scale * softmax * (log softmax + H).
 
     Args:
         lse: float32 [n], log-sum-exp of the scaled logits over the whole vocabulary.
@@ -62,7 +82,12 @@ def gradient(
         part = logits[start : start + block, :valid]
         rows = slice(start, start + block)
         torch.add(-lse[rows, None], part, alpha=scale, out=part)
-        part.exp_().mul_(-slope[rows, None])
+        if entropy is None:
+            part.exp_().mul_(-slope[rows, None])
+        else:
+            pull = entropy.coefficient[rows, None] * scale
+            factor = torch.add(part, entropy.value[rows, None]).mul_(pull).add_(slope[rows, None])
+            part.exp_().mul_(factor.neg_())
     logits[:, valid:] = 0.0
     mine = ((targets >= 0) & (targets < valid)).float() * slope
     logits.scatter_add_(1, targets.clamp(0, logits.shape[1] - 1)[:, None], mine[:, None])

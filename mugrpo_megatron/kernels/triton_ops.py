@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mugrpo_megatron.kernels.torch_ops import FLOOR
+from mugrpo_megatron.kernels.torch_ops import FLOOR, EntropyTerm
 
 BLOCK = 4096
 WARPS = 8
@@ -40,11 +40,19 @@ def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Ten
 
 
 def gradient(
-    logits: Tensor, scale: float, valid: int, targets: Tensor, lse: Tensor, coefficient: Tensor, dtype: torch.dtype
+    logits: Tensor,
+    scale: float,
+    valid: int,
+    targets: Tensor,
+    lse: Tensor,
+    coefficient: Tensor,
+    dtype: torch.dtype,
+    entropy: EntropyTerm | None = None,
 ) -> Tensor:
     """As `torch_ops.gradient`; the result is a view of `logits`' memory with the same row stride in bytes."""
     columns = logits.shape[1]
     out = logits.view(dtype)[:, :columns]
+    value, pull = (lse, lse) if entropy is None else (entropy.value, entropy.coefficient)
     if len(logits):
         _gradient[(len(logits),)](
             logits,
@@ -54,9 +62,12 @@ def gradient(
             targets.contiguous(),
             lse.contiguous(),
             coefficient.contiguous(),
+            value.contiguous(),
+            pull.contiguous(),
             columns,
             valid,
             scale,
+            entropy is not None,
             BLOCK,
             num_warps=WARPS,
         )
@@ -89,13 +100,30 @@ def _statistics(logits, stride, targets, out, n, valid, scale, floor, BLOCK: tl.
 
 
 @triton.jit
-def _gradient(logits, stride, out, out_stride, targets, lse, coefficient, columns, valid, scale, BLOCK: tl.constexpr):
+def _gradient(
+    logits,
+    stride,
+    out,
+    out_stride,
+    targets,
+    lse,
+    coefficient,
+    entropy,
+    pull,
+    columns,
+    valid,
+    scale,
+    ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     normaliser = tl.load(lse + row)
     slope = tl.load(coefficient + row) * scale
     target = tl.load(targets + row)
     mine = (target >= 0) & (target < valid)
+    height = tl.load(entropy + row) if ENTROPY else 0.0
+    upward = tl.load(pull + row) * scale if ENTROPY else 0.0
     for start in range(0, columns, BLOCK):
         column = start + lanes
         score = tl.load(logits + row * stride + column, mask=column < valid, other=0.0) * scale
@@ -106,4 +134,6 @@ def _gradient(logits, stride, out, out_stride, targets, lse, coefficient, column
             # threads must have read them. Without a barrier a warp may lag by a block or more.
             tl.debug_barrier()
         grad = slope * (onehot - share)
+        if ENTROPY:
+            grad -= upward * share * (score - normaliser + height)
         tl.store(out + row * out_stride + column, grad.to(out.dtype.element_ty), mask=column < columns)

@@ -48,6 +48,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
             objective.section,
             reference=objective.reference,
             anchor=objective.anchor,
+            entropy=entropy,
         )
     trim_host_memory(learner)
     return {

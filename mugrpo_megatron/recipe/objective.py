@@ -121,6 +121,8 @@ class ObjectiveSection(Section):
     """Estimate from a sampled token: in the loss, k2's gradient is the KL's, k3's that of KL(anchor | policy)."""
     kl_weighted: bool = False
     """Multiply the KL term in the loss by the token's importance ratio: then the gradient is right for stale tokens."""
+    entropy_coef: float = Field(0.0, ge=0.0)
+    """Weight of the entropy of the policy's next-token distribution, which the loss rewards."""
 
     @model_validator(mode="before")
     @classmethod

@@ -40,13 +40,17 @@ def test_statistics_equal_those_of_torch(seed: int, tokens: int, columns: int, s
     st.sampled_from([40, triton_ops.BLOCK, WIDE]),
     st.floats(0, 1),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
 )
-def test_gradient_equals_that_of_torch(seed: int, tokens: int, columns: int, share: float, dtype: torch.dtype) -> None:
+def test_gradient_equals_that_of_torch(
+    seed: int, tokens: int, columns: int, share: float, dtype: torch.dtype, with_entropy: bool
+) -> None:
     logits, targets, coefficient = case(seed, tokens, columns)
     valid = round(share * columns)
     lse = logits.logsumexp(1) * 1.3
-    expected = torch_ops.gradient(logits.clone(), 1.3, valid, targets, lse, coefficient, dtype)
-    found = triton_ops.gradient(logits, 1.3, valid, targets, lse, coefficient, dtype)
+    entropy = torch_ops.EntropyTerm(lse.abs() / 3, coefficient.flip(0)) if with_entropy else None
+    expected = torch_ops.gradient(logits.clone(), 1.3, valid, targets, lse, coefficient, dtype, entropy)
+    found = triton_ops.gradient(logits, 1.3, valid, targets, lse, coefficient, dtype, entropy)
     assert found.dtype == dtype
     assert found.data_ptr() == logits.data_ptr()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2

@@ -48,6 +48,14 @@ OBJECTIVES |= {
     )
 }
 OBJECTIVES |= {
+    f"{name}, entropy{' and KL' * bool(kl)}": ObjectiveSection(name=name, entropy_coef=0.2, **kl)
+    for name, kl in (
+        ("mu_grpo", {}),
+        ("grpo", {"kl_anchor": "start", "kl_coef": 0.3}),
+        ("gspo", {}),
+    )
+}
+OBJECTIVES |= {
     f"own {function}": ObjectiveSection(
         name=name, surrogate=f"tests.algorithm.own:{function}", surrogate_depends_on=dependence
     )
@@ -161,6 +169,7 @@ def materialised(problem: Problem) -> Answer:
         problem.statistics,
         problem.reference,
         problem.anchor,
+        entropy,
     )
     d_hidden, d_weight = torch.autograd.grad(loss, (problem.hidden, problem.weight))
     return Answer(loss.detach(), logprobs.detach(), entropy.detach(), d_hidden, d_weight)

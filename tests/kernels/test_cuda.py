@@ -51,7 +51,12 @@ def test_gradient_overwrites_logits_without_a_race(dtype: torch.dtype) -> None:
         assert distance(found, expected) < 1e-5
         lse = found[0] + found[1].log()
         expected = torch_ops.gradient(logits.clone(), 0.7, 49_990, targets, lse, coefficient, dtype)
+        again = logits.clone()
         assert distance(triton_ops.gradient(logits, 0.7, 49_990, targets, lse, coefficient, dtype), expected) < 1e-2
+        entropy = torch_ops.EntropyTerm(lse.abs() / 3, coefficient.flip(0))
+        expected = torch_ops.gradient(again.clone(), 0.7, 49_990, targets, lse, coefficient, dtype, entropy)
+        found = triton_ops.gradient(again, 0.7, 49_990, targets, lse, coefficient, dtype, entropy)
+        assert distance(found, expected) < 1e-2
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])

@@ -25,8 +25,9 @@ def test_under_the_interpreter() -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("narrow", ["fp32", "bf16"])
-def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
+@pytest.mark.parametrize("narrow", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str, entropy: bool) -> None:
     """Sizes divisible by 16, as a learner's are, let every thread move 16 bytes at a time."""
     from mugrpo_megatron.kernels import triton_ops
 
@@ -37,11 +38,13 @@ def test_compile_for_hopper_with_wide_loads_and_stores(narrow: str) -> None:
     found = ptx(
         triton_ops._gradient,
         {"logits": "*fp32", "stride": "i32", "out": f"*{narrow}", "out_stride": "i32", "targets": "*i64"}
-        | {"lse": "*fp32", "coefficient": "*fp32", "columns": "i32", "valid": "i32"},
+        | {"lse": "*fp32", "coefficient": "*fp32", "entropy": "*fp32", "pull": "*fp32"}
+        | {"columns": "i32", "valid": "i32"},
+        {"BLOCK": triton_ops.BLOCK, "ENTROPY": entropy},
     )
     assert "ld.global.v4" in found
     assert "st.global.v4" in found
-    assert ("bar.sync" in found) == (narrow == "bf16")
+    assert ("bar.sync" in found) == (narrow != "fp32")
 
 
 @pytest.mark.process
