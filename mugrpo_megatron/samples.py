@@ -90,6 +90,8 @@ class Response:
     routes: np.ndarray | None = None
     """uint8 or uint16 [layers, P + R - 1, k]: experts of the prompt's and the response's tokens, if they were asked
     for."""
+    kept: np.ndarray | None = None
+    """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
@@ -117,6 +119,8 @@ class Sample:
     finish_reason: str
     loss_mask: np.ndarray | None = None
     """bool [R]: the tokens that are trained on; None for all."""
+    kept: np.ndarray | None = None
+    """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k; None for the vocabulary."""
     text: str = ""
     """The response's text, as the verifier read it."""
     gold: str = ""
@@ -148,6 +152,9 @@ class Sample:
             raise ValueError(
                 f"group {self.group}: {len(self.response_ids)} token ids, a loss mask of {len(self.loss_mask)}"
             )
+
+        if self.kept is not None and len(self.kept) != len(self.response_ids):
+            raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, kept tokens of {len(self.kept)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
         """Those of a value for each response token that belong to the tokens trained on."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine.wire import pack
+from mugrpo_megatron.engine.wire import Sampling, pack
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.samples import Response, Sample
 
@@ -28,6 +28,8 @@ def test_so_does_a_sample(which: str) -> None:
         replace(whole, **fewer)
     with pytest.raises(ValueError, match="group 7: 3 token ids, a loss mask of 2"):
         replace(whole, loss_mask=FEWER > 0)
+    with pytest.raises(ValueError, match="group 7: 3 token ids, kept tokens of 2"):
+        replace(whole, kept=np.zeros((2, 4), np.int32))
 
 
 def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:
@@ -35,6 +37,7 @@ def test_one_logprob_less_does_not_shift_those_of_later_responses() -> None:
         meta = {"output_token_logprobs": [(-1.0, 0, None)] * logprobs, "finish_reason": {"type": "stop"}}
         return {"output_ids": [1] * tokens, "meta_info": meta}
 
-    assert len(pack([(0, [output(3, 3), output(2, 2)])], 0).logprobs) == 5
+    how = Sampling(1.0, 1.0, 9, ())
+    assert len(pack([(0, [output(3, 3), output(2, 2)])], 0, how).logprobs) == 5
     with pytest.raises(ValueError, match="another number of logprobs"):
-        pack([(0, [output(3, 2), output(2, 3)])], 0)
+        pack([(0, [output(3, 2), output(2, 3)])], 0, how)

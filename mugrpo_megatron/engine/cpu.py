@@ -19,6 +19,7 @@ from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -98,8 +99,11 @@ class CpuEngine(Engine):
         run_scheduler_process(*arguments)
 
     @staticmethod
-    def run_detokenizer_process_func(*arguments: Any) -> None:
+    def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:
         """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
+        if not server_args.skip_tokenizer_init:
+            run_detokenizer_process(server_args, *arguments)
+            return
         kill_itself_when_parent_died()
         setproctitle("sglang::detokenizer")
         signal.pause()

@@ -78,8 +78,11 @@ class Generation:
             "top_p": sampling.top_p,
             "max_new_tokens": sampling.max_tokens,
             "stop_token_ids": list(sampling.stop_ids),
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "stop": list(sampling.stop),
         }
-        self._routed = sampling.routed
+        self._sampling = sampling
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
         self._in_flight = 0
         self._tokens = 0
@@ -113,7 +116,8 @@ class Generation:
             input_ids=[work.ids] * work.n,
             sampling_params=self._parameters,
             return_logprob=True,
-            return_routed_experts=self._routed is not None,
+            return_routed_experts=self._sampling.routed is not None,
+            top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
         )
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
@@ -138,7 +142,7 @@ class Generation:
 
     def _flush(self) -> None:
         if self._finished:
-            self._outbox.put(("groups", pack(self._finished, self._version, self._routed)))
+            self._outbox.put(("groups", pack(self._finished, self._version, self._sampling)))
             self._finished = []
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -63,7 +63,7 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "tp_size": engine.tensor,
         "context_length": min(limits + LENGTH_MARGIN, positions),
         "max_running_requests": engine.max_running_requests,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not recipe.rollout.stop,  # only texts that end a response need one
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "sleep_on_idle": True,
@@ -195,8 +195,18 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
 def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
     """How training responses are sampled."""
     rollout = recipe.rollout
-    stop, routed = _stop_ids(tokenizer), _routed(recipe)
-    return Sampling(rollout.temperature, rollout.top_p, rollout.max_response_tokens, stop, routed)
+    return Sampling(
+        rollout.temperature,
+        rollout.top_p,
+        rollout.max_response_tokens,
+        _stop_ids(tokenizer),
+        routed=_routed(recipe),
+        stop=tuple(rollout.stop),
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        keep=rollout.replayed > 0,
+        one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
+    )
 
 
 def _routed(recipe: Recipe) -> Routed | None:
@@ -207,11 +217,23 @@ def _routed(recipe: Recipe) -> Routed | None:
     return Routed(config["num_hidden_layers"] or 0, config["num_experts_per_tok"] or 0, experts_of(config))
 
 
+def sampling_note(recipe: Recipe) -> str:
+    """What to know of the recipe's sampling; empty where ratios are exact."""
+    rollout = recipe.rollout
+    if not rollout.truncates or rollout.replayed:
+        return ""
+    return (
+        "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
+        "ratios leave out how the part's share of the probability moves. Set rollout.top_k to 64 or less, with top_p "
+        "and min_p as they are, and the stage keeps the part, so that ratios are exact."
+    )
+
+
 def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str) -> Sampling:
     """How evaluation samples the held-out set `name`; temperature 0 is greedy."""
     own = recipe.eval.of(name)
     limit = own.max_tokens or recipe.rollout.max_response_tokens
-    return Sampling(own.temperature, own.top_p, limit, _stop_ids(tokenizer))
+    return Sampling(own.temperature, own.top_p, limit, _stop_ids(tokenizer), stop=tuple(recipe.rollout.stop))
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

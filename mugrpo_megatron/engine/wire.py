@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from mugrpo_megatron.engine.kept import kept_tokens
 from mugrpo_megatron.samples import Response, expert_type
 
 Message = tuple[str, Any]
@@ -47,6 +48,15 @@ class Sampling:
     """Tokens that end a response, on top of the end-of-sequence tokens that the model's own files name."""
     routed: Routed | None = None
     """Return the experts that every token was sent to, of a model of this shape."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a response."""
+    top_k: int = 0
+    """0 is the whole vocabulary."""
+    min_p: float = 0.0
+    keep: bool = False
+    """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
+    one_after_another: bool = False
+    """How the engine combines top-k and top-p; see `engine/kept.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,8 @@ class Groups:
     """uint8 or uint16 [routed tokens, layers, k] of all responses."""
     routed: np.ndarray | None = None
     """int64 [responses]: tokens with routes of each, prompt included."""
+    kept: np.ndarray | None = None
+    """int32 [tokens, top-k]: the tokens that could be sampled, where the client asked for them."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
         """Yield each group's key and responses; arrays are views of the message's."""
@@ -92,6 +104,7 @@ class Groups:
                 logprobs=self.logprobs[end - length : end],
                 finish_reason=FINISH_REASONS[finish],
                 weight_version=self.weight_version,
+                kept=None if self.kept is None else self.kept[end - length : end],
                 routes=experts,
             )
             for end, length, finish, experts in zip(
@@ -119,25 +132,51 @@ def decode_routes(output: dict[str, Any], routed: Routed) -> np.ndarray:
     return whole.astype(expert_type(routed.experts)).reshape(shape)
 
 
-def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, routed: Routed | None = None) -> Groups:
-    """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`."""
+def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> Groups:
+    """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`.
+
+    Where `sampling.keep` asks for it, with the kept tokens and with logprobs among them; where `sampling.routed`
+    does, with the experts.
+    """
     outputs = [output for _, group in groups for output in group]
     for output in outputs:  # flat, one logprob less would shift those of all later responses
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError("a response with another number of logprobs than of token ids")
-    routes = [decode_routes(output, routed) for output in outputs] if routed else None
+    routes = [decode_routes(output, sampling.routed) for output in outputs] if sampling.routed else None
+    ids = np.array([token for output in outputs for token in output["output_ids"]], dtype=np.int32)
+    logprobs = np.array(
+        [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
+    )
+    kept = None
+    if sampling.keep:
+        kept, logprobs = _kept(outputs, ids, logprobs, sampling)
     return Groups(
         keys=[key for key, _ in groups],
         sizes=[len(group) for _, group in groups],
         lengths=np.array([len(output["output_ids"]) for output in outputs], dtype=np.int32),
-        ids=np.array([token for output in outputs for token in output["output_ids"]], dtype=np.int32),
-        logprobs=np.array(
-            [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
-        ),
+        ids=ids,
+        logprobs=logprobs,
         finish=np.array(
             [FINISH_REASONS.index(output["meta_info"]["finish_reason"]["type"]) for output in outputs], dtype=np.uint8
         ),
         weight_version=weight_version,
         routes=np.concatenate(routes) if routes else None,
         routed=np.array([len(part) for part in routes]) if routes else None,
+        kept=kept,
     )
+
+
+def _kept(
+    outputs: list[dict[str, Any]], ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Kept tokens and logprobs among them, from the most likely tokens that SGLang returns with each position."""
+    tops = [entries for output in outputs for entries in output["meta_info"]["output_top_logprobs"]]
+    if len(tops) != len(ids):
+        raise ValueError("a response with another number of most likely tokens than of token ids")
+    values = np.array([[entry[0] for entry in entries] for entries in tops], dtype=np.float32)
+    tokens = np.array([[entry[1] for entry in entries] for entries in tops], dtype=np.int32)
+    shape = (len(ids), sampling.top_k)
+    return kept_tokens(
+        tokens.reshape(shape), values.reshape(shape), ids, logprobs,
+        sampling.top_p, sampling.min_p, sampling.one_after_another,
+    )  # fmt: skip

@@ -21,7 +21,7 @@ from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.veto import VetoState, initial_state
-from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, project, scan
+from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, of, project, scan
 from mugrpo_megatron.kernels.torch_ops import EntropyTerm
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -91,6 +91,7 @@ def fused_policy_loss(
     config: ObjectiveSection,
     layout: HeadLayout,
     *,
+    kept: Tensor | None = None,
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
     anchor: Tensor | None = None,
@@ -107,6 +108,7 @@ def fused_policy_loss(
         targets: int64 [t] global token ids.
         behaviour, advantages, segments, reference, anchor: as for `policy_loss`, of the micro-batch's T tokens of N
             whole responses.
+        kept: int64 [t, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
         statistics: of the whole update; needed where `config.needs_statistics`.
         context: this rank's tokens under context parallelism; None: all of them, t = T.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
@@ -128,11 +130,11 @@ def fused_policy_loss(
         objective = _Objective(behaviour, advantages, segments, config, statistics, reference, anchor)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         if config.dependence == "token" and context is not None:
-            found = _one_pass(head, hidden, targets, objective.part(context.index), gradients)
+            found = _one_pass(head, hidden, targets, kept, objective.part(context.index), gradients)
         elif config.dependence != "response" and context is None:
-            found = _one_pass(head, hidden, targets, objective, gradients)
+            found = _one_pass(head, hidden, targets, kept, objective, gradients)
         else:
-            found = _two_passes(head, hidden, targets, objective, gradients, context)
+            found = _two_passes(head, hidden, targets, kept, objective, gradients, context)
     if gradients is None:
         return found
     formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
@@ -142,14 +144,19 @@ def fused_policy_loss(
 
 
 def _one_pass(
-    head: Head, hidden: Tensor, targets: Tensor, objective: _Objective, gradients: _Gradients | None
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    kept: Tensor | None,
+    objective: _Objective,
+    gradients: _Gradients | None,
 ) -> FusedLoss:
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
     state = initial_state(objective.segments)
     for part in head.chunks(len(targets)):
-        logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part])
+        logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part], of(kept, part))
         value, slope, state = _loss_and_slope(objective.part(part), logprobs[part], state)
         bonus, pull = _bonus(objective.part(part), entropy[part])
         loss += value.sum() + bonus
@@ -162,6 +169,7 @@ def _two_passes(
     head: Head,
     hidden: Tensor,
     targets: Tensor,
+    kept: Tensor | None,
     objective: _Objective,
     gradients: _Gradients | None,
     context: ContextShare | None,
@@ -169,7 +177,7 @@ def _two_passes(
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
     logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for part in head.chunks(len(targets)):
-        logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part])
+        logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(kept, part))
     together = logprobs if context is None else _gather(logprobs, context, len(objective.behaviour))
     value, slope, _ = _loss_and_slope(objective, together, initial_state(objective.segments))
     if context is not None:
@@ -177,7 +185,7 @@ def _two_passes(
     bonus, _ = _bonus(objective, entropy)
     if gradients is not None:
         for part in head.chunks(len(targets)):
-            project(head, hidden[part])
+            project(head, hidden[part], of(kept, part))
             _, pull = _bonus(objective.part(part), entropy[part])
             _chunk_gradients(head, hidden, targets, lse[part], slope[part], part, gradients, pull)
     return FusedLoss(value.sum() + bonus, logprobs, entropy)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mugrpo_megatron.kernels import torch_ops
-from mugrpo_megatron.kernels.torch_ops import EntropyTerm
+from mugrpo_megatron.kernels.torch_ops import FLOOR, EntropyTerm
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -83,13 +83,20 @@ def row_ops(device: torch.device, backend: Backend) -> RowOps:
     return RowOps(torch_ops.statistics, torch_ops.gradient)
 
 
-def scan(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of(kept: Tensor | None, part: slice) -> Tensor | None:
+    """The kept tokens of a chunk."""
+    return None if kept is None else kept[part]
+
+
+def scan(head: Head, hidden: Tensor, targets: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability, entropy (nats) and log-sum-exp of a chunk's tokens, each float32 [n]; 1 GEMM.
+
+    With `kept`, of distributions over these tokens alone, as for `project`.
 
     Leaves the chunk's logits in `head.logits`. Under vocabulary parallelism one all-gather of 16 bytes a token; every
     rank merges the same numbers in the same order, so the results are bitwise equal.
     """
-    logits = project(head, hidden)
+    logits = project(head, hidden, kept)
     every = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
     if head.tp_group is not None:
         local = every
@@ -137,12 +144,24 @@ def gemm_input(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_cuda else matrix.float()
 
 
-def project(head: Head, hidden: Tensor) -> Tensor:
-    """Raw logits of a chunk in `head.logits`, float32 [n, V / tp]."""
+def project(head: Head, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Raw logits of a chunk in `head.logits`, float32 [n, V / tp].
+
+    With `kept` int64 [n, k], global token ids and -1 where there are fewer, all other tokens' logits are `FLOOR`, so
+    that they have probability 0 and no gradient.
+    """
     logits, hidden = head.logits[: len(hidden)], gemm_input(hidden)
     if hidden.dtype == torch.float32:
-        return torch.mm(hidden, head.weight.T, out=logits)
-    return torch.mm(hidden, head.weight.T, out_dtype=torch.float32, out=logits)
+        torch.mm(hidden, head.weight.T, out=logits)
+    else:
+        torch.mm(hidden, head.weight.T, out_dtype=torch.float32, out=logits)
+    if kept is not None:
+        columns = kept - head.first
+        mine = (kept >= 0) & (columns >= 0) & (columns < head.valid)
+        columns = columns.clamp(0, logits.shape[1] - 1)
+        values = torch.where(mine, logits.gather(1, columns), FLOOR)
+        logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")  # places of other ranks' tokens may coincide
+    return logits
 
 
 def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:

@@ -71,6 +71,7 @@ class Objective:
                 segments,
                 self.section,
                 layout,
+                kept=batch.kept,
                 statistics=statistics,
                 reference=None if self.reference is None else self.reference[tokens],
                 anchor=None if self.anchor is None else self.anchor[tokens],
@@ -152,7 +153,7 @@ def score(
     Rows of the output weight beyond the vocabulary are padding and take no part in the softmax.
     """
     rows = predicting(model, hidden, batch)
-    return token_logprobs(rows, model.output_weight(), batch.targets, head_layout(learner, temperature))
+    return token_logprobs(rows, model.output_weight(), batch.targets, head_layout(learner, temperature), batch.kept)
 
 
 def predicting(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

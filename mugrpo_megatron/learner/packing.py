@@ -29,9 +29,10 @@ class Tokens:
     """Number of leading tokens without a loss; at least 1."""
     routes: Routes | None = None
     """The experts that every token but the last is sent to; None to let the routers choose."""
-
     mask: np.ndarray | None = None
     """bool [n - prompt]: which of the other tokens have a loss; None for all."""
+    kept: np.ndarray | None = None
+    """int [trained, k]: the tokens that the softmax of each trained token runs over, -1 where fewer; None for all."""
 
     @property
     def trained(self) -> int:
@@ -81,12 +82,16 @@ class MicroBatch:
     """int64 [n]: `indices`, on the device."""
     routing: Routing | None = None
     """What the routers are told; None lets them choose."""
+    kept: torch.Tensor | None = None
+    """int64 [T, k]: the tokens that the softmax at each trained token runs over, -1 where fewer; None for all."""
 
 
 def sequence_of(sample: Sample, masked: bool = False) -> Tokens:
     """A sample as a sequence whose trained tokens are the response, or its loss mask's part of it if `masked`."""
     ids = np.concatenate([sample.prompt_ids, sample.response_ids])
-    return Tokens(ids, len(sample.prompt_ids), sample.routes, sample.loss_mask if masked else None)
+    kept, mask = sample.kept, sample.loss_mask if masked else None
+    kept = kept if kept is None or mask is None else kept[mask]
+    return Tokens(ids, len(sample.prompt_ids), sample.routes, mask, kept)
 
 
 def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> Plan:
@@ -153,7 +158,20 @@ def pack(
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     packing = make_packing(segments, device, cp_rank, cp_size)
     held_ids, held_positions, rows, answers, counts, responses = on_device
-    return MicroBatch(chosen_here.tolist(), held_ids, held_positions, packing, rows, answers, counts, responses)
+    kept = _kept([chosen[i] for i in mine], device)
+    return MicroBatch(
+        chosen_here.tolist(), held_ids, held_positions, packing, rows, answers, counts, responses, kept=kept
+    )
+
+
+def _kept(mine: list[Tokens], device: torch.device) -> torch.Tensor | None:
+    """int64 [T, k]: the tokens that each trained token's softmax runs over; None for the vocabulary."""
+    found = [sequence.kept for sequence in mine if sequence.kept is not None]
+    if not found:
+        return None
+    if len(found) < len(mine):
+        raise ValueError("some responses of an update have kept tokens, others not")
+    return torch.from_numpy(np.concatenate(found).astype(np.int64)).to(device)
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:

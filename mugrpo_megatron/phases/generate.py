@@ -192,6 +192,7 @@ def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
             routes=None if response.routes is None else HeldRoutes(response.routes),
+            kept=response.kept,
             text=as_text(text),
             gold=gold,
             extracted=as_text(score.extracted),

@@ -19,6 +19,7 @@ from pydantic import (
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
 from mugrpo_megatron.recipe.reporting import ReportSection
+from mugrpo_megatron.recipe.rollout import RolloutSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
@@ -115,23 +116,6 @@ class ScheduleSection(Section):
     def total_updates(self) -> int:
         """S µ x passes: optimizer updates of the whole run."""
         return self.stages * self.updates_on_stage
-
-
-class RolloutSection(Section):
-    """How the responses of an update are sampled."""
-
-    prompts_per_update: PositiveInt = 32
-    """Problems whose responses make up one optimizer update."""
-    responses_per_prompt: int = Field(8, ge=2)
-    """G: responses sampled for each problem; the group that the advantage is relative to."""
-    max_response_tokens: PositiveInt = 1024
-    """A longer response is cut and finishes with reason `length`."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner divides its logits by it as well, so that ratios compare the same policies."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling; below 1 the engine's logprobs are not renormalised and ratios are biased."""
-    behaviour: Literal["engine", "learner"] = "engine"
-    """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
 
 
 class OptimizerSection(Section):

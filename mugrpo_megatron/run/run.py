@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda
+from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
@@ -168,6 +168,8 @@ def open_run(
             world.barrier()
             reload(learner)
         for note in problems.notes if problems else ():
+            display.say(note)
+        if note := sampling_note(recipe) if problems else "":
             display.say(note)
         run = Run(recipe, directory, world, log, display, saver, record)
         with telling_failures(learner.ranks):

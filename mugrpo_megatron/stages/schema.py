@@ -53,6 +53,7 @@ TRAINING: dict[str, Column] = {
 """What every stage has and training reads."""
 OPTIONAL: dict[str, Column] = {
     "loss_mask": Column(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
+    "kept": Column(IDS, "Tokens that could be sampled at each place, k for each, -1 where fewer; without it: all."),
 }
 """What training reads where a stage has it."""
 TOLD: dict[str, Column] = {

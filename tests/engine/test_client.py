@@ -57,6 +57,26 @@ def test_behaviour_logprobs_are_those_of_the_sampling_temperature(engine: Engine
             np.testing.assert_allclose(response.logprobs, expected, atol=TOLERANCE)
 
 
+def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.nn.Module) -> None:
+    """Every response lies inside the kept tokens, and its logprobs are those of a softmax over them."""
+    how = Sampling(0.7, 0.8, 12, (), top_k=5, min_p=0.05, keep=True)
+    sizes = set()
+    for prompt, responses in engine.generate(prompts(8), 4, how):
+        for response in responses:
+            assert response.kept.shape == (12, 5)
+            ids = torch.tensor([prompt.ids + response.ids.tolist()])
+            with torch.no_grad():
+                scores = reference(ids).logits[0, len(prompt.ids) - 1 : -1] / 0.7
+            for place, (token, kept) in enumerate(zip(response.ids.tolist(), response.kept.tolist(), strict=True)):
+                chosen = [other for other in kept if other >= 0]
+                assert token in chosen
+                assert chosen == scores[place].topk(len(chosen)).indices.tolist()
+                found = scores[place, chosen].log_softmax(0)[chosen.index(token)].item()
+                assert response.logprobs[place] == pytest.approx(found, abs=TOLERANCE)
+                sizes.add(len(chosen))
+    assert len(sizes) > 2, "top-p and min-p take part"
+
+
 def test_responses_of_a_group_differ(engine: Engine) -> None:
     for _, responses in engine.generate(prompts(5), 4, SAMPLED):
         assert len({response.ids.tobytes() for response in responses}) == 4

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine.wire import Routed, pack
+from mugrpo_megatron.engine.wire import Routed, Sampling, pack
 
 PROMPT = 3
 
@@ -35,7 +35,7 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
     groups = [
         (key, [output(experts, n) for experts, n in zip(sent[key], lengths[key], strict=True)]) for key in range(2)
     ]
-    packed = pack(groups, 0, routed)
+    packed = pack(groups, 0, Sampling(1.0, 1.0, 9, (), routed))
     assert packed.routes is not None
     assert packed.routes.itemsize == width
     for key, responses in packed.unpack():
@@ -45,7 +45,7 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
 
 
 def test_without_being_asked_for_there_are_none() -> None:
-    [(_, responses)] = pack([(0, [output(None, 2)])], 0).unpack()
+    [(_, responses)] = pack([(0, [output(None, 2)])], 0, Sampling(1.0, 1.0, 9, ())).unpack()
     assert responses[0].routes is None
 
 
@@ -60,4 +60,4 @@ def test_without_being_asked_for_there_are_none() -> None:
 )
 def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pack([(0, [output(experts, 3)])], 0, Routed(layers=5, chosen=2, experts=4))
+        pack([(0, [output(experts, 3)])], 0, Sampling(1.0, 1.0, 9, (), Routed(layers=5, chosen=2, experts=4)))

@@ -177,3 +177,30 @@ def test_decay_ends_at_min_lr() -> None:
     for decay in ("linear", "cosine"):
         section = OptimizerSection(lr=1e-3, min_lr=1e-4, decay=decay, warmup_updates=10)
         assert learning_rate(section, 400, 400) == pytest.approx(1e-4)
+
+
+def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """Two updates on responses whose sampler kept four tokens at each place, behaviour by the learner."""
+    learner = build_learner(recipe(Path(model), **sections))
+    generator = np.random.default_rng(0)
+    data = []
+    for sample in samples():
+        kept = generator.permuted(np.tile(np.arange(90, dtype=np.int32), (len(sample.response_ids), 1)), axis=1)[:, :4]
+        kept[~(kept == sample.response_ids[:, None]).any(1), 3] = -1
+        kept[:, 0] = np.where((kept == sample.response_ids[:, None]).any(1), kept[:, 0], sample.response_ids)
+        data.append(replace(sample, kept=kept))
+    own = token_logprobs(learner, data)
+    data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, own, strict=True)]
+    return update(learner, data, advantages(len(data))), update(learner, data, advantages(len(data)))
+
+
+@pytest.mark.process
+def test_ratios_over_the_kept_tokens_are_exact_in_every_layout(model: str) -> None:
+    [(first, second)] = run_ranks(1, truncated, model, {})
+    assert first["ratio_mean"] == first["ratio_neg_max"] == first["ratio_neg_min"] == 1.0
+    assert 0 < first["entropy"] < np.log(4)
+    for sections in ({"parallel": {"tensor": 2}}, {"parallel": {"pipeline": 2}}, {"parallel": {"context": 2}}):
+        for one, two in run_ranks(2, truncated, model, sections):
+            assert one["ratio_mean"] == 1.0
+            assert one["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+            assert two["loss"] == pytest.approx(second["loss"], rel=2e-3)
