@@ -11,6 +11,7 @@ from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.algorithm.anchor import kl_loss
 from mugrpo_megatron.algorithm.entropy import entropy_loss
 from mugrpo_megatron.algorithm.masks import keep_mask
+from mugrpo_megatron.algorithm.own import own_metrics
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.algorithm.surrogates import (
@@ -39,6 +40,8 @@ class TokenLosses:
     """bool [T]: neither vetoed nor masked."""
     state: VetoState
     """State for the tokens that follow."""
+    tokens: Tokens
+    """What the surrogate saw of them."""
 
 
 def policy_loss(
@@ -70,7 +73,7 @@ def policy_loss(
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs` and `entropy`.
-        metrics: `diagnostics.METRICS` by name, exact for these tokens.
+        metrics: `diagnostics.METRICS` by name, exact for these tokens, and the user's own.
     """
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
@@ -92,7 +95,7 @@ def policy_loss(
         first_trigger=losses.state.first_trigger,
         anchor=anchor,
     )
-    return loss, metrics
+    return loss, metrics | own_metrics(losses.tokens, config)
 
 
 def token_losses(
@@ -128,7 +131,7 @@ def token_losses(
     loss = torch.where(verdict.keep, loss, 0.0) * weight
     if anchor is not None and config.kl_coef and config.kl_in == "loss":
         loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
-    return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state)
+    return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state, tokens)
 
 
 def _reference_ratio(

@@ -94,6 +94,7 @@ def _sentence(text: str) -> str:
 METRICS: tuple[Metric, ...] = (
     *(Metric("update", name, unit or "1", _sentence(meaning)) for name, unit, meaning in diagnostics.METRICS),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
+    Metric("update", "own/SET", "any", "What `objective.diagnostics`, your own function, returns under the name SET."),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),

@@ -57,6 +57,8 @@ class ObjectiveSection(Section):
     """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
     surrogate_depends_on: Literal["token", "response"] | None = None
     """What decides a token's gradient in your own surrogate: its own fields, or those of its whole response."""
+    diagnostics: str | None = None
+    """Your own `module:function` that gets the same tokens and returns numbers by name, logged with every update."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
     """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
     clip_high: float = Field(5.0, ge=1.0)
@@ -166,6 +168,13 @@ class ObjectiveSection(Section):
     def _check_surrogate_exists(cls, value: str) -> str:
         if value not in SURROGATES and not OWN_FUNCTION.fullmatch(value):
             raise ValueError(f"there are {', '.join(SURROGATES)}, or your own function as module:function")
+        return value
+
+    @field_validator("diagnostics")
+    @classmethod
+    def _check_diagnostics_are_named(cls, value: str | None) -> str | None:
+        if value is not None and not OWN_FUNCTION.fullmatch(value):
+            raise ValueError("name your own function as module:function")
         return value
 
     @field_validator("surrogate_depends_on")

@@ -1,0 +1,90 @@
+"""The user's own diagnostics: the page's example, what they are given, and answers that are none."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.algorithm.policy_loss import policy_loss
+from mugrpo_megatron.algorithm.surrogates import Tokens
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.metrics import defined
+from mugrpo_megatron.recipe import ObjectiveSection
+from tests.algorithm.batches import Batch, random_batch
+
+HERE = "tests.algorithm.test_own"
+
+
+def metrics_of(batch: Batch, diagnostics: str) -> dict[str, float]:
+    config = ObjectiveSection(name="grpo", diagnostics=diagnostics)
+    loss, metrics = policy_loss(*batch.tensors(), batch.segments(config), config)
+    assert loss.requires_grad, "whatever the function does, the loss keeps its gradient"
+    return metrics
+
+
+def looks(tokens: Tokens, config: ObjectiveSection) -> Mapping[str, object]:
+    assert not any(t.requires_grad for t in (tokens.logprobs, tokens.log_ratio, tokens.ratio))
+    return {"mean_ratio": tokens.ratio.mean(), "responses": tokens.segments.responses, "nan": float("nan")}
+
+
+def fails(tokens: Tokens, config: ObjectiveSection) -> Mapping[str, object]:
+    raise KeyError("lost")
+
+
+def no_mapping(tokens: Tokens, config: ObjectiveSection) -> object:
+    return [1.0]
+
+
+def bad_name(tokens: Tokens, config: ObjectiveSection) -> Mapping[str, object]:
+    return {"a/b": 1.0}
+
+
+def no_scalar(tokens: Tokens, config: ObjectiveSection) -> Mapping[str, object]:
+    return {"ratios": tokens.ratio}
+
+
+def test_numbers_are_logged_under_their_names() -> None:
+    found = metrics_of(random_batch(1, [5, 0, 8]), f"{HERE}:looks")
+    assert found["own/mean_ratio"] == pytest.approx(found["ratio_mean"])
+    assert found["own/responses"] == 3.0
+    assert found["own/nan"] != found["own/nan"]
+    assert all(defined("update", name) for name in found)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fails", "failed: KeyError: 'lost'"),
+        ("no_mapping", "returned list, not a mapping"),
+        ("bad_name", "'a/b' is not a name"),
+        ("no_scalar", "ratios is not a number but Tensor"),
+        ("absent", "absent"),
+    ],
+)
+def test_what_is_no_diagnostic_is_told_in_a_sentence(function: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        metrics_of(random_batch(1, [5, 0, 8]), f"{HERE}:{function}")
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path("docs/own-loss.md").read_text(encoding="utf-8").split("## Your own diagnostics")[1]
+    code = page.split("```python\n")[1].split("```")[0].replace("1000", "3")
+    (tmp_path / "my_losses_too.py").write_text(code, encoding="utf-8")
+    fields = tomllib.loads(page.split("```toml\n")[1].split("```")[0])["objective"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    batch = random_batch(1, [5, 0, 8])
+    found = metrics_of(batch, fields["diagnostics"].replace("my_losses", "my_losses_too"))
+    logprobs, behaviour, _ = batch.tensors()
+    late = batch.segments(ObjectiveSection()).positions >= 3
+    assert found["own/tokens_after_3"] == 2 + 5
+    assert found["own/drift_after_3"] == pytest.approx((logprobs - behaviour)[late].square().mean().item())
+
+
+def test_a_name_without_a_module_is_refused() -> None:
+    with pytest.raises(ValueError, match="module:function"):
+        ObjectiveSection(diagnostics="late_drift")
