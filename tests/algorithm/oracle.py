@@ -102,8 +102,9 @@ def kl(d: float, log_ratio: float, config: ObjectiveSection) -> tuple[float, flo
     if not config.kl_weighted:
         return value, slope
     ratio = math.exp(min(max(log_ratio, -20), 20))
-    moves = abs(log_ratio) <= 20 and config.kl_estimator != "k2"
-    return ratio * value, ratio * slope + (ratio * value if moves else 0.0)
+    if abs(log_ratio) > 20:
+        return ratio * value, 0.0
+    return ratio * value, ratio * slope + (ratio * value if config.kl_estimator != "k2" else 0.0)
 
 
 def level_of(logs: list[float], t: int, kind: str) -> tuple[float, list[tuple[int, float]]]:
