@@ -83,6 +83,12 @@ def objective(
             if inside:
                 for s, share in reach:
                     level_gradient[s] += weight * d_ratio * ratio * share
+            if config.tv_penalty and config.surrogate in ("gmpo", "dppo"):  # the others have it in `token`
+                level, reach = level_of(logs, t, config.ratio)
+                ratio = math.exp(min(max(level, -20), 20))
+                loss += weight * config.tv_penalty * abs(ratio - 1) / 2
+                for s, share in reach if abs(level) <= 20 else []:
+                    level_gradient[s] += weight * config.tv_penalty / 2 * ((ratio > 1) - (ratio < 1)) * ratio * share
             if anchor:
                 value, slope = kl(logprobs[i][t] - anchor[i][t], logs[t], config)
                 loss += weights[i] * config.kl_coef * value
