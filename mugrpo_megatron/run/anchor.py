@@ -19,7 +19,7 @@ def anchor_weights(recipe: Recipe) -> Path | None:
     name = recipe.objective.kl_anchor
     if name is None or name == "stage":
         return None
-    return recipe.model.path if name == "start" else Path(name)
+    return recipe.model.directory if name == "start" else Path(name)
 
 
 def anchor_is_behaviour(recipe: Recipe) -> bool:
