@@ -19,7 +19,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
-from mugrpo_megatron.learner.routing import Routing, layers_of, make_routing
+from mugrpo_megatron.learner.routing import Routing, clear, layers_of, make_routing
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
 
@@ -128,7 +128,7 @@ def gather_tokens(
 
 def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: bool) -> list[torch.Tensor]:
     iterators = [iter(batches) for _ in learner.chunks]
-    return get_forward_backward_func()(
+    found = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, read, learner.recipe.learner.recompute == "full" and not forward_only),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=learner.chunks if len(learner.chunks) > 1 else learner.chunks[0],
@@ -137,6 +137,9 @@ def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: b
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if batches[0].routing:
+        clear(learner.chunks)
+    return found
 
 
 def _forward_step(

@@ -113,6 +113,14 @@ def install(chunks: Sequence[DistributedDataParallel]) -> None:
     RouterReplay.clear_global_router_replay_instances()
 
 
+def clear(chunks: Sequence[torch.nn.Module]) -> None:
+    """Let the routers choose again, after the last micro-batch: recomputed layers replay until then."""
+    for chunk in chunks:
+        for routes in layers_of(chunk).values():
+            routes.clear_indices()
+            routes.clear_router_replay_action()
+
+
 def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
     """A chunk's routers' replays by number of their layer in the whole model, from 0."""
     return {layer.layer_number - 1: layer.mlp.router.router_replay for layer in policy(chunk).decoder.layers}

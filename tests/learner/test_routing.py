@@ -80,6 +80,7 @@ def replayed(model: str, sections: dict[str, dict[str, Any]], table: np.ndarray 
     left = [routes for chunk in learner.chunks for routes in layers_of(chunk).values()]
     assert not any(routes.replay_backward_list or routes.target_topk_idx is not None for routes in left)
     assert not RouterReplay.global_router_replay_instances
+    assert all(np.isfinite(each).all() for each in token_logprobs(learner, samples())), "then routers choose again"
     return {
         "own": own,
         "bitwise": all((one == other).all() for one, other in zip(logprobs, again, strict=True)),
@@ -212,7 +213,7 @@ def test_experts_are_counted_in_the_smallest_type() -> None:
     assert [np.dtype(expert_type(n)).itemsize for n in (4, 256, 257)] == [1, 1, 2]
 
 
-def balancing_gradients(model: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def balancing_gradients(model: str) -> list[np.ndarray]:
     """Gradient of Megatron's auxiliary loss alone by the logits: free, replaying, and replaying what is chosen."""
     learner = build_learner(recipe(Path(model), learner={"routing_replay": "learner"}))
     trained = policy(learner.chunks[0])
@@ -235,14 +236,14 @@ def balancing_gradients(model: str) -> tuple[torch.Tensor, torch.Tensor, torch.T
             assert (chosen == torch.zeros(9, EXPERTS, dtype=torch.bool).scatter(1, experts, True)).all()
         (weights * 0).sum().backward()  # only what is attached to the weights is left
         assert logits.grad is not None
-        found.append(logits.grad)
-    return found[0], found[1], found[2]
+        found.append(logits.grad.numpy())
+    return found
 
 
 @pytest.mark.process
 def test_a_balancing_loss_sees_the_routers_own_choice(model: str) -> None:
     """Megatron's auxiliary loss counts what the current router would choose, whatever is replayed."""
     free, replaying, same = run_ranks(1, balancing_gradients, model)[0]
-    assert float(free.abs().max()) > 0
-    torch.testing.assert_close(replaying, free, rtol=0, atol=0)
-    torch.testing.assert_close(same, free, rtol=0, atol=0)
+    assert np.abs(free).max() > 0
+    np.testing.assert_array_equal(replaying, free)
+    np.testing.assert_array_equal(same, free)
