@@ -64,7 +64,7 @@ def _takes_plan(parser: Parser) -> None:
     takes_overrides(parser)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpu cpu: ranks on each node")
-    parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200 or cpu")
+    parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu")
     parser.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="replace an assumed rate")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")

@@ -153,6 +153,16 @@ def test_the_papers_runs_fit_four_h200(model: str, method: str, capsys: pytest.C
     assert all(one["problems"] or one["seconds"] > 0 for one in plan["layouts"])
 
 
+@pytest.mark.parametrize(("name", "device"), [("24gb", "rtx4090"), ("80gb", "h100")])
+def test_the_recipes_for_one_gpu_fit_it(name: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = RECIPES / "one_gpu" / f"{name}.toml"
+    code, printed, said = run(["plan", str(path), "--gpus-per-node", "1", "--gpu", device, "--json"], capsys)
+    assert code == 0, said
+    memory = json.loads(printed)["memory"]
+    assert memory["learn"] < 0.92 * memory["device"]
+    assert load_recipe(path).data.train == "gsm8k"
+
+
 @pytest.mark.parametrize(("name", "nodes"), [(name, n) for name, each in MULTI_NODE.items() for n in each])
 def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = RECIPES / "multi_node" / f"{name}.toml"
@@ -167,6 +177,7 @@ def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsy
         *PAPER.glob("*.mu_grpo.toml"),
         *(RECIPES / "multi_node").glob("*.toml"),
         *(RECIPES / "off_policy_grpo").glob("*.toml"),
+        *(RECIPES / "one_gpu").glob("*.toml"),
     ],
     ids=lambda path: path.name,
 )
