@@ -1,9 +1,10 @@
-"""The commands that train: `train`, `generate`, `optimize`, `sft`."""
+"""The commands that train: `train`, `generate`, `optimize`, `sweep`, `sft`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.command import (
     CONTINUES,
     IMPORTING,
@@ -14,6 +15,7 @@ from mugrpo_megatron.commands.command import (
     takes_recipe,
     with_recipe,
 )
+from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe import Recipe
 
 
@@ -74,6 +76,43 @@ def _optimize(options: Options) -> int:
     return with_recipe(options, run)
 
 
+def _takes_sweep(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path, help="the run that has generated the stage")
+    parser.add_argument("--stage", type=int, default=0, metavar="K", help="the sealed stage, from 0")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE,VALUE",
+        help="an axis of the grid; with one value, a setting of every cell",
+    )
+    parser.add_argument("--grid", type=Path, metavar="FILE", help="TOML file with [set], [axes] and [[cells]]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where the cells go; RUN_DIR-sweep-stageK")
+    parser.add_argument("--dry-run", action="store_true", help="check all cells, print their states, and stop")
+
+
+def _sweep(options: Options) -> int:
+    from mugrpo_megatron.commands.sweep_grid import cells_of, read_grid
+    from mugrpo_megatron.commands.sweep_plan import Sweep, check_sweep, default_out, states
+    from mugrpo_megatron.run.directory import RunDirectory
+    from mugrpo_megatron.run.preflight import check_run
+
+    source, stage = options.run_dir, options.stage
+    out = options.out or default_out(source, stage)
+    sweep = Sweep(source, stage, out, cells_of(read_grid(options.overrides, options.grid), RunDirectory(source), out))
+    origin = check_sweep(sweep)
+    if options.dry_run:
+        print(visible(states(sweep)))
+        return 0
+    say(visible(f"mugrpo {__version__}: {len(sweep.cells)} cells on stage {stage} of {source} -> {out}"))
+    found = check_run(sweep.cells[0].recipe, say)
+    say(IMPORTING)
+    from mugrpo_megatron.commands.sweep import run_sweep
+
+    return run_sweep(sweep, origin, found)
+
+
 def _sft(options: Options) -> int:
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.commands.warm_start import is_warm_started
@@ -95,5 +134,12 @@ GENERATE = Command(
 )
 OPTIMIZE = Command(
     "optimize", "only take the updates of a sealed stage, without an engine", _takes_optimize, _optimize, CONTINUES
+)
+SWEEP = Command(
+    "sweep",
+    "objectives, rates, thresholds and scopes compared on one sealed stage",
+    _takes_sweep,
+    _sweep,
+    "the same command continues the sweep",
 )
 SFT = Command("sft", "supervised learning: a model on your rows, or a new one as a warm start", takes_recipe, _sft)

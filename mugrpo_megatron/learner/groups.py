@@ -82,11 +82,16 @@ def initialize(recipe: Recipe) -> Ranks:
         expert_model_parallel_size=layout.expert,
         distributed_timeout_minutes=recipe.run.collective_timeout_s / 60,  # type: ignore[arg-type]  # goes into a timedelta
     )
-    torch.manual_seed(recipe.run.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
+    seed_generators(recipe)
     ranks = _ranks(device, recipe.run.collective_timeout_s)
     torch.set_num_threads(recipe.learner.threads or max(1, usable_cores() // ranks.local_world))
     return ranks
+
+
+def seed_generators(recipe: Recipe) -> None:
+    """Set every random stream of this process as at a run's start; the process groups exist."""
+    torch.manual_seed(recipe.run.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(recipe.run.seed, force_reset_rng=True)
 
 
 def shutdown(ranks: Ranks | None = None, failed: bool = False) -> None:

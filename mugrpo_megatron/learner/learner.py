@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.optimizer import MegatronOptimizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.groups import Ranks, initialize
+from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
 from mugrpo_megatron.learner.model import build_model, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer
 from mugrpo_megatron.learner.pinned import HostCopy
@@ -46,14 +46,19 @@ class Learner:
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
 
 
-def build_learner(recipe: Recipe) -> Learner:
+def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
 
-    Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that cannot work.
+    With `ranks`, the world that another learner of the same layout has joined, process groups are shared and nothing
+    else is. Collective: every rank of the world calls it. Raises UserError for a layout or a model directory that
+    cannot work.
     """
     architecture = read_architecture(recipe.model.directory)
     check_layers(recipe, torch.cuda.is_available())
-    ranks = initialize(recipe)
+    if ranks:
+        seed_generators(recipe)
+    else:
+        ranks = initialize(recipe)
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
         raise UserError(
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "

@@ -20,13 +20,19 @@ from mugrpo_megatron.weights.hf import save_hf
 
 
 def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Evaluate the trained policy, write the run's results and show them."""
+    conclude(run, learner, engines, cursor)
+    if run.is_main:
+        show(run.directory, run.display)
+
+
+def conclude(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """Evaluate the trained policy and write the run's results."""
     evaluate_weights(run, learner, engines, cursor)
     export(run, learner, cursor)
     if run.is_main:
         write_json(run.directory.summary, summarize(run.directory.path))
         write_report(run.directory.path)
-        show(run.directory, run.display)
 
 
 def export(run: Run, learner: Learner, cursor: Cursor) -> None:

@@ -23,8 +23,8 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.probe import probe
 from mugrpo_megatron.phases.saves import stop_if_asked
 from mugrpo_megatron.run.anchor import with_anchor
-from mugrpo_megatron.run.checkpoints import checkpoint_name, complete
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs, sums, write_logprobs

@@ -11,8 +11,7 @@ from mugrpo_megatron.files.checkpoint import STATE, read_state
 from mugrpo_megatron.files.durable import digest, durable_directory
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.checkpoints import checkpoint_name
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
 from mugrpo_megatron.run.model import hub_model, with_model
 from mugrpo_megatron.run.published import check_start, read_published
@@ -52,19 +51,12 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
     """
     of = RunDirectory(source)
     recipe = with_model(recipe, run_dir=source)
-    origin = _check(recipe, of, stage)
+    origin = check_branch(recipe, source, stage)
     begun = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
         record = claim(directory.path, hub_model(recipe))
-        if record.branch == begun:
+        if _is_branch(directory.path, record, begun):
             return
-        if record.branch:
-            raise UserError(
-                f"{directory.path} is a branch of {record.branch.run} at stage {record.branch.stage}; choose another "
-                "run.dir"
-            )
-        if (directory.path / FILE_NAME).exists():
-            raise UserError(f"{directory.path} already holds a run; choose another run.dir for the branch")
         _link(of.stage(stage), directory.stage(stage), manifest_name(0))
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
@@ -72,7 +64,28 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         write_record(directory.path, Record(record.id, begun, record.model))
 
 
-def _check(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
+def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
+    """Where the stage to branch at is from; the errors of `branch`, with nothing changed."""
+    origin = _check_source(recipe, RunDirectory(source), stage)
+    if (record := read_record(recipe.run.dir)) is not None:
+        _is_branch(recipe.run.dir, record, Branch(str(source.resolve()), stage, origin.run))
+    return origin
+
+
+def _is_branch(directory: Path, record: Record, wanted: Branch) -> bool:
+    """Whether the directory's run is the branch already; UserError when it is another run, and one that has begun."""
+    if record.branch == wanted:
+        return True
+    if record.branch:
+        raise UserError(
+            f"{directory} is a branch of {record.branch.run} at stage {record.branch.stage}; choose another run.dir"
+        )
+    if (directory / FILE_NAME).exists():
+        raise UserError(f"{directory} already holds a run; choose another run.dir for the branch")
+    return False
+
+
+def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
     """Where the stage to branch at is from."""
     if not source.recipe.exists():
         raise UserError(f"--from {source.path}: not a run directory (it has no {source.recipe.name})")

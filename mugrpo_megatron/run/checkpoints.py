@@ -21,7 +21,7 @@ from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.recipe.sections import CheckpointSection
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.stopping import Stopped
 
@@ -155,11 +155,6 @@ def newest_cursor(directory: Path) -> Cursor:
     if problem:
         raise _all_damaged(directory, problem)
     return Cursor()
-
-
-def checkpoint_name(cursor: Cursor) -> str:
-    """The directory of the checkpoint from which a run resumes at `cursor`."""
-    return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
 
 
 def named(directory: Path) -> list[Path]:

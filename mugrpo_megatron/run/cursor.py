@@ -62,6 +62,11 @@ class Cursor:
         return self.updates - self.age
 
 
+def checkpoint_name(cursor: Cursor) -> str:
+    """The directory of the checkpoint from which a run resumes at `cursor`."""
+    return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
+
+
 def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
     """Whether an update's metrics say that the stage's responses are too stale to continue with."""
     return metrics["ess"] < schedule.min_ess or metrics["vetoed_fraction"] > schedule.max_vetoed

@@ -146,14 +146,9 @@ def open_run(
             record = world.broadcast(record)
             assert record is not None
 
-            def tell(damage: str) -> None:
-                display.say(damage)
-                log.event("damaged_checkpoint", damage)
-
-            cursor = restore_newest(learner, directory.checkpoints, record, tell)
+            cursor = restore(learner, directory, record, log, display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id))
-            chunks = [policy(chunk) for chunk in learner.chunks]
-            bridge = build_bridge(chunks, learner.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
+            bridge = bridge_of(learner)
             read = world.broadcast(problems)
             if slot and cuda:
                 for part in PARTS:
@@ -162,11 +157,8 @@ def open_run(
                 equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
             with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
-                _wait_for_first_start(generator, world)
-            if generator and (cuda or recipe.engine.between_stages == "sleep"):
-                generator.engine.sleep()  # frees device memory for the learner until the first sync
-            world.barrier()
-            reload(learner)
+                first_start(generator, world)
+            hand_over(generator, learner, world)
         for note in problems.notes if problems else ():
             display.say(note)
         if note := sampling_note(recipe) if problems else "":
@@ -181,7 +173,32 @@ def origin(record: Record, cursor: Cursor) -> Origin:
     return Origin(record.of_stage(cursor.stage), cursor.stage, cursor.updates - cursor.age)
 
 
-def _wait_for_first_start(generator: Generator | None, world: World) -> None:
+def restore(learner: Learner, directory: RunDirectory, record: Record, log: MetricLog, display: Display) -> Cursor:
+    """Load the run's newest intact checkpoint into the learner; tells and logs what is damaged. Collective."""
+
+    def tell(damage: str) -> None:
+        display.say(damage)
+        log.event("damaged_checkpoint", damage)
+
+    return restore_newest(learner, directory.checkpoints, record, tell)
+
+
+def bridge_of(learner: Learner) -> Bridge:
+    """The bridge from this learner to the engines. Collective."""
+    chunks = [policy(chunk) for chunk in learner.chunks]
+    engine = learner.recipe.engine
+    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor)
+
+
+def hand_over(generator: Generator | None, learner: Learner, world: World) -> None:
+    """After the engines' first start: give the devices to the learner until the first sync. Collective."""
+    if generator and (runs_on_cuda(learner.recipe) or learner.recipe.engine.between_stages == "sleep"):
+        generator.engine.sleep()
+    world.barrier()
+    reload(learner)
+
+
+def first_start(generator: Generator | None, world: World) -> None:
     """Wait for every engine of the world; UserError on every rank when one of them does not start."""
     problem = first_start_problem(generator.engine) if generator else ""
     world.barrier()

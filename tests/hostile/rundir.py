@@ -18,8 +18,8 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.sections import TrackSection
-from mugrpo_megatron.run.checkpoints import checkpoint_name, named, newest_cursor
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.checkpoints import named, newest_cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
 from mugrpo_megatron.run.record import MARK, mark, read_record

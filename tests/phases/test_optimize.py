@@ -16,8 +16,7 @@ from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.phases import optimize
 from mugrpo_megatron.phases.optimize import read_update, refresh_reference
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.checkpoints import checkpoint_name
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.stopping import Stopped, StopRequest

@@ -1,0 +1,184 @@
+"""The grid of a sweep: axes and cells from the command line and a TOML file, and each cell's whole recipe.
+
+[set]                                   # one value: for every cell
+"eval.samples" = 4
+[axes]                                  # every combination of the axes is a cell
+"objective.name" = ["mu_grpo", "grpo"]
+"optimizer.lr" = [1e-4, 2e-4]
+[[cells]]                               # cells besides them
+"objective.name" = "gspo"
+"objective.clip_high" = 1.001
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.load import parse_toml, read_toml, validate
+from mugrpo_megatron.run.directory import RunDirectory
+
+Settings = dict[str, Any]
+"""`section.key` -> value."""
+
+VARIED = (
+    "objective.",
+    "optimizer.",
+    "rollout.behaviour",
+    "schedule.passes",
+    "schedule.min_ess",
+    "schedule.max_vetoed",
+)
+"""Keys that the cells of a sweep may differ in: what is done with a stage's responses, not how or on what machine."""
+PARTS = ("set", "axes", "cells")
+"""Tables of a grid file."""
+MOST_CELLS = 1000
+LONGEST_NAME = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What a sweep was asked for."""
+
+    common: Settings
+    axes: Mapping[str, Sequence[Any]]
+    extra: Sequence[Settings]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of the sweep."""
+
+    name: str
+    """Its directory inside the sweep's; follows from its settings alone, so a grid may grow."""
+    settings: Settings
+    recipe: Recipe
+
+
+def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
+    """The grid of `--set` words and a grid file; several values make an axis. UserError for what is no grid."""
+    table = read_toml(file) if file else {}
+    if unknown := sorted(table.keys() - set(PARTS)):
+        raise UserError(f"{file}: `{unknown[0]}` is not a table of a grid; there are [set], [axes] and [[cells]]")
+    extra = table.get("cells", [])
+    if not isinstance(extra, list) or not all(isinstance(one, dict) for one in extra):
+        raise UserError(f"{file}: write each cell as [[cells]] and its keys below")
+    common, axes = _flat(table.get("set", {}), f"{file}: [set]"), _flat(table.get("axes", {}), f"{file}: [axes]")
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{file}: the axis {key} needs a list of values, as in {key} = [1, 2]")
+    for override in overrides:
+        key, equals, text = (part.strip() for part in override.partition("="))
+        if not equals or not text or "." not in key:
+            raise UserError(f"--set {override}: write it as section.key=value, or section.key=value,value for an axis")
+        values = _values(text)
+        common.pop(key, None)
+        axes.pop(key, None)
+        if len(values) == 1:
+            common[key] = values[0]
+        else:
+            axes[key] = values
+    return Grid(common, axes, [_flat(one, f"{file}: [[cells]]") for one in extra])
+
+
+def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
+    """Every cell with its recipe: that of `run` with the cell's settings and a directory of its own.
+
+    A cell that names an objective takes that preset whole: the run's resolved recipe holds every key of `[objective]`,
+    and those of one objective are not another's. Raises UserError for a key that cells cannot differ in, for two equal
+    cells, and for every recipe that is not valid.
+    """
+    several = {key for key, values in grid.axes.items() if len(values) > 1} | {key for one in grid.extra for key in one}
+    if wrong := sorted(key for key in several if not key.startswith(VARIED)):
+        raise UserError(
+            f"{wrong[0]} cannot differ between the cells of a sweep; they differ in {', '.join(VARIED)}, and one value "
+            "of any other key holds for all of them"
+        )
+    if "run.dir" in grid.common:
+        raise UserError("run.dir: each cell has its own, inside the directory of --out")
+    points = [dict(zip(grid.axes, values, strict=True)) for values in product(*grid.axes.values())] if grid.axes else []
+    points += grid.extra
+    if not points:
+        raise UserError("the grid has no cells; give an axis, as in --set optimizer.lr=1e-4,2e-4, or a file, --grid")
+    if len(points) > MOST_CELLS:
+        raise UserError(f"the grid has {len(points):,} cells, more than {MOST_CELLS:,}; sweep a part of it")
+    if not run.recipe.exists():
+        raise UserError(f"{run.path}: not a run directory (it has no {run.recipe.name})")
+    base = read_toml(run.recipe)
+    cells: dict[str, Cell] = {}
+    for settings in points:
+        name = name_of(settings)
+        if name in cells:
+            raise UserError(f"two cells of the grid are both {name}; leave one out")
+        table = applied(base, {**grid.common, **settings, "run.dir": str(out / name)})
+        cells[name] = Cell(name, settings, validate(table, source=f"cell {name}"))
+    return list(cells.values())
+
+
+def name_of(settings: Settings) -> str:
+    """A cell's name: `lr=0.0001,name=grpo`, shortened with a digest where it would be too long for a file's name."""
+    words = [f"{key.rpartition('.')[2]}={text_of(value)}" for key, value in sorted(settings.items())]
+    name = re.sub(r"[^\w.,=+-]", "_", ",".join(words))
+    if len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[: LONGEST_NAME - 9]}-{sha256(repr(sorted(settings.items())).encode()).hexdigest()[:8]}"
+
+
+def text_of(value: Any) -> str:
+    """A setting's value as text."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The tables of a recipe with the settings in place; a new objective's name drops the old one's keys."""
+    table = {name: dict(section) if isinstance(section, dict) else section for name, section in base.items()}
+    if "objective.name" in settings:
+        table["objective"] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        into = table.setdefault(section, {})
+        *parents, last = name.split(".")
+        for parent in parents:
+            into = into.setdefault(parent, {})
+        into[last] = value
+    return table
+
+
+def _values(text: str) -> list[Any]:
+    """`1e-4,2e-4` or `grpo,mu_grpo` or `"a,b","c"`: TOML values where they parse as such, else words."""
+    try:
+        found = parse_toml(f"values = [{text}]")
+    except ValueError:
+        return [_value(word.strip()) for word in text.split(",")]
+    return list(found["values"]) if found.keys() == {"values"} else [text]
+
+
+def _value(word: str) -> Any:
+    try:
+        found = parse_toml(f"value = {word}")
+    except (ValueError, tomllib.TOMLDecodeError):
+        return word
+    return found["value"] if found.keys() == {"value"} else word
+
+
+def _flat(table: Any, where: str, prefix: str = "") -> Settings:
+    """Nested tables as `section.key`, so that keys may be written with or without quotation marks."""
+    if not isinstance(table, dict):
+        raise UserError(f'{where}: write keys and values, as in "optimizer.lr" = 1e-4')
+    found: Settings = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, where, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    if not prefix and (bare := sorted(key for key in found if "." not in key)):
+        raise UserError(f"{where}: `{bare[0]}` needs its section, as in optimizer.lr")
+    return found
