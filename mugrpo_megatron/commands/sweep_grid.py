@@ -124,7 +124,7 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
 
 
 def name_of(settings: Settings) -> str:
-    """A cell's name: `lr=0.0001,name=grpo`, shortened with a digest where it would be too long for a file's name."""
+    """A cell's name: `name=grpo,lr=0.0001`, shortened with a digest where it would be too long for a file's name."""
     words = [f"{key.rpartition('.')[2]}={text_of(value)}" for key, value in sorted(settings.items())]
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(words))
     if len(name) <= LONGEST_NAME:

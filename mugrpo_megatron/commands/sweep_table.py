@@ -22,8 +22,8 @@ from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
 CSV, PAGE = "cells.csv", "report.html"
 FIGURES = (
     "state", "measure", "before", "after", "low", "high", "problems", "updates", "skipped_updates", "ess_last",
-    "ess_min",    "kl_k3_last", "clipped_fraction_mean", "vetoed_fraction_mean", "ratio_neg_min", "grad_norm_max", "reward_mean",
-    "seconds_optimize", "seconds_total",
+    "ess_min", "kl_k3_last", "clipped_fraction_mean", "vetoed_fraction_mean", "ratio_neg_min", "grad_norm_max",
+    "reward_mean", "seconds_optimize", "seconds_total",
 )  # fmt: skip
 """Columns of cells.csv after the cell's name and settings; empty where a cell has none."""
 

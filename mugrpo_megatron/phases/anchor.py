@@ -16,8 +16,7 @@ from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.phases.saves import stop_if_asked
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
-from mugrpo_megatron.run.checkpoints import checkpoint_name
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import check_logprobs, has_logprobs, write_logprobs

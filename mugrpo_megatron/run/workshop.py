@@ -76,7 +76,12 @@ class Workshop:
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(
-                directory.path, recipe.track, updates_done=standing.updates, run_id=record.id, write=self.is_main
+                directory.path,
+                recipe.track,
+                updates_done=standing.updates,
+                run_id=record.id,
+                config=recipe.model_dump(mode="json"),
+                write=self.is_main,
             )
             log = stack.enter_context(tracked)
             with log.phase("start", standing.stage):
