@@ -13,8 +13,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.checkpoints import checkpoint_name
-from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.run.published import (

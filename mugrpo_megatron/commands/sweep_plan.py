@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mugrpo_megatron.commands.sweep_grid import Cell
@@ -26,6 +26,7 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.run.branch import check_branch
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.model import with_model
 from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.stages.manifest import Origin
 
@@ -66,17 +67,22 @@ def default_out(source: Path, stage: int) -> Path:
     return source.parent / f"{source.name}-sweep-stage{stage}"
 
 
-def check_sweep(sweep: Sweep) -> Origin:
-    """Raise UserError, before any cell starts, for everything that one of them could be refused for."""
+def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
+    """Raise UserError, before any cell starts, for everything that one of them could be refused for.
+
+    Returns the sweep with its cells' models on this machine, and where the stage is from.
+    """
     origins = [check_branch(cell.recipe, sweep.source, sweep.stage) for cell in sweep.cells]
     _check_out(sweep, origins[0])
+    cells = []
     for cell in sweep.cells:
         try:
-            check_run(cell.recipe, generates=False)
+            recipe, _ = check_run(with_model(cell.recipe, run_dir=sweep.source), generates=False)
         except UserError as error:
             raise UserError(f"cell {cell.name}: {error}") from None
+        cells.append(replace(cell, recipe=recipe))
         _check_evaluation(sweep, cell)
-    return origins[0]
+    return replace(sweep, cells=cells), origins[0]
 
 
 def claim_out(sweep: Sweep, origin: Origin) -> None:

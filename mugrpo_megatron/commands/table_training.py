@@ -101,12 +101,12 @@ def _sweep(options: Options) -> int:
     source, stage = options.run_dir, options.stage
     out = options.out or default_out(source, stage)
     sweep = Sweep(source, stage, out, cells_of(read_grid(options.overrides, options.grid), RunDirectory(source), out))
-    origin = check_sweep(sweep)
+    sweep, origin = check_sweep(sweep)
     if options.dry_run:
         print(visible(states(sweep)))
         return 0
     say(visible(f"mugrpo {__version__}: {len(sweep.cells)} cells on stage {stage} of {source} -> {out}"))
-    found = check_run(sweep.cells[0].recipe, say)
+    _, found = check_run(sweep.cells[0].recipe, say)
     say(IMPORTING)
     from mugrpo_megatron.commands.sweep import run_sweep
 

@@ -105,7 +105,7 @@ class Workshop:
     def _start(self, learner: Learner) -> tuple[Generator | None, int]:
         cuda = runs_on_cuda(self.recipe)
         slot = slot_of_environment(self.recipe.engine, cuda)
-        tokenizer = load_tokenizer(self.recipe.model.path)
+        tokenizer = load_tokenizer(self.recipe.model.directory)
         found = self.problems
         prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, found) if self.is_main and found else None
         read = self.world.broadcast(prepared)

@@ -12,6 +12,8 @@ from mugrpo_megatron.commands.sweep_plan import Sweep, check_sweep, default_out,
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import read_record
+from mugrpo_megatron.stages.manifest import Origin
 from tests.forked import started
 from tests.tiny import FINISHED, mugrpo
 
@@ -94,7 +96,7 @@ def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, t
     """And nothing is written by a check."""
     out = tmp_path / "sweep"
     sweep = sweep_of(finished_run, out, "optimizer.lr=1e-3,2e-3")
-    assert check_sweep(sweep).stage == 0
+    assert check_sweep(sweep) == (sweep, Origin(read_record(finished_run).id, 0, 0))  # type: ignore[union-attr]
     assert not out.exists()
     assert states(sweep).splitlines()[:2] == ["missing   lr=0.001", "missing   lr=0.002"]
     assert "0 of 2 cells are finished; the rest takes about" in states(sweep)
