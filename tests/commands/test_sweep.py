@@ -92,6 +92,7 @@ def test_a_sweep_that_is_asked_to_stop_saves_and_the_same_command_finishes_it(
     assert (out / "lr=0.002" / END).read_bytes() == (tmp_path / "alone" / END).read_bytes()
 
 
+@pytest.mark.process
 def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, tmp_path: Path) -> None:
     """And nothing is written by a check."""
     out = tmp_path / "sweep"
@@ -108,6 +109,7 @@ def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, t
         check_sweep(sweep_of(finished_run, out, "objective.name=mu_grpo,icepop", "rollout.behaviour=engine"))
 
 
+@pytest.mark.process
 def test_a_directory_of_something_else_is_refused(finished_run: Path, tmp_path: Path) -> None:
     sweep = sweep_of(finished_run, tmp_path, "optimizer.lr=1e-3,2e-3")
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
