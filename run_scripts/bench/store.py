@@ -1,21 +1,25 @@
 """Peak memory and time of the stage store for growing stages of synthetic responses.
 
-    python run_scripts/bench/store.py [--responses 1000 10000 100000] [--tokens 200] [--directory DIR]
+    python run_scripts/bench/store.py [--responses 1000 10000 100000] [--tokens 200] [--characters 4] [--directory DIR]
 
 Each size runs in its own process: it appends groups out of order, seals the stage and reads every update back. Memory
-is the process's peak resident set after each of the three, minus that before the first append.
+is the process's peak resident set after each of the three, minus that before the first append. The texts are cut out of
+this project's pages; ids and log-probabilities are random, so they compress worse than a model's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 import resource
 import tempfile
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +29,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 
 GROUP, PROMPTS_PER_UPDATE = 8, 32
+PAGES = "".join(page.read_text(encoding="utf-8") for page in sorted(Path("docs").glob("*.md")))
 WINDOW = 256
 """Groups finish up to about this many places out of order."""
 
@@ -35,18 +40,21 @@ def main() -> None:
     parser.add_argument(
         "--tokens", type=int, default=200, help="mean response length; lengths are uniform up to twice it"
     )
+    parser.add_argument(
+        "--characters", type=int, default=4, help="of text for each token; 0 leaves out text, gold, reason and row"
+    )
     parser.add_argument("--directory", type=Path, help="where the stage is written; the temporary folder by default")
     options = parser.parse_args()
     print("responses  updates   append MiB / s    seal MiB / s    read MiB / ms an update    file MiB")
     for responses in options.responses:
         process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(responses, options.tokens, options.directory)
+            target=measure, args=(responses, options.tokens, options.characters, options.directory)
         )
         process.start()
         process.join()
 
 
-def measure(responses: int, tokens: int, parent: Path | None) -> None:
+def measure(responses: int, tokens: int, characters: int, parent: Path | None) -> None:
     """Fill, seal and read one stage, and print a line."""
     updates = max(1, responses // (GROUP * PROMPTS_PER_UPDATE))
     order = list(range(updates * PROMPTS_PER_UPDATE))
@@ -60,7 +68,7 @@ def measure(responses: int, tokens: int, parent: Path | None) -> None:
         peaks = []
         store = StageStore(directory)
         for index in order:
-            store.append(synthetic_group(index, tokens, generator))
+            store.append(told(synthetic_group(index, tokens, generator), characters, index))
         store.flush()
         marks.append(time.perf_counter())
         peaks.append(_peak_mib() - before)
@@ -78,6 +86,26 @@ def measure(responses: int, tokens: int, parent: Path | None) -> None:
         f"{updates * PROMPTS_PER_UPDATE * GROUP:9d}  {updates:7d}  {peaks[0]:10.0f} / {append:5.1f} "
         f"{peaks[1]:9.0f} / {seal:5.1f}  {peaks[2]:12.0f} / {1e3 * read / updates:5.1f}  {size:16.1f}"
     )
+
+
+def told(group: list[Sample], characters: int, index: int) -> list[Sample]:
+    """The group with texts of `characters` a token, a reason, an answer and a source row of 300 characters."""
+    if not characters:
+        return group
+    found = []
+    for place, sample in enumerate(group):
+        start = hash((index, place)) % len(PAGES)
+        text = (PAGES[start:] + PAGES)[: characters * len(sample.response_ids)]
+        row = json.dumps({"problem": PAGES[index : index + 280], "level": index % 5})
+        known: dict[str, Any] = {
+            "gold": "42",
+            "extracted": str(index),
+            "why": "differs",
+            "components": {"math": 0.0},
+            "advantage": 0.5,
+        }
+        found.append(replace(sample, text=text, row=row, **known))
+    return found
 
 
 def synthetic_group(index: int, tokens: int, generator: np.random.Generator, vocabulary: int = 32_000) -> list[Sample]:
