@@ -75,7 +75,7 @@ def evaluated(run_dir: Path) -> list[int]:
 
 def learned(run_dir: Path) -> dict[int, dict[str, float]]:
     """What the updates say, without the time that they took; of one taken twice what it said last."""
-    clocks = ("time", "seconds")
+    clocks = ("time", "seconds", "tflops", "mfu")
     return {row["update"]: {k: v for k, v in row.items() if k not in clocks} for row in rows(run_dir, "update")}
 
 
