@@ -157,5 +157,5 @@ def _samples(place: int, group: list[Foreign], scores: list[Score], recipe: Reci
 
 
 def _unknown(one: Foreign) -> np.ndarray:
-    """No number stands for a log-probability that nobody has computed yet."""
+    """Log-probabilities that are still to be computed: NaN."""
     return np.full(len(one.response_ids), np.nan, dtype=np.float32)

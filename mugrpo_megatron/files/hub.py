@@ -60,7 +60,7 @@ def model_name(path: Path) -> str | None:
 
 
 def download_model(name: str, revision: str | None, cached: bool = False) -> Path:
-    """The directory of a model of the hub; UserError, with what to do, when it cannot be had."""
+    """The directory of a model of the hub; UserError, with what to do, when it could not be downloaded."""
     try:
         return snapshot(name, "model", revision, MODEL_FILES, cached)
     except ValueError as error:

@@ -15,11 +15,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Sample
 
 
@@ -76,6 +78,16 @@ def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
     if len(found) > 1:
         raise ValueError(f"all samples of a stage have the same optional columns, these have {sorted(found)}")
     return found.pop() if found else ()
+
+
+def check_same_columns(directory: Path, columns: Sequence[str], asked: tuple[str, ...]) -> None:
+    """UserError when new groups have other optional columns than the stage in `directory`; `columns` are all of its."""
+    found = tuple(name for name in OPTIONAL if name in columns)
+    if found != asked:
+        raise UserError(
+            f"{directory}: the groups on disk have the optional columns {list(found)}, the new ones {list(asked)}; "
+            "take the recipe's keys that the stage was begun with, or remove the directory to generate the stage again"
+        )
 
 
 def schema(samples: Sequence[Sample]) -> pa.Schema:

@@ -17,7 +17,6 @@ from typing import Final
 import numpy as np
 import pyarrow.parquet as pq
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
 from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
@@ -43,7 +42,7 @@ from mugrpo_megatron.stages.manifest import (
 from mugrpo_megatron.stages.merge import covering, in_order
 from mugrpo_megatron.stages.route_column import add_routes, take_routes, without_routes
 from mugrpo_megatron.stages.routes import of_stage, routes_path, with_routes, write_routes
-from mugrpo_megatron.stages.schema import OPTIONAL, optional_columns, to_samples, to_table, training_columns
+from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, to_table, training_columns
 from mugrpo_megatron.stages.summary import StageStatistics
 
 SHARD_TOKENS = 1 << 20
@@ -75,8 +74,8 @@ class StageStore:
         self._buffered_since = 0.0
         self._groups: set[int] = set()
         """While this store writes: every group that it holds, on disk or buffered."""
-        self._optional: tuple[str, ...] | None = None
-        """While this store writes: the optional columns of its groups, once there is one."""
+        self._columns: tuple[str, ...] | None = None
+        """While this store writes: the columns of its groups, once there is one; at least the optional ones."""
         self._own: Manifest | None = None
         """Set once this store writes: from then on only this store changes its writer's manifest."""
         self._final: Sealed | None = None
@@ -125,14 +124,11 @@ class StageStore:
         """
         if self.sealed:
             return set(range(self._sealed().updates * self._sealed().prompts_per_update))
-        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
-        shards = [*own.shards, *other_shards(self.directory, self._writer)]
-        return {group for shard in intact(self.directory, shards) for group in shard.groups}
+        return {group for shard in intact(self.directory, self._shards()) for group in shard.groups}
 
     def named(self) -> set[int]:
         """Indices of the groups that the manifests list: `present` without reading the shards."""
-        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
-        return {group for shard in [*own.shards, *other_shards(self.directory, self._writer)] for group in shard.groups}
+        return {group for shard in self._shards() for group in shard.groups}
 
     @property
     def written(self) -> set[int]:
@@ -194,7 +190,8 @@ class StageStore:
         groups are missing, UserError when a shard is damaged or the disk is full.
         """
         self.flush()
-        named = [*self._open_for_writing().shards, *other_shards(self.directory, self._writer)]
+        self._open_for_writing()
+        named = self._shards()
         wanted = set(range(updates * prompts_per_update))
         if missing := sorted(wanted.difference(*(shard.groups for shard in named))):
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
@@ -242,8 +239,7 @@ class StageStore:
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.
 
-        Keeps only these two columns in memory. The first call verifies all that training reads; UserError when it is
-        damaged.
+        Keeps only these two columns in memory. The first call verifies what training reads: UserError for damage.
         """
         if self._rewards is None:
             sealed = self._sealed()
@@ -254,6 +250,11 @@ class StageStore:
             columns = table["reward"].to_numpy(), table["group"].to_numpy()
             self._rewards = columns[0].astype(np.float64), columns[1].astype(np.int64)
         return self._rewards
+
+    def _shards(self) -> list[Shard]:
+        """The shards that the manifests of all writers list."""
+        own = self._own or read_manifest(self.directory, manifest_name(self._writer))
+        return [*own.shards, *other_shards(self.directory, self._writer)]
 
     def _sealed(self) -> Sealed:
         if not self.sealed:
@@ -281,16 +282,10 @@ class StageStore:
 
     def _check_columns(self, optional: tuple[str, ...]) -> None:
         """UserError when the stage's groups so far have other optional columns."""
-        if self._optional is None:
-            shards = [*self._open_for_writing().shards, *other_shards(self.directory, self._writer)]
-            names = pq.read_schema(self.directory / shards[0].file).names if shards else optional
-            self._optional = tuple(name for name in OPTIONAL if name in names)
-        if self._optional != optional:
-            raise UserError(
-                f"{self.directory}: the groups on disk have the optional columns {list(self._optional)}, the new ones "
-                f"{list(optional)}; take the recipe's keys that the stage was begun with, or remove the directory to "
-                "generate the stage again"
-            )
+        if self._columns is None:
+            shards = self._shards()
+            self._columns = tuple(pq.read_schema(self.directory / shards[0].file).names) if shards else optional
+        check_same_columns(self.directory, self._columns, optional)
 
     def _remove_leftovers(self, named: set[str]) -> None:
         """Remove this writer's shards that its manifest does not list, and its temporaries."""

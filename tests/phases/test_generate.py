@@ -15,6 +15,7 @@ import pytest
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
@@ -59,6 +60,8 @@ class Oracle:
     running: bool = True
     finished: int = 0
     answering: Callable[[], None] = field(default=lambda: None)
+    memory: float = 0.0
+    record: LoadRecord = field(default_factory=LoadRecord)
 
     def generate_from(
         self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling
