@@ -92,8 +92,12 @@ def test_verify_names_what_differs(
 
 
 def test_fast_tokenizer_travels(hf: Path, megatron: Path, tmp_path: Path) -> None:
-    assert to_hf(megatron, tmp_path / "back", hf) == 0
-    before, after = AutoTokenizer.from_pretrained(hf), AutoTokenizer.from_pretrained(tmp_path / "back")
+    source = shutil.copytree(hf, tmp_path / "source")
+    before = AutoTokenizer.from_pretrained(source)
+    before.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    before.save_pretrained(source)
+    assert to_hf(megatron, tmp_path / "back", source) == 0
+    after = AutoTokenizer.from_pretrained(tmp_path / "back")
     message = [{"role": "user", "content": "17 + 4 = ?"}]
     assert before.apply_chat_template(message, tokenize=False) == after.apply_chat_template(message, tokenize=False)
     assert before("17 + 4 = ?").input_ids == after("17 + 4 = ?").input_ids

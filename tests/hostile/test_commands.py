@@ -171,7 +171,7 @@ def test_after_an_interrupt_only_what_continues_is_said_to_continue(
     ended = command("score", tmp_path / "in.jsonl", "--out", tmp_path / "out.jsonl")
     assert (ended.code, ended.err) == (130, "mugrpo: interrupted; nothing was written, the same command starts over\n")
     continuing = {one.name for one in COMMANDS if "continues" in one.interrupted}
-    assert continuing == {"train", "generate", "optimize", "eval"}
+    assert continuing == {"train", "generate", "optimize", "sweep", "eval"}
 
 
 @pytest.mark.process

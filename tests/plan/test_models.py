@@ -15,6 +15,7 @@ from mugrpo_megatron.recipe import Recipe
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
     "Qwen2.5-Math-7B": 7_615_616_512,
     "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
