@@ -33,6 +33,8 @@ class Saved(TypedDict):
     cursor: dict[str, int]
     updates_done: Annotated[int, Field(ge=0)]
     steps_done: Annotated[int, Field(ge=0)]
+    loss_scaler: NotRequired[dict[str, float]]
+    """Of a float16 learner; empty or absent otherwise."""
     model: dict[str, str | int]
     files: dict[str, str]
     """Name -> SHA-256 of every other file."""

@@ -37,7 +37,7 @@ from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.optimizer import set_steps, shards
+from mugrpo_megatron.learner.optimizer import scaler_state, set_scaler_state, set_steps, shards
 from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states, share_writing
 from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.learner.sharded import fill, load_weights
@@ -155,6 +155,7 @@ def load(learner: Learner, directory: Path) -> Saved:
         for shard, states in zip(shards(learner.optimizer), loaded["optimizer"], strict=True):
             scatter_states(shard, states)
         set_steps(learner.optimizer, state["steps_done"])
+        set_scaler_state(learner.optimizer, state.get("loss_scaler", {}))
     learner.updates_done, learner.steps_done = state["updates_done"], state["steps_done"]
     return state
 
@@ -191,6 +192,7 @@ def _state(learner: Learner) -> dict[str, Any]:
     return {
         "updates_done": learner.updates_done,
         "steps_done": learner.steps_done,
+        "loss_scaler": scaler_state(learner.optimizer),
         "model": {"family": learner.architecture.family, **learner.architecture.letters},
     }
 

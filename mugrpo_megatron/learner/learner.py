@@ -68,9 +68,11 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     if recipe.learner.routing_replay != "off" and architecture.experts:  # a warm start's model has none
         install(chunks)
     load_hf([policy(chunk) for chunk in chunks], recipe.model.directory, architecture)
+    optimizer = build_optimizer(recipe, chunks)
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = _reduce_gradients
-    return Learner(recipe, ranks, architecture, chunks, build_optimizer(recipe, chunks))
+        chunk.config.grad_scale_func = optimizer.scale_loss if recipe.model.dtype == "float16" else None
+    return Learner(recipe, ranks, architecture, chunks, optimizer)
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:

@@ -25,6 +25,7 @@ from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.learner.context import gather_rows
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
+from mugrpo_megatron.learner.optimizer import loss_scale
 from mugrpo_megatron.learner.packing import MicroBatch
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.samples import Sample
@@ -54,9 +55,10 @@ class Objective:
     def loss(self, learner: Learner, statistics: UpdateStatistics | None) -> HiddenLoss:
         """The loss of a micro-batch: of the responses in it, with the weights of the whole update.
 
-        Gradients of the output weight go directly into its `main_grad`; Megatron's loss scale is 1 in float32 and
-        bfloat16, so the gradient passed to backward is 1.
+        Gradients of the output weight go directly into its `main_grad`, times the loss scale that the gradient passed
+        to backward is; it is 1 but in float16.
         """
+        scale = loss_scale(learner.optimizer)
         layout = head_layout(learner, learner.recipe.rollout.temperature)
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,6 +78,7 @@ class Objective:
                 reference=None if self.reference is None else self.reference[tokens],
                 anchor=None if self.anchor is None else self.anchor[tokens],
                 main_grad=weight.main_grad,  # type: ignore[attr-defined]  # Megatron's gradient buffer
+                grad_scale=scale,
             )
             return found.loss, torch.stack([found.logprobs, found.entropy])
 

@@ -19,9 +19,15 @@ class Step:
     """Outcome of one optimizer step."""
 
     grad_norm: float
-    """Global gradient norm before clipping; nan or inf when the step was skipped."""
+    """Global gradient norm before clipping, of the loss as it is without a scale; nan or inf when it was skipped."""
     lr: float
     skipped: bool
+    overflowed: bool = False
+    """Skipped since a float16 gradient overflowed at a loss scale that can still be lowered."""
+
+
+INITIAL_SCALE = 2.0**16
+"""Loss scale that a float16 run begins with; it is halved at an overflow and doubled after 1,000 steps without one."""
 
 
 def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -37,6 +43,9 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Me
         adam_eps=section.eps,
         clip_grad=section.clip_grad,
         bf16=recipe.model.dtype == "bfloat16",
+        fp16=recipe.model.dtype == "float16",
+        initial_loss_scale=INITIAL_SCALE,
+        hysteresis=1,  # every update that overflows is lost, so the scale is halved at once
         params_dtype=getattr(torch, recipe.model.dtype),
         use_distributed_optimizer=True,
     )
@@ -52,6 +61,30 @@ def build_optimizer(recipe: Recipe, chunks: list[DistributedDataParallel]) -> Me
         shard.init_state_fn(shard.optimizer)  # moments exist from the start, so a checkpoint can save and load them
     set_steps(optimizer, 0)
     return optimizer
+
+
+SMALLEST_SCALE = 1.0
+"""Megatron's default `min_loss_scale`."""
+
+
+def loss_scale(optimizer: MegatronOptimizer) -> float:
+    """What the loss is multiplied by before its gradients are computed: 1 unless the learner is in float16."""
+    scaler = shards(optimizer)[0].grad_scaler
+    return 1.0 if scaler is None else float(scaler.scale)
+
+
+def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
+    """The loss scaler's state as JSON values; empty without one."""
+    scaler = shards(optimizer)[0].grad_scaler
+    return {} if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
+
+
+def set_scaler_state(optimizer: MegatronOptimizer, state: dict[str, float]) -> None:
+    """Continue with a state of `scaler_state`; does nothing without a scaler or without a state."""
+    scaler = shards(optimizer)[0].grad_scaler
+    if scaler is not None and state:
+        trackers = {name: int(value) for name, value in state.items() if name != "scale"}
+        scaler.load_state_dict({**trackers, "scale": torch.tensor([state["scale"]], dtype=torch.float32)})
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
@@ -97,11 +130,17 @@ def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
 
     A non-finite norm skips the step and leaves weights and moments as they are: one bad gradient would corrupt both
     permanently. The norm is the same on all ranks, so all of them skip together.
+
+    In float16 Megatron's scaler looks first: a gradient that is not finite halves the loss scale. That is an overflow,
+    not a bad gradient, unless the scale was at its smallest already.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.prepare_grads()
+    scale = loss_scale(optimizer)
+    overflowed = optimizer.prepare_grads() and scale > SMALLEST_SCALE
     norm = optimizer.get_grad_norm()
+    if overflowed:
+        return Step(norm, lr, skipped=True, overflowed=True)
     if not math.isfinite(norm):
         return Step(norm, lr, skipped=True)
     if norm > clip:

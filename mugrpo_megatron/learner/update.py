@@ -14,7 +14,7 @@ from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
 from mugrpo_megatron.learner.offload import trim_host_memory
-from mugrpo_megatron.learner.optimizer import Step, learning_rate, take_step
+from mugrpo_megatron.learner.optimizer import Step, learning_rate, loss_scale, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
 from mugrpo_megatron.learner.routing import gather_flips, gather_routes
@@ -36,6 +36,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         objective = make_objective(learner, samples, advantages)
         statistics = _statistics(learner, objective, sequences, batches)
         found = forward_backward(learner, batches, objective.loss(learner, statistics))
+        scale = loss_scale(learner.optimizer)
         step = _step(learner)
         logprobs, entropy = gather_tokens(learner, sequences, batches, found, k=2)
         flips = _flips(learner, sequences, batches)
@@ -57,12 +58,20 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         "entropy": float(entropy.mean()),
         "grad_norm": step.grad_norm,
         "lr": step.lr,
-        "skipped": float(step.skipped),
+        "skipped": float(step.skipped and not step.overflowed),
+        **_scaling(learner, step, scale),
         "tokens": float(len(logprobs)),
         "packed_efficiency": plan.efficiency,
         **flips,
         "seconds": time.perf_counter() - started,
     }
+
+
+def _scaling(learner: Learner, step: Step, scale: float) -> dict[str, float]:
+    """The metrics of a scaled loss; none but in float16."""
+    if learner.recipe.model.dtype != "float16":
+        return {}
+    return {"overflowed": float(step.overflowed), "loss_scale": scale}
 
 
 def optimize(learner: Learner, sequences: Sequence[Tokens], token_loss: TokenLoss) -> Step:
@@ -130,5 +139,6 @@ def _step(learner: Learner) -> Step:
     step = take_step(learner.optimizer, learning_rate(section, learner.updates_done, total), section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped
-    learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
+    if not step.overflowed:
+        learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

@@ -98,6 +98,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
+    Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
+    Metric("update", "loss_scale", "1", "What the loss was multiplied by in float16."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses, sampled when the stage began."),
     Metric("update", "reward/NAME", "reward", "The same for the update's responses as of a stage."),
     Metric(

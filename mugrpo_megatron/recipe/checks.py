@@ -193,6 +193,11 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from _fp8_problems(recipe, model)
+    if recipe.model.dtype == "float16" and experts_of(model):
+        yield (
+            'model.dtype = "float16" would scale the gradients of the experts and those of the other weights each by '
+            'its own overflows; take "bfloat16" for a model with experts'
+        )
     if recipe.learner.routing_replay != "off" and not experts_of(model):
         yield (
             f'learner.routing_replay = "{recipe.learner.routing_replay}" but the model has no experts; set it to "off"'

@@ -46,8 +46,8 @@ class ModelSection(Section):
     a model on the hub, `owner/name`."""
     revision: str | None = None
     """Commit, tag or branch of a model on the hub; the commit that it stands for is recorded in run.json."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameter and activation type of learner and engine; master weights and moments are always float32."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Parameter and activation type of learner and engine; float16 scales the loss. Masters and moments are float32."""
     _snapshot: Path | None = PrivateAttr(None)
     """Where the files of a model of the hub lie on this machine; no part of the recipe."""
 
