@@ -56,8 +56,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
     with open_run(recipe, generates=False) as (run, learner, engines, cursor):
-        optimize_stage(run, learner, engines, cursor)
-        export(run, learner, cursor)
+        export(run, learner, optimize_stage(run, learner, engines, cursor))
     _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 

@@ -1,4 +1,4 @@
-"""The commands that train: `train`, `generate`, `optimize`, `sweep`, `sft`."""
+"""The commands that train: `train`, `generate`, `seal`, `optimize`, `sweep`, `sft`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mugrpo_megatron.commands.command import (
     takes_recipe,
     with_recipe,
 )
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe import Recipe
 
@@ -38,7 +39,26 @@ def _takes_stage(parser: Parser) -> None:
     parser.add_argument("--stage", type=int, metavar="K", help="insist that this is the stage, from 0")
 
 
+def _takes_generate(parser: Parser) -> None:
+    _takes_stage(parser)
+    parser.add_argument(
+        "--engine-only",
+        action="store_true",
+        help="without a learner: weights from RUN_DIR/hf (model.path at a run's start), no Megatron, no process group",
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="with --engine-only: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
+    )
+
+
 def _generate(options: Options) -> int:
+    if options.engine_only:
+        return _generate_share(options)
+    if options.shard:
+        raise UserError("--shard goes with --engine-only")
+
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
 
@@ -49,6 +69,34 @@ def _generate(options: Options) -> int:
         generate_alone(recipe, options.stage, found)
 
     return with_recipe(options, run)
+
+
+def _generate_share(options: Options) -> int:
+    from mugrpo_megatron.run.batch import parse_share
+
+    share = parse_share(options.shard or "0/1")
+
+    def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.preflight import check_engine_only
+
+        recipe, found = check_engine_only(recipe, say)
+        from mugrpo_megatron.phases.generate_share import generate_share
+
+        groups = generate_share(recipe, share, options.stage, found)
+        say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
+
+    return with_recipe(options, run)
+
+
+def _takes_seal(parser: Parser) -> None:
+    parser.add_argument("run_dir", type=Path)
+
+
+def _seal(options: Options) -> int:
+    from mugrpo_megatron.commands.seal import seal
+
+    say(visible(seal(options.run_dir)))
+    return 0
 
 
 def _takes_optimize(parser: Parser) -> None:
@@ -130,8 +178,9 @@ def _sft(options: Options) -> int:
 
 TRAIN = Command("train", "stages of generate -> optimize, from a recipe", takes_recipe, _train, CONTINUES)
 GENERATE = Command(
-    "generate", "only generate, score and seal the stage at which a run stands", _takes_stage, _generate, CONTINUES
+    "generate", "only generate, score and seal the stage at which a run stands", _takes_generate, _generate, CONTINUES
 )
+SEAL = Command("seal", "close a stage that `generate --engine-only` processes have generated", _takes_seal, _seal)
 OPTIMIZE = Command(
     "optimize", "only take the updates of a sealed stage, without an engine", _takes_optimize, _optimize, CONTINUES
 )

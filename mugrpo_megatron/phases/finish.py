@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
@@ -57,7 +59,7 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
             like=run.recipe.model.directory,
             out=run.directory.hf,
             replace=True,
-            notes={MARK: mark(run.record)},
+            notes={MARK: mark(run.record, asdict(cursor))},
         )
         run.world.barrier()
 

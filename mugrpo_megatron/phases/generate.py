@@ -6,28 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
 
-import numpy as np
-
-from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.data.order import problem_at
-from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
-from mugrpo_megatron.files.json_values import as_text
+from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.observe.peaks import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.saves import save_and_stop
-from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.world import World
-from mugrpo_megatron.samples import HeldRoutes, Prompt, Sample
+from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -50,7 +43,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     ):
         if generator and scorer:
             for group in scorer.during(_sampled(run, generator, cursor, queue, bar)):
-                stage.append(_samples(group, recipe))
+                stage.append(rows_of(group, recipe))
             if run.stop.asked:
                 stage.flush()  # before it waits: another rank may have died
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
@@ -60,7 +53,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         _log_loads(run, generator, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
-            stage.append(_samples(group, recipe))
+            stage.append(rows_of(group, recipe))
         stage.flush()
         run.world.barrier()
         (stopping,) = run.world.any_rank(run.stop.asked)
@@ -121,14 +114,6 @@ def report_failures(run: Run, generator: Generator | None) -> None:
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
-def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: int) -> Prompt:
-    """The prompt of a stage's group, in the run's order; groups count from 0 inside the stage."""
-    train = problems.train
-    position = cursor.stage_positions(recipe.schedule, recipe.rollout.prompts_per_update)[group]
-    place = problem_at(recipe.run.seed, len(train.problems), position)
-    return Prompt(group, train.problems[place], train.prompts[place])
-
-
 def _sampled(run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
     """`sampled` for the stage at `cursor`; counts finished groups, and leaves the queue where the engine fails."""
     recipe = run.recipe
@@ -166,43 +151,6 @@ def _show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
     if is_main:
         groups, tokens = queue.totals()
         bar.advance(groups - bar.done, tokens - bar.tokens)
-
-
-def _samples(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
-    """A scored group as rows of the stage store."""
-    problem = group.prompt.problem
-    prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
-    limit = recipe.rollout.max_response_tokens
-    scores = [
-        shaped(score, len(response.ids), limit, recipe.reward)
-        for response, score in zip(group.responses, group.scores, strict=True)
-    ]
-    rewards = np.array([score.reward for score in scores])
-    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
-    gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
-    scored = zip(group.responses, group.texts, scores, advantages.tolist(), strict=True)
-    return [
-        Sample(
-            group=group.prompt.index,
-            problem=problem.id,
-            prompt_ids=prompt_ids,
-            response_ids=response.ids,
-            behaviour_logprobs=response.logprobs,
-            reward=score.reward,
-            weight_version=response.weight_version,
-            finish_reason=response.finish_reason,
-            routes=None if response.routes is None else HeldRoutes(response.routes),
-            kept=response.kept,
-            text=as_text(text),
-            gold=gold,
-            extracted=as_text(score.extracted),
-            why=as_text(score.why),
-            components=score.components,
-            advantage=advantage,
-            row=row,
-        )
-        for response, text, score, advantage in scored
-    ]
 
 
 def _check_shared(run: Run, stage: StageStore, seen: bool) -> None:

@@ -123,11 +123,16 @@ def check_directory(recipe: Recipe) -> None:
     check_hf(recipe.run.dir)
 
 
+class InUse(UserError):
+    """Another process holds the lock."""
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, shared: bool = False) -> Iterator[None]:
     """Hold the lock file `path` while the block runs; it names the holder, and a holder that dies releases it.
 
-    Raises UserError when another process holds it, or the file system has no locks or cannot be written.
+    Any number of processes may hold it `shared`, but not while one holds it alone. Raises InUse when another process
+    holds it, UserError when the file system has no locks or cannot be written.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -135,10 +140,10 @@ def locked(path: Path) -> Iterator[None]:
         raise UserError(f"{path} cannot be written ({error.strerror}); choose another directory") from None
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(descriptor, 256).decode(errors="replace").strip()
-            raise UserError(
+            raise InUse(
                 f"{path.parent} is in use by process {holder or 'unknown'}; wait for it, or choose another directory"
             ) from None
         except OSError as error:

@@ -88,6 +88,18 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
             say(f"data: {note}")
 
 
+def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
+    """`check_run` for a process without a learner, whose layout does not count then."""
+    check_directory(recipe)
+    check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    recipe = with_model(recipe, say, recipe.run.dir)
+    directory = recipe.model.directory
+    say(_model(architecture(read_model_config(directory), str(directory / CONFIG)), str(directory)))
+    check_tokenizer(directory)
+    _check_engine_routes(recipe)
+    return recipe, _read(recipe, say)
+
+
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
     """Raise UserError when `mugrpo sft` cannot work; the recipe with its model, where it learns `sft.train`.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,10 @@ def check_hf(run_dir: Path) -> None:
         raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
 
 
-def mark(record: Record) -> dict[str, Any]:
-    """The content of `MARK`: the run, and the model of the hub that it started from."""
+def mark(record: Record, cursor: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The content of `MARK`: the run, the model of the hub that it started from, and the cursor of these weights."""
     from_hub = {"model": asdict(record.model)} if record.model else {}
-    return {"run": record.id, **from_hub}
+    return {"run": record.id, **from_hub} | ({"cursor": dict(cursor)} if cursor else {})
 
 
 def _real(path: Path) -> Path:

@@ -21,7 +21,7 @@ from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
-from mugrpo_megatron.phases.generate import generate, stage_prompt
+from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
@@ -30,6 +30,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
+from mugrpo_megatron.run.responses import stage_prompt
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World

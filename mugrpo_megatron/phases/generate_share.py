@@ -1,0 +1,133 @@
+"""Generation without a learner: one engine, started from weights on disk, samples one share of a stage.
+
+No process group, no Megatron: any number of such processes may run at once, on machines that share the run directory,
+and each may be killed and started again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling
+from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
+from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.observe.progress import Bar, Display, open_display
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.batch import Share, Standing, begin, generating, mark_share
+from mugrpo_megatron.run.directory import RunDirectory, locked
+from mugrpo_megatron.run.generator import first_start_problem
+from mugrpo_megatron.run.responses import rows_of, stage_prompt
+from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.samples import Prompt
+from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.store import StageStore
+
+
+def generate_share(recipe: Recipe, share: Share, stage: int | None, found: Problems) -> int:
+    """Sample and score what the stage lacks of the share; the number of its groups that are on disk at the end.
+
+    Groups go to disk as they are scored, so a process that was killed continues where it was. Raises UserError when
+    `stage` is given and is not the run's next one, when another process generates the same share, or when the share was
+    begun with other weights; EngineFailure after `engine.max_failures` failures in a row without a finished group;
+    Stopped, with every scored group on disk, when asked to stop.
+    """
+    where = begin(recipe, found)
+    directory, cursor = RunDirectory(recipe.run.dir), where.cursor
+    if stage not in (None, cursor.stage):
+        raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
+    store = StageStore(directory.stage(cursor.stage), share.writer, where.origin)
+    mine = share.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+    with ExitStack() as stack:
+        stack.enter_context(generating(directory))
+        stack.enter_context(locked(directory.logs / f"share-{share.writer:04d}.lock"))
+        if store.sealed or mine <= store.present():
+            return len(mine)
+        check_stage(store.directory, where.origin)
+        mark_share(store.directory, share, where, found)
+        display = stack.enter_context(open_display())
+        with listening(is_main=True) as stop:
+            missing = sorted(mine - store.present())
+            _generate(recipe, share, where, store, missing, found, display, stop)
+            if stop.asked:
+                raise stop.stopped(f"{len(mine & store.present())} of {len(mine)} groups of share {share} are on disk")
+    return len(mine & store.present())
+
+
+def _generate(
+    recipe: Recipe,
+    share: Share,
+    where: Standing,
+    store: StageStore,
+    missing: Sequence[int],
+    found: Problems,
+    display: Display,
+    stop: StopRequest,
+) -> None:
+    tokenizer = load_tokenizer(recipe.model.directory)
+    problems = prepare(recipe.data, recipe.reward, tokenizer, found)
+    log = RunDirectory(recipe.run.dir).logs / f"engine-share-{share.writer:04d}.log"
+    how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
+    with _engine(recipe, share, where.weights, log, stop) as engine, Verifier(recipe.reward) as verifier:
+        with display.waiting(f"waiting for the engine, see {log}"):
+            if problem := first_start_problem(engine):
+                raise UserError(problem)
+        failures, left = 0, list(missing)
+        with display.bar(f"stage {where.cursor.stage}, share {share}", len(missing), "prompts") as bar:
+            while left and not stop.heard():
+                before, failure = len(left), None
+                scorer = Scorer(verifier, tokenizer)
+                try:
+                    engine.wait_ready()
+                    engine.set_version(where.cursor.updates)
+                    with closing(engine.generate(_prompts(recipe, problems, where, left), n, how)) as groups:
+                        for group in scorer.during(_until(groups, stop)):
+                            _keep(store, group, recipe, left, bar)
+                except EngineFailure as error:
+                    failure = error
+                for group in scorer.rest(stop.heard):
+                    _keep(store, group, recipe, left, bar)
+                if failure and not isinstance(failure, EngineStopped):
+                    failures = failures + 1 if len(left) == before else 1
+                    if failures >= recipe.engine.max_failures:
+                        raise failure
+                    display.say(f"{failure}\nThe engine is restarted for what is missing.")
+                    engine.restart()
+        store.flush()
+
+
+def _prompts(recipe: Recipe, problems: PreparedData, where: Standing, groups: Sequence[int]) -> Iterator[Prompt]:
+    return (stage_prompt(recipe, problems, where.cursor, group) for group in tuple(groups))
+
+
+def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
+    """The groups until the process is asked to stop; the engine then drops what is in flight."""
+    for group in groups:
+        yield group
+        if stop.heard():
+            return
+
+
+def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, left: list[int], bar: Bar) -> None:
+    store.append(rows_of(group, recipe))
+    left.remove(group.prompt.index)
+    bar.advance(tokens=group.tokens)
+
+
+@contextmanager
+def _engine(recipe: Recipe, share: Share, weights: Path, log: Path, stop: StopRequest) -> Iterator[Engine]:
+    """An engine on this machine's first devices, with a random stream of its own among the shares."""
+    if runs_on_cuda(recipe):
+        check_allocator()
+    slot = EngineSlot(True, number=share.number, engines=share.of, local=0, local_engines=1, gpu=0)
+    engine = Engine.start(recipe, weights, log, slot, stop.heard)
+    try:
+        yield engine
+    finally:
+        engine.stop()
