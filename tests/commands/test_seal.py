@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mugrpo_megatron.commands.seal import seal
@@ -77,7 +78,8 @@ def finished(run: Path, share: int) -> int:
 
 def end(command: Command, number: int) -> None:
     for process in command.family if number == signal.SIGKILL else command.family[:1]:
-        process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):  # an engine ends with its leader
+            process.send_signal(number)
     command.wait()
 
 
