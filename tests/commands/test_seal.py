@@ -89,7 +89,7 @@ def test_four_shares_at_once_two_of_them_killed_and_run_again(tmp_path: Path) ->
     whole, shared = tmp_path / "whole", tmp_path / "shared"
     for folder in (whole, shared):
         folder.mkdir()
-        recipe_of(folder, prompts=1200)
+        recipe_of(folder, prompts=4000)  # enough for shards before the end, which is what is killed
     mugrpo("generate", whole / "recipe.toml")
     recipe, run = shared / "recipe.toml", shared / "run"
 
@@ -108,10 +108,10 @@ def test_four_shares_at_once_two_of_them_killed_and_run_again(tmp_path: Path) ->
     with pytest.raises(UserError, match=r"shares that lack some: 1/4 \(\d+\), 2/4"):
         seal(run)
     kept = finished(run, 1)
-    assert 0 < kept < 600
+    assert 0 < kept < 2000
     for share in (1, 2):
         mugrpo(*words(share))
-    assert "is sealed: 2,400 groups" in mugrpo("seal", run).stdout
+    assert "is sealed: 8,000 groups" in mugrpo("seal", run).stdout
     assert problems(run / "stages" / "00000") == problems(whole / "run" / "stages" / "00000")
     mugrpo("optimize", recipe)
     assert newest_cursor(run / "checkpoints") == Cursor(1, 0, 2)
