@@ -12,7 +12,7 @@ from mugrpo_megatron.recipe import load_recipe
 from run_scripts.study.grid import GRID, Cell, Outcome, Waiting, load_grid, of_twin, settings, tuned_rate, wanted
 from run_scripts.study.run import BASE
 
-LADDER = (1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4, 3.2e-4, 6.4e-4, 1.28e-3)
+LADDER = (2.5e-6, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4, 3.2e-4, 6.4e-4, 1.28e-3)
 
 
 def outcome(after: float, least_ratio: float = 0.1) -> Outcome:
@@ -31,7 +31,7 @@ def test_tuning_climbs_to_the_best_rate_and_tries_both_its_neighbours(best: int)
     assert {cell.seed for cell in done} == {grid.tuning_seed}
     tried = {cell.rate for cell in done}
     assert {*LADDER[max(0, best - 1) : best + 2]} <= tried
-    assert len(tried) <= 2 + abs(best - 2) + 1
+    assert len(tried) <= 2 + abs(best - 4) + 1
 
 
 def test_of_two_equal_rates_the_lower_is_tuned() -> None:

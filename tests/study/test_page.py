@@ -24,7 +24,7 @@ def row(seed: int, method: str, rate: float, after: float, **changed: object) ->
 
 def finished(**gains: float) -> Results:
     """Every cell of the study done, with a method's final accuracy at 0.5 plus its gain; tuning ends at 8e-5."""
-    ladder = {rate: 0.6 - abs(GRID.ladder.index(rate) - 3) / 100 for rate in GRID.ladder}
+    ladder = {rate: 0.6 - abs(GRID.ladder.index(rate) - 5) / 100 for rate in GRID.ladder}
     tuning = [row(GRID.tuning_seed, method, rate, after) for method in GRID.methods for rate, after in ladder.items()]
     rates = [block.rate for block in GRID.blocks.values() if block.rate]
     cells = dict.fromkeys(
