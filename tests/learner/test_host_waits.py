@@ -73,6 +73,7 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
         recipe=recipe(Path("unused")),
         architecture=SimpleNamespace(vocab_size=VOCAB),
         ranks=SimpleNamespace(tp_size=1, device=CPU),
+        optimizer=SimpleNamespace(grad_scaler=None),
     )
     loss = objective.loss(learner, None)
     hidden = torch.randn(160, 8, requires_grad=True)
