@@ -196,5 +196,5 @@ def _kept(group: ScoredGroup) -> Kept:
         reward=score.reward,
         tokens=len(response.ids),
         truncated=response.finish_reason == "length",
-        components=dict(getattr(score, "components", {})),
+        components=dict(score.components),
     )
