@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,10 +17,10 @@ from mugrpo_megatron.phases.optimize import read_update, refresh_reference
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.stopping import Stopped, StopRequest
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
+from tests.phases.bare import bare_run
 
 UPDATES, PROMPTS, RESPONSES = 3, 2, 4
 EQUAL = {0, 3, 4}
@@ -87,17 +86,7 @@ class Refreshed:
                 "objective": {"name": "off_policy_grpo", "reference_every": EVERY, "zero_variance": zero_variance},
             }
         )
-        self.run: Any = SimpleNamespace(
-            recipe=recipe,
-            directory=self.directory,
-            record=Record("r"),
-            is_main=True,
-            log=SimpleNamespace(phase=lambda *_: nullcontext()),
-            display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
-            title=lambda cursor: "",
-            world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
-            stop=StopRequest(),
-        )
+        self.run = bare_run(recipe, self.directory)
         self.updates_taken = 0
         monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
 

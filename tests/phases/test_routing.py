@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +15,10 @@ from mugrpo_megatron.phases.optimize import read_update, recompute_behaviour
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.routes import has_routes, index, routes_path
 from mugrpo_megatron.stages.store import StageStore
+from tests.phases.bare import bare_run
 from tests.phases.test_optimize import PROMPTS, UPDATES, group
 
 LAYERS = 2
@@ -42,17 +39,7 @@ class Recorded:
             "rollout": {"prompts_per_update": PROMPTS, "behaviour": behaviour},
             "learner": {"routing_replay": "learner"},
         }
-        self.run: Any = SimpleNamespace(
-            recipe=Recipe.model_validate(sections),
-            directory=self.directory,
-            record=Record("r"),
-            is_main=True,
-            log=SimpleNamespace(phase=lambda *_: nullcontext()),
-            display=SimpleNamespace(bar=lambda *_: nullcontext(SimpleNamespace(advance=lambda: None))),
-            title=lambda cursor: "",
-            world=SimpleNamespace(barrier=lambda: None, any_rank=lambda *flags: flags),
-            stop=StopRequest(),
-        )
+        self.run = bare_run(Recipe.model_validate(sections), self.directory)
         self.recorded, self.scored = 0, 0
         monkeypatch.setattr(optimize, "record_routes", self._record)
         monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
