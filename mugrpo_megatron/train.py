@@ -85,7 +85,7 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
         groups = np.array([sample.group for sample in samples])
         advantages = group_advantages(rewards, groups, run.recipe.objective)
         with profiled(run, cursor):
-            metrics = update(learner, samples, advantages)
+            metrics = update(learner, samples, advantages, cursor.of_stage(schedule, stage.updates))
         record_update(run, learner, cursor, samples, metrics, bar)
         cursor = cursor.advanced(schedule, stage.updates, stage_exhausted(metrics, schedule))
         save_if_due(run, cursor)

@@ -21,9 +21,12 @@ from mugrpo_megatron.learner.routing import gather_flips, gather_routes
 from mugrpo_megatron.samples import Sample
 
 
-def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) -> dict[str, float]:
+def update(
+    learner: Learner, samples: Sequence[Sample], advantages: np.ndarray, of_stage: float = 0.0
+) -> dict[str, float]:
     """Take one optimizer update on `samples` with `advantages` float [N].
 
+    `of_stage` is the part of the stage's updates that are taken, for a learning rate that falls with it.
     Collective: every rank passes the whole update and trains on its own share. Returns, on every rank, the objective's
     metrics over the whole update under the weights before the step, and `grad_norm` (before clipping), `lr`, `tokens`
     (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights as they were), `seconds`.
@@ -37,7 +40,7 @@ def update(learner: Learner, samples: Sequence[Sample], advantages: np.ndarray) 
         statistics = _statistics(learner, objective, sequences, batches)
         found = forward_backward(learner, batches, objective.loss(learner, statistics))
         scale = loss_scale(learner.optimizer)
-        step = _step(learner)
+        step = _step(learner, of_stage)
         logprobs, entropy = gather_tokens(learner, sequences, batches, found, k=2)
         flips = _flips(learner, sequences, batches)
     with torch.no_grad():
@@ -134,9 +137,10 @@ def _statistics(
     return update_statistics(logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section)
 
 
-def _step(learner: Learner) -> Step:
+def _step(learner: Learner, of_stage: float = 0.0) -> Step:
     section, total = learner.recipe.optimizer, learner.recipe.schedule.total_updates
-    step = take_step(learner.optimizer, learning_rate(section, learner.updates_done, total), section.clip_grad)
+    rate = learning_rate(section, learner.updates_done, total, of_stage)
+    step = take_step(learner.optimizer, rate, section.clip_grad)
     learner.updates_done += 1
     learner.steps_done += not step.skipped
     if not step.overflowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any, Literal
 
@@ -100,6 +101,8 @@ class ScheduleSection(Section):
     """S: how often the engines generate, unless stages end early."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
+    growth: float = Field(1.0, ge=0.1, le=10.0)
+    """Each stage has this many times the updates of the one before; S stages still have S µ updates in all."""
     passes: int = Field(1, ge=1, le=1000)
     """How often each stage's updates are taken: µ x passes optimizer updates a stage, later passes in another order."""
     min_ess: float = Field(0.0, ge=0.0, lt=1.0)
@@ -107,9 +110,24 @@ class ScheduleSection(Section):
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
 
+    def length(self, stage: int) -> int:
+        """Updates that stage `stage` (from 0) samples responses for: µ, or its part of the S µ where stages grow.
+
+        Lengths are whole, at least 1, and in the ratio `growth` up to rounding. A stage after the S-th, in a run whose
+        stages end early, is as long as the S-th.
+        """
+        if self.growth == 1.0:
+            return self.updates_per_stage
+        longest = self.stages - 1 if self.growth > 1.0 else 0
+        weights = [self.growth ** (k - longest) for k in range(self.stages)]  # the largest is 1: no overflow
+        spare = self.stages * self.updates_per_stage - self.stages  # beyond one update for each
+        parts = [0.0, *itertools.accumulate(weight / sum(weights) for weight in weights)]
+        index = min(stage, self.stages - 1)
+        return 1 + round(spare * parts[index + 1]) - round(spare * parts[index])
+
     @property
     def updates_on_stage(self) -> int:
-        """µ x passes: optimizer updates taken on a stage of full length."""
+        """µ x passes: optimizer updates taken on a stage of full length; the mean over stages where they grow."""
         return self.updates_per_stage * self.passes
 
     @property
@@ -126,7 +144,10 @@ class OptimizerSection(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up, over all updates of the run."""
+    """Shape after the warm-up."""
+    decay_over: Literal["run", "stage"] = "run"
+    """What `decay` spans: the run, or each stage, so that the rate falls as its responses grow stale and then restarts.
+    The warm-up is the run's in both."""
     warmup_updates: NonNegativeInt = 0
     """Updates of linear warm-up from 0 to `lr`."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)

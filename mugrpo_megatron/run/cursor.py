@@ -28,8 +28,8 @@ class Cursor:
         return self.updates >= schedule.total_updates
 
     def stage_updates(self, schedule: ScheduleSection) -> int:
-        """Updates that the stage's responses are generated for: µ, or the run's remaining ones."""
-        return min(schedule.updates_per_stage, schedule.total_updates - self._before_stage)
+        """Updates that the stage's responses are generated for: the stage's length, or the run's remaining ones."""
+        return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def stage_length(self, schedule: ScheduleSection, held: int) -> int:
         """Updates taken on a stage that holds the responses of `held`: all of its passes, or the run's remaining."""
@@ -52,6 +52,10 @@ class Cursor:
             repeated = max(0, self.age + 1 - held)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated)
+
+    def of_stage(self, schedule: ScheduleSection, held: int) -> float:
+        """The part of the stage's updates that are taken, from 0 to below 1."""
+        return self.age / self.stage_length(schedule, held)
 
     def due(self, every: int) -> bool:
         """Whether a multiple of `every` updates of the stage are taken; False for `every` = 0 and at a stage's ends."""

@@ -179,6 +179,15 @@ def test_decay_ends_at_min_lr() -> None:
         assert learning_rate(section, 400, 400) == pytest.approx(1e-4)
 
 
+@given(st.integers(10, 399), st.integers(0, 63), st.sampled_from(["linear", "cosine"]))
+def test_a_decay_over_stages_starts_anew_at_each(update: int, age: int, decay: str) -> None:
+    """It depends on the age alone, except in the warm-up, and is what a run of that many updates would have."""
+    section = OptimizerSection(lr=1e-3, min_lr=1e-4, decay=decay, decay_over="stage", warmup_updates=10)
+    rate = learning_rate(section, update, 400, age / 64)
+    assert rate == pytest.approx(learning_rate(OptimizerSection(lr=1e-3, min_lr=1e-4, decay=decay), age, 64))
+    assert learning_rate(section, 3, 400, age / 64) == pytest.approx(4e-4)
+
+
 def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """Two updates on responses whose sampler kept four tokens at each place, behaviour by the learner."""
     learner = build_learner(recipe(Path(model), **sections))

@@ -13,6 +13,13 @@ from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
 schedules = st.builds(
     ScheduleSection, stages=st.integers(1, 6), updates_per_stage=st.integers(1, 6), passes=st.integers(1, 3)
 )
+growing = st.builds(
+    ScheduleSection,
+    stages=st.integers(1, 6),
+    updates_per_stage=st.integers(1, 6),
+    growth=st.sampled_from([0.1, 0.5, 1.0, 1.5, 2.0, 10.0]),
+    passes=st.integers(1, 3),
+)
 endings = st.lists(st.booleans(), min_size=108, max_size=108)
 
 
@@ -36,19 +43,41 @@ def test_stages_of_full_length_are_s_stages_of_all_passes(schedule: ScheduleSect
     ]
 
 
-@given(schedules, endings)
+@given(growing)
+def test_stages_grow_and_add_up(schedule: ScheduleSection) -> None:
+    lengths = [schedule.length(stage) for stage in range(schedule.stages)]
+    assert sum(lengths) * schedule.passes == schedule.total_updates
+    assert min(lengths) >= 1
+    assert schedule.length(schedule.stages + 3) == lengths[-1]
+    for before, after in pairwise(lengths):
+        assert after >= before - 1 if schedule.growth >= 1 else after <= before + 1  # they are rounded
+    assert [cursor.stage for cursor in visited(schedule, [False] * 108)[:-1]] == [
+        stage for stage, length in enumerate(lengths) for _ in range(length * schedule.passes)
+    ]
+
+
+def test_lengths_are_in_the_ratio_of_growth() -> None:
+    doubling = ScheduleSection(stages=7, updates_per_stage=73, growth=2.0)
+    assert [doubling.length(stage) for stage in range(7)] == [5, 9, 17, 33, 64, 128, 255]
+    many = ScheduleSection(stages=2000, updates_per_stage=2, growth=10.0)  # powers beyond a float's range
+    assert many.length(0) == 1
+    assert many.length(1999) > 1000
+
+
+@given(growing, endings)
 def test_every_update_is_taken_once_however_early_stages_end(schedule: ScheduleSection, ends: list[bool]) -> None:
     cursors = visited(schedule, ends)
     assert [cursor.updates for cursor in cursors] == list(range(schedule.total_updates + 1))
     for before, after in pairwise(cursors):
         held = before.stage_updates(schedule)
-        assert held <= schedule.updates_per_stage
+        assert held <= schedule.length(before.stage)
+        assert 0 <= before.of_stage(schedule, held) < 1
         assert before.age < before.stage_length(schedule, held) <= held * schedule.passes
         last = ends[before.updates] or before.age + 1 == before.stage_length(schedule, held)
         assert (after.stage, after.age) == ((before.stage + 1, 0) if last else (before.stage, before.age + 1))
 
 
-@given(schedules, endings, st.integers(1, 5))
+@given(growing, endings, st.integers(1, 5))
 def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
     schedule: ScheduleSection, ends: list[bool], prompts: int
 ) -> None:
