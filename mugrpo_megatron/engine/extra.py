@@ -32,11 +32,13 @@ _BY_RECIPE = {
     "enable_return_routed_experts": "learner.routing_replay",
     "random_seed": "run.seed",
     "device": "run.device",
+    "quantization": "engine.quantization",
+    "nnodes": "engine.nodes",
 }
 """What a key of the recipe decides."""
 _BY_PROJECT = {
-    **dict.fromkeys(("custom_weight_loader", "load_format", "quantization", "json_model_override_args"), "weight sync"),
-    **dict.fromkeys(("pp_size", "dp_size", "nnodes", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
+    **dict.fromkeys(("custom_weight_loader", "load_format", "json_model_override_args"), "weight sync"),
+    **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
     **dict.fromkeys(
         ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"), "the engine's protocol"
     ),

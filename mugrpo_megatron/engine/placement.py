@@ -1,7 +1,9 @@
 """Which ranks lead an engine, and on which devices: a pure function, the same on every rank.
 
 The ranks of a node are divided into blocks of `engine.tensor` consecutive ones. An engine runs on the devices of one
-block and the block's first rank leads it, so an engine never spans nodes, whatever the learner's layout.
+block and the block's first rank leads it, whatever the learner's layout. With `engine.nodes` above 1 an engine takes
+all devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank of each other
+node joins it with the process that runs the engine's ranks of that node.
 """
 
 from __future__ import annotations
@@ -28,7 +30,11 @@ class EngineSlot:
     local_engines: int
     """Engines of this node."""
     gpu: int
-    """Index of the engine's first device on the node; it uses as many as it has tensor parallel ranks."""
+    """Index of the engine's first device on the node; it uses as many as it has tensor parallel ranks there."""
+    node: int = 0
+    """This node's index among the engine's nodes."""
+    joins: bool = False
+    """Whether this rank runs a process of an engine that a rank of another node leads."""
 
 
 ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engines=1, gpu=0)
@@ -42,12 +48,15 @@ def engine_slot(
 
     Raises UserError when the node's ranks cannot be divided into engines, or into as many as the recipe asks for.
     """
+    if engine.nodes > 1:
+        return _slot_across_nodes(engine, rank, world, local_world)
     size = engine.tensor
     if local_world % size:
         sizes = [d for d in range(1, local_world + 1) if local_world % d == 0]
         raise UserError(
             f"engine.tensor = {size} does not divide the {local_world} ranks of a node, and each engine takes the "
-            f"devices of {size} ranks; set it to one of {sizes} or start another number of ranks on each node"
+            f"devices of {size} ranks; set it to one of {sizes}, start another number of ranks on each node, or let an "
+            "engine span nodes with engine.nodes"
         )
     fit = local_world // size
     if engine.per_node > fit:
@@ -66,6 +75,32 @@ def engine_slot(
         local=min(block, here - 1),
         local_engines=here,
         gpu=block * size,
+    )
+
+
+def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world: int) -> EngineSlot:
+    """The slot of a rank where each engine takes whole nodes."""
+    nodes = world // local_world
+    if engine.tensor != engine.nodes * local_world:
+        raise UserError(
+            f"engine.nodes = {engine.nodes} nodes of {local_world} ranks make engines of {engine.nodes * local_world} "
+            f"devices, but engine.tensor is {engine.tensor}; set it to {engine.nodes * local_world}"
+        )
+    if nodes % engine.nodes:
+        raise UserError(
+            f"engine.nodes = {engine.nodes} does not divide the {nodes} nodes of this run; start a multiple of it"
+        )
+    node, local_rank = divmod(rank, local_world)
+    number, inside = divmod(node, engine.nodes)
+    return EngineSlot(
+        leads_engine=local_rank == 0 and inside == 0,
+        number=number,
+        engines=nodes // engine.nodes,
+        local=0,
+        local_engines=1,
+        gpu=0,
+        node=inside,
+        joins=local_rank == 0 and inside > 0,
     )
 
 

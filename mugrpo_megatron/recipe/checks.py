@@ -9,6 +9,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import ModelConfig, check_weights, read_config
+from mugrpo_megatron.recipe.engines import engine_problems
 from mugrpo_megatron.recipe.layouts import describe, divisors, experts_of, nearest
 from mugrpo_megatron.recipe.sections import Recipe
 from mugrpo_megatron.recipe.systems import ParallelSection
@@ -75,16 +76,6 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
         raise UserError(
             f"{asked}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
             'or set it to "local" or "auto"'
-        )
-
-
-def check_engine_routes(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when the engine on this machine cannot return the experts that the recipe replays."""
-    if recipe.learner.routing_replay == "rollout" and not cuda:
-        raise UserError(
-            'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
-            'host memory, which only a machine with an accelerator has; set it to "learner", which records them in a '
-            "learner pass at the stage's start"
         )
 
 
@@ -192,6 +183,7 @@ def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
 def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
+    yield from engine_problems(recipe, model)
     yield from _fp8_problems(recipe, model)
     if recipe.model.dtype == "float16" and experts_of(model):
         yield (

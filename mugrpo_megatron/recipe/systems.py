@@ -60,7 +60,9 @@ class EngineSection(Section):
     """The SGLang engine that shares the learner's devices."""
 
     tensor: PositiveInt = 1
-    """Tensor parallel size of each engine; it must divide the ranks of a node."""
+    """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
+    nodes: PositiveInt = 1
+    """Nodes that each engine spans, with all of their devices: for a model that one node does not hold."""
     per_node: NonNegativeInt = 0
     """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
     between_stages: Literal["restart", "sleep"] = "sleep"
@@ -83,6 +85,9 @@ class EngineSection(Section):
     """Seconds until an engine counts as hung: without a new token while it generates, else without an answer."""
     max_failures: PositiveInt = 3
     """End the run after this many engine failures in a row without a finished response between them."""
+    quantization: Literal["none", "fp8"] = "none"
+    """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, which
+    each weight sync quantises again (CUDA, bfloat16)."""
     bucket_bytes: PositiveInt = 512 * 1024 * 1024
     """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
     check_weights: Literal["first", "every", "never"] = "first"

@@ -24,7 +24,8 @@ from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weigh
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_engine_routes, check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.engines import check_engine_device
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
@@ -57,7 +58,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
-        _check_engine_routes(recipe)
+        _check_engine_device(recipe)
         slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
     _check_layers(recipe)
     say(_layout(recipe, world))
@@ -96,7 +97,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     directory = recipe.model.directory
     say(_model(architecture(read_model_config(directory), str(directory / CONFIG)), str(directory)))
     check_tokenizer(directory)
-    _check_engine_routes(recipe)
+    _check_engine_device(recipe)
     return recipe, _read(recipe, say)
 
 
@@ -169,9 +170,10 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
         )
 
 
-def _check_engine_routes(recipe: Recipe) -> None:
-    if recipe.learner.routing_replay == "rollout":
-        check_engine_routes(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
+def _check_engine_device(recipe: Recipe) -> None:
+    engine = recipe.engine
+    if recipe.learner.routing_replay == "rollout" or engine.quantization != "none" or engine.nodes > 1:
+        check_engine_device(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
 
 
 def _check_layers(recipe: Recipe) -> None:

@@ -41,7 +41,8 @@ def test_arguments_of_the_installed_version_are_taken_without_its_import() -> No
         ("cuda_graph_bs_decode", [1, "2"], r"SGLang takes List\[int\] here"),
         ("cuda_graph_backend_decode", "some", "SGLang takes one of 'full'"),
         ("tp_size", 2, "decided by engine.tensor; set that instead"),
-        ("quantization", "fp8", "weight sync depends on it"),
+        ("quantization", "fp8", "decided by engine.quantization"),
+        ("load_format", "dummy", "weight sync depends on it"),
         ("port", 1, "process depends on it"),
     ],
 )

@@ -49,6 +49,18 @@ def test_engines_a_node_may_be_fewer() -> None:
     assert [one.number for one in found if one.leads_engine] == [0, 1]
 
 
+@given(engines=st.integers(1, 3), span=st.integers(2, 4), local_world=st.sampled_from([1, 2, 8]))
+def test_an_engine_of_several_nodes_takes_all_their_devices(engines: int, span: int, local_world: int) -> None:
+    found = slots(EngineSection(tensor=span * local_world, nodes=span), engines * span, local_world)
+    first_of_node = found[::local_world]
+    assert [one.number for one in first_of_node] == [number for number in range(engines) for _ in range(span)]
+    assert [one.node for one in first_of_node] == [*range(span)] * engines
+    assert [one.leads_engine for one in first_of_node] == [one.node == 0 for one in first_of_node]
+    assert [one.joins for one in first_of_node] == [one.node > 0 for one in first_of_node]
+    assert sum(one.leads_engine or one.joins for one in found) == engines * span
+    assert all(one.engines == engines and one.gpu == 0 for one in found)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"engine\.tensor = 3 does not divide the 8 ranks of a node.*\[1, 2, 4, 8\]"):
         slots(EngineSection(tensor=3), 2, 8)
@@ -56,3 +68,7 @@ def test_what_does_not_fit_is_refused() -> None:
         slots(EngineSection(tensor=16), 2, 8)
     with pytest.raises(UserError, match=r"engine\.per_node = 3 .* need 12 ranks .* but 8 run there; the most is 2"):
         slots(EngineSection(tensor=4, per_node=3), 1, 8)
+    with pytest.raises(UserError, match=r"engine\.tensor is 8; set it to 16"):
+        slots(EngineSection(tensor=8, nodes=2), 2, 8)
+    with pytest.raises(UserError, match=r"engine\.nodes = 2 does not divide the 3 nodes"):
+        slots(EngineSection(tensor=16, nodes=2), 3, 8)

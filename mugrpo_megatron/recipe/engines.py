@@ -1,0 +1,84 @@
+"""Checks of the `[engine]` section across sections: quantised weights, and engines that span nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import Recipe
+
+BLOCK = 128
+"""Rows and columns of a weight that share an fp8 scale."""
+
+
+def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
+    """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
+    yield from _node_problems(recipe)
+    if recipe.engine.quantization == "fp8":
+        yield from _fp8_problems(recipe)
+        yield from _block_problems(recipe.engine.tensor, model)
+
+
+def check_engine_device(recipe: Recipe, cuda: bool) -> None:
+    """Raise UserError when the engine on this machine cannot do what the recipe asks of it."""
+    if recipe.learner.routing_replay == "rollout" and not cuda:
+        raise UserError(
+            'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
+            'host memory, which only a machine with an accelerator has; set it to "learner", which records them in a '
+            "learner pass at the stage's start"
+        )
+    if recipe.engine.quantization == "fp8" and not cuda:
+        raise UserError(
+            'engine.quantization = "fp8" needs CUDA: SGLang 0.5.15 multiplies in fp8 on a GPU, and on CPUs with '
+            'AMX alone, which this project does not use; set it to "none"'
+        )
+    if recipe.engine.quantization != "none" or recipe.engine.nodes > 1:
+        raise UserError("engine.quantization and engine.nodes can be planned with, but not run yet; leave them out")
+
+
+def _node_problems(recipe: Recipe) -> Iterator[str]:
+    engine = recipe.engine
+    if engine.nodes == 1:
+        return
+    if engine.tensor % engine.nodes:
+        yield (
+            f"engine.nodes = {engine.nodes} does not divide engine.tensor = {engine.tensor}: each node runs as many "
+            f"of an engine's ranks; set engine.tensor to {engine.nodes} times the devices of a node"
+        )
+    if engine.per_node > 1:
+        yield (
+            f"engine.per_node = {engine.per_node}, but an engine of {engine.nodes} nodes takes all their devices; "
+            "leave engine.per_node out"
+        )
+
+
+def _fp8_problems(recipe: Recipe) -> Iterator[str]:
+    asked = 'engine.quantization = "fp8"'
+    if recipe.model.dtype != "bfloat16":
+        yield f'{asked} quantises a bfloat16 learner: set model.dtype = "bfloat16", or engine.quantization = "none"'
+    if recipe.rollout.behaviour == "learner" and recipe.objective.mismatch == "none":
+        yield (
+            f'{asked} samples from another policy than the learner\'s, and rollout.behaviour = "learner" would take '
+            'it for the learner\'s: set it to "engine", whose ratios are of the policy that sampled, or keep it and '
+            'set objective.mismatch = "truncate" or "drop"'
+        )
+
+
+def _block_problems(tensor: int, model: Mapping[str, Any]) -> Iterator[str]:
+    """Matrices whose shards on `tensor` ranks are no whole blocks, where SGLang asks for that (fp8.py, 0.5.15)."""
+    heads = model.get("num_attention_heads") or 1
+    kv_heads = model.get("num_key_value_heads") or heads
+    head_dim = model.get("head_dim") or (model.get("hidden_size") or heads) // heads
+    widths = {
+        "num_attention_heads x head_dim": heads * head_dim / tensor,
+        "num_key_value_heads x head_dim": max(1, kv_heads / tensor) * head_dim,
+        **{key: model[key] / tensor for key in ("intermediate_size", "moe_intermediate_size") if model.get(key)},
+    }
+    for name, width in widths.items():
+        if width % BLOCK:
+            yield (
+                f'engine.quantization = "fp8" has one scale for each {BLOCK} rows, but the model\'s {name} is '
+                f"{width:g} on each of {tensor} tensor parallel ranks; lower engine.tensor, or set it to "
+                '"none"'
+            )

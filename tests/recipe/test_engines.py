@@ -1,0 +1,65 @@
+"""What an engine cannot be is said before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.engines import check_engine_device, engine_problems
+
+MODEL = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+}
+BFLOAT16 = {"model": {"dtype": "bfloat16"}}
+FP8 = {"engine": {"quantization": "fp8"}}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"engine": {"tensor": 16, "nodes": 2}},
+        {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
+        {**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}, "objective": {"mismatch": "truncate"}},
+    ],
+)
+def test_possible_engines_pass(sections: dict[str, Any]) -> None:
+    assert list(engine_problems(recipe(**sections), MODEL)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"engine": {"tensor": 8, "nodes": 3}}, "engine.nodes = 3 does not divide engine.tensor = 8"),
+        ({"engine": {"tensor": 16, "nodes": 2, "per_node": 2}}, "leave engine.per_node out"),
+        ({**FP8, "model": {"dtype": "float16"}}, 'set model.dtype = "bfloat16"'),
+        ({**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}}, 'set objective.mismatch = "truncate" or "drop"'),
+        ({**BFLOAT16, "engine": {"quantization": "fp8", "tensor": 8}}, "intermediate_size is 2368 on each of 8"),
+    ],
+)
+def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> None:
+    problems = list(engine_problems(recipe(**sections), MODEL))
+    assert any(said in problem for problem in problems), problems
+
+
+def test_the_engines_routes_need_cuda() -> None:
+    wanted = recipe(learner={"routing_replay": "rollout"})
+    check_engine_device(wanted, cuda=True)
+    check_engine_device(recipe(learner={"routing_replay": "learner"}), cuda=False)
+    with pytest.raises(UserError, match=r'"rollout" needs CUDA to generate.*pinned host memory.* set it to "learner"'):
+        check_engine_device(wanted, cuda=False)
+
+
+def test_fp8_engines_need_cuda() -> None:
+    with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
+        check_engine_device(recipe(**FP8), cuda=False)
