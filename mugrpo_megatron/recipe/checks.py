@@ -204,6 +204,7 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
             "could end a stage (schedule.min_ess, schedule.max_vetoed) at another update than before; set it to 1"
         )
+    yield from _prefetch_problems(recipe)
     limit = model.get("max_position_embeddings")
     response = longest_response(recipe)
     longest = recipe.data.max_prompt_tokens + response
@@ -212,4 +213,21 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"data.max_prompt_tokens + {key} = {longest} exceeds the model's "
             f"{limit} positions (max_position_embeddings)"
+        )
+
+
+def _prefetch_problems(recipe: Recipe) -> Iterator[str]:
+    """Settings that need the weights which sampled a stage at its start, where a prefetched stage has later ones."""
+    if not recipe.schedule.prefetch:
+        return
+    asked = f"schedule.prefetch = {recipe.schedule.prefetch}"
+    if recipe.rollout.behaviour == "learner":
+        yield (
+            f"{asked}: when the stage begins, the learner no longer has the weights that sampled it, so "
+            'rollout.behaviour = "learner" would compute the logprobs of others; set it to "engine"'
+        )
+    if recipe.learner.routing_replay == "learner":
+        yield (
+            f"{asked}: when the stage begins, the routers no longer are those that sampled it; set "
+            'learner.routing_replay to "rollout" or "off"'
         )

@@ -109,6 +109,21 @@ class ScheduleSection(Section):
     """End a stage early after an update whose effective sample size is below this; the run takes all its updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
+    prefetch: NonNegativeInt = 0
+    """Updates before a stage's end at which the next stage's sampling begins, by `mugrpo generate --engine-only
+    --follow` processes; its responses are that much staler. 0 samples when the stage has ended; at most µ x passes."""
+    prefetch_patience_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
+    """Seconds without a new group of a prefetched stage after which a waiting learner saves and ends."""
+
+    @field_validator("prefetch")
+    @classmethod
+    def _check_prefetch(cls, value: int, info: ValidationInfo) -> int:
+        given = info.data
+        if value > given.get("updates_per_stage", value) * given.get("passes", 1):
+            raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
+        if value and (given.get("min_ess", 0.0) > 0 or given.get("max_vetoed", 1.0) < 1):
+            raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_vetoed")
+        return value
 
     def length(self, stage: int) -> int:
         """Updates that stage `stage` (from 0) samples responses for: µ, or its part of the S µ where stages grow.

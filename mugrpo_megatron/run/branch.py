@@ -26,6 +26,7 @@ FREE_TO_BRANCH = (
     "rollout.behaviour",
     "schedule.stages",
     "schedule.passes",
+    "schedule.prefetch",
     "schedule.min_ess",
     "schedule.max_vetoed",
     "run.dir",

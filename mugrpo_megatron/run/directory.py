@@ -195,7 +195,7 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    allowed = {"run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
+    allowed = {"schedule.prefetch_patience_s", "run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
     if new.schedule.growth == 1.0:  # else the lengths of stages depend on their number
         allowed.add("schedule.stages")
     if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):

@@ -59,6 +59,12 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("[schedual]\nstages = 4\n", [], r"`schedual` is not a recipe key; did you mean `schedule`"),
         ("[schedule]\nstages = 0\n", [], r"`schedule.stages` = 0: .*greater than 0"),
         ("[schedule\nstages = 4\n", [], r"not valid TOML"),
+        (
+            "[schedule]\nupdates_per_stage = 4\npasses = 2\n",
+            ["schedule.prefetch=9"],
+            r"above updates_per_stage x passes",
+        ),
+        ("[schedule]\nprefetch = 4\nmin_ess = 0.1\n", [], r"`schedule.prefetch` = 4: needs stages whose end is known"),
         ("", ["schedule.stages"], r"write it as section.key=value"),
         ("", ["stages=4"], r"write it as section.key=value"),
         ("", ["objective.name=ppo2"], r"`objective.name` = 'ppo2'"),
