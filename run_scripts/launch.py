@@ -2,7 +2,7 @@
 
     python -P run_scripts/launch.py GRACE [torchrun's options] PROGRAM [ARGUMENTS]
 
-run_scripts/torchrun.sh starts this with the torch of .venv. What differs from torchrun:
+run_scripts/torchrun.sh starts this with the torch of the environment that it finds. What differs from torchrun:
 
 - Ranks get GRACE seconds between the signal that asks them to stop and SIGKILL, also when they are stopped because
   another rank failed. torchrun gives them 30. `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` changes that since torch 2.12 only

@@ -12,6 +12,9 @@
 #   --logs DIR       a log for every rank under DIR; only the node's first rank prints to the console then
 #   --interface IF   network interface of the ranks' rendezvous and of gloo (and of NCCL, where it uses sockets)
 #
+# It takes the Python that has mugrpo_megatron: that of .venv beside run_scripts/, of the activated virtual environment, of
+# the activated conda environment, or the PATH's (a container's, or one that a wheel was installed for), in this order.
+#
 # A rank stands for a GPU. All nodes need the run directory under the same path: checkpoints and stages are shared files.
 set -euo pipefail
 
@@ -84,8 +87,9 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 # torch.compile would start 32 compilers for each rank of a node.
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
 
-# The link's target: setup.sh may move the link while this runs.
-scripts=$(dirname "$0") python=$(readlink -f "$(dirname "$0")/../.venv")/bin/python
-[ -x "$python" ] || { echo "torchrun.sh: there is no $python: run run_scripts/setup.sh first" >&2; exit 2; }
+scripts=$(dirname "$0")
+# shellcheck source=run_scripts/cluster/environment.sh
+source "$scripts/cluster/environment.sh"
+need_python torchrun.sh "$scripts/.."
 # -P: a random.py in the current directory is not imported in place of Python's.
 exec "$python" -P "$scripts/launch.py" "$grace" "${options[@]}" --no-python "$python" -P -u -m mugrpo_megatron "$@"

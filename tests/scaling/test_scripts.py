@@ -6,14 +6,19 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from mugrpo_megatron import __version__
 
 pytestmark = pytest.mark.process
 
 SCRIPTS = Path(__file__).parents[2] / "run_scripts"
 SAY_ARGUMENTS = '#!/usr/bin/env bash\nprintf "%s\\n" "$@"\necho "interface=${GLOO_SOCKET_IFNAME:-}"\n'
+HAS_THE_PACKAGE = SAY_ARGUMENTS.replace("\n", '\nif [ "$2" = -c ]; then exit 0; fi\n', 1)
+LACKS_IT = "#!/usr/bin/env bash\nexit 1\n"
 
 
 def program(path: Path, text: str = SAY_ARGUMENTS) -> Path:
@@ -25,11 +30,12 @@ def program(path: Path, text: str = SAY_ARGUMENTS) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A checkout whose Python prints how it was called."""
-    for name in ("torchrun.sh", "slurm.sbatch"):
+    """A checkout whose Python has the package and prints how it was called."""
+    for name in ("torchrun.sh", "slurm.sbatch", "generate.sbatch"):
         (tmp_path / "run_scripts").mkdir(exist_ok=True)
         shutil.copy(SCRIPTS / name, tmp_path / "run_scripts")
-    program(tmp_path / ".venv" / "bin" / "python")
+    shutil.copytree(SCRIPTS / "cluster", tmp_path / "run_scripts" / "cluster")
+    program(tmp_path / ".venv" / "bin" / "python", HAS_THE_PACKAGE)
     return tmp_path
 
 
@@ -75,11 +81,44 @@ def test_many_nodes_use_the_master_as_rendezvous(checkout: Path) -> None:
     assert option(words, "--master-port") == "29500"
 
 
+ENVIRONMENTS = (".venv/bin/python", "venv/bin/python", "conda/bin/python", "path/python3", "path/python")
+"""Where a Python may be, in the order in which torchrun.sh looks."""
+
+
+@pytest.mark.parametrize("found", range(len(ENVIRONMENTS)))
+def test_the_first_environment_that_has_the_package_is_taken(found: int, checkout: Path) -> None:
+    for number, name in enumerate(ENVIRONMENTS):
+        program(checkout / name, LACKS_IT if number < found else HAS_THE_PACKAGE)
+    words = said(
+        call(
+            checkout,
+            *("torchrun.sh", "4", "train", "recipe.toml"),
+            VIRTUAL_ENV=str(checkout / "venv"),
+            CONDA_PREFIX=str(checkout / "conda"),
+            PATH=f"{checkout / 'path'}:{os.environ['PATH']}",
+        )
+    )
+    assert option(words, "--no-python") == str(checkout / ENVIRONMENTS[found])
+
+
 def test_without_an_environment_it_says_how_to_make_one(checkout: Path) -> None:
     shutil.rmtree(checkout / ".venv")
-    done = call(checkout, "torchrun.sh", "4", "train", "recipe.toml")
+    for name in ("python3", "python"):
+        program(checkout / "path" / name, LACKS_IT)
+    done = call(checkout, "torchrun.sh", "4", "train", "r", PATH=f"{checkout / 'path'}:/usr/bin:/bin")
     assert done.returncode == 2
-    assert "run run_scripts/setup.sh first" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "no Python here has mugrpo_megatron" in done.stderr
+    assert "run run_scripts/setup.sh" in done.stderr
+
+
+def test_this_environment_is_found_from_a_checkout_that_has_none(checkout: Path) -> None:
+    shutil.rmtree(checkout / ".venv")
+    folder = Path(sys.executable).parent
+    command = ["run_scripts/cluster/mugrpo.sh", "--version"]
+    environment = {**os.environ, "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    assert done.stdout == f"mugrpo {__version__}\n", done.stderr
 
 
 @pytest.mark.parametrize(("node", "is_host"), [("0", "true"), ("1", "false")])
@@ -109,35 +148,60 @@ def test_torchrun_refuses_what_it_does_not_understand(checkout: Path, arguments:
     assert complaint in done.stderr
 
 
-def test_slurm_starts_each_node_with_its_number(checkout: Path) -> None:
+JOB = {
+    "SLURM_JOB_ID": "20017",
+    "SLURM_JOB_NODELIST": "gpu-[07-08]",
+    "SLURM_NNODES": "2",
+    "SLURM_GPUS_ON_NODE": "4",
+    "SLURM_JOB_CPUS_PER_NODE": "96(x3),64",
+}
+"""What Slurm says to a job on unequal nodes."""
+
+
+def srun_of(checkout: Path, script: str, *arguments: str, **environment: str) -> list[str]:
+    """The arguments of srun."""
     tools = checkout / "tools"
     program(tools / "scontrol", "#!/usr/bin/env bash\nprintf 'gpu-%s\\n' 07 08\n")
-    program(
-        tools / "srun",
-        '#!/usr/bin/env bash\nwhile [[ $1 == --* ]]; do echo "srun $1"; shift; done\nSLURM_NODEID=1 exec "$@"\n',
-    )
-    done = call(
-        checkout,
-        "slurm.sbatch",
-        *("train", "recipe.toml", "--set", "a.b=two words"),
-        PATH=f"{tools}:{os.environ['PATH']}",
-        SLURM_JOB_ID="20017",
-        SLURM_JOB_NODELIST="gpu-[07-08]",
-        SLURM_NNODES="2",
-        SLURM_GPUS_ON_NODE="4",
-        SLURM_CPUS_PER_TASK="96",
-    )
-    words = said(done)
-    assert "srun --cpus-per-task=96" in words
-    assert [option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")] == [
-        "2",
-        "1",
-        "gpu-07",
-        "20017",
-    ]
-    assert option(words, "--nproc-per-node") == "4"
-    assert option(words, "--log-dir") == "logs/20017/node-1"
-    assert words[-4:-1] == ["recipe.toml", "--set", "a.b=two words"]
+    program(tools / "srun")
+    done = call(checkout, script, *arguments, PATH=f"{tools}:{os.environ['PATH']}", **JOB, **environment)
+    return said(done)[:-1]
+
+
+def test_slurm_gives_a_step_as_many_cores_as_every_node_has(checkout: Path) -> None:
+    words = srun_of(checkout, "slurm.sbatch", "train", "recipe.toml", "--set", "a.b=two words")
+    assert "--cpus-per-task=64" in words
+    assert words[-4:] == ["train", "recipe.toml", "--set", "a.b=two words"]
+    assert option(words, "--master") == "gpu-07:20017"
+
+
+PYXIS = ["--container-image=reg#mu:1", "--container-mounts=HERE:HERE,/data:/data", "--container-workdir=HERE"]
+APPTAINER = ["apptainer", "exec", "--nv", "--bind", "HERE:HERE,/data:/data", "--pwd", "HERE", "mu.sif"]
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "generate.sbatch"])
+@pytest.mark.parametrize(("kind", "image", "lines"), [("pyxis", "reg#mu:1", PYXIS), ("apptainer", "mu.sif", APPTAINER)])
+def test_a_container_sees_the_current_directory_and_runs_the_scripts_of_its_image(
+    kind: str, image: str, lines: list[str], script: str, checkout: Path
+) -> None:
+    arguments = ["train", "recipe.toml"] if script == "slurm.sbatch" else ["4", "recipe.toml"]
+    options = [f"--{kind}", image, "--mounts", "/data:/data"]
+    words = srun_of(checkout, script, *options, *arguments, SLURM_ARRAY_TASK_ID="3")
+    expected = [line.replace("HERE", str(checkout)) for line in lines]
+    start = words.index(expected[0])
+    assert words[start : start + len(expected)] == expected
+    noted = words.index(f"{checkout}/run_scripts/cluster/noted.sh")
+    assert (start > noted) == (kind == "apptainer"), "pyxis takes srun's options, apptainer is a command"
+    program_of_image = "torchrun.sh" if script == "slurm.sbatch" else "cluster/mugrpo.sh"
+    assert f"/mugrpo/run_scripts/{program_of_image}" in words[noted:]
+    assert "WORKDIR /mugrpo\n" in (SCRIPTS / "container" / "Dockerfile").read_text()
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("cluster/*.sh")])
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    if (shellcheck := shutil.which("shellcheck")) is None:
+        pytest.skip("shellcheck is not installed")
+    done = subprocess.run([shellcheck, "-x", str(script)], cwd=SCRIPTS.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder() -> None:
@@ -148,12 +212,6 @@ def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder
     assert signal == "TERM"
     assert int(seconds) >= int(grace[1]) + 60
     assert "/" not in settings["output"]  # Slurm makes no folder: a job whose log cannot be opened fails in silence
-
-
-def test_slurm_without_a_recipe(checkout: Path) -> None:
-    done = call(checkout, "slurm.sbatch", "train")
-    assert done.returncode == 2
-    assert "usage: sbatch" in done.stderr
 
 
 @pytest.mark.parametrize(

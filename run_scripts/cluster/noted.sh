@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs a command, passes SIGTERM on to it, and ends with its exit code:
+#
+#   run_scripts/cluster/noted.sh NOTE COMMAND [ARGUMENTS]
+#
+# The file NOTE exists afterwards if SIGTERM came. A run that was stopped ends with exit code 0, as a finished one does;
+# the note tells a job script that it was stopped.
+set -uo pipefail
+note=$1 child='' asked=''
+shift
+# shellcheck disable=SC2329  # the trap calls it
+pass_on() {
+  asked=yes
+  : >> "$note"
+  if [ -n "$child" ]; then kill -TERM "$child"; fi
+}
+trap pass_on TERM
+"$@" &
+child=$!
+if [ -n "$asked" ]; then kill -TERM "$child"; fi
+# A signal ends `wait`, but not the command: wait again, until no signal came meanwhile.
+while asked='' && { wait "$child"; code=$?; } && [ -n "$asked" ]; do :; done
+exit "$code"
