@@ -69,3 +69,15 @@ def response_sum(values: Tensor, segments: Segments) -> Tensor:
 def response_mean(values: Tensor, segments: Segments) -> Tensor:
     """Mean of `values` [T] over each whole response, [N]; 0 for an empty one; differentiable."""
     return response_sum(values, segments) / segments.lengths.clamp(min=1)
+
+
+def running_sum(values: Tensor) -> Tensor:
+    """Sums of `values` [T] up to and with each one, each added in the same order on every device and in every run.
+
+    torch's cumsum of floats has no such order on CUDA, and raises where it is asked for. This one takes log2(T) steps.
+    """
+    reach = 1
+    while reach < len(values):
+        values = torch.cat([values[:reach], values[reach:] + values[:-reach]])
+        reach *= 2
+    return values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.masks import keep_mask
-from mugrpo_megatron.algorithm.segments import Segments
+from mugrpo_megatron.algorithm.segments import Segments, running_sum
 from mugrpo_megatron.algorithm.surrogates import log_ratios
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -68,7 +68,7 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
     if n == 0 or squares.mean() <= budget:
         return torch.full((), math.inf, dtype=torch.float64, device=log_ratio.device)
     rest = n - 1 - torch.arange(len(squares), device=squares.device)
-    k = int((squares.cumsum(0) + squares * rest >= budget * n).int().argmax())
+    k = int((running_sum(squares) + squares * rest >= budget * n).int().argmax())
     return squares[max(k - 1, 0)].sqrt() if k else torch.zeros_like(squares[0])
 
 
@@ -80,7 +80,7 @@ def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
     squares = log_ratio.square().sort().values
     if not len(squares):
         return torch.full((), math.inf, dtype=torch.float64, device=log_ratio.device)
-    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    means = running_sum(squares) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = (means < budget).sum().clamp(min=1)
     return squares[kept - 1].sqrt()
 

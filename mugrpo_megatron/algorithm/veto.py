@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.segments import Segments
+from mugrpo_megatron.algorithm.segments import Segments, running_sum
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 NEVER = torch.iinfo(torch.int64).max
@@ -79,7 +79,7 @@ def _token_measure(log_ratio: Tensor, segments: Segments, before: Tensor) -> Ten
 
 def _prefix_mean_measure(log_ratio: Tensor, segments: Segments, before: Tensor) -> Tensor:
     """Mean log-ratio of the response up to and with each token; float64, as it is a difference of running sums."""
-    running = torch.nn.functional.pad(log_ratio.double().cumsum(0), (1, 0))
+    running = torch.nn.functional.pad(running_sum(log_ratio.double()), (1, 0))
     index = torch.arange(len(log_ratio), device=log_ratio.device)
     start = (index - segments.positions).clamp(min=0)
     return (before[segments.ids] + running[1:] - running[start]) / (segments.positions + 1)

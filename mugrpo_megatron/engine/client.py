@@ -183,7 +183,7 @@ class Engine:
         try:
             while True:
                 while taken := take(len(waiting), slots):
-                    work = [Work(submitted + i, prompt.ids, n) for i, prompt in enumerate(taken)]
+                    work = [Work(submitted + i, prompt.ids, n, prompt.index) for i, prompt in enumerate(taken)]
                     waiting.update((item.key, prompt) for item, prompt in zip(work, taken, strict=True))
                     submitted += len(taken)
                     self._send(("prompts", work), "generate")

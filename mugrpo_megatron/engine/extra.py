@@ -31,6 +31,7 @@ _BY_RECIPE = {
     "attention_backend": "engine.attention_backend",
     "enable_return_routed_experts": "learner.routing_replay",
     "random_seed": "run.seed",
+    "enable_deterministic_inference": "run.deterministic",
     "device": "run.device",
     "quantization": "engine.quantization",
     "nnodes": "engine.nodes",

@@ -28,7 +28,7 @@ from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.load import Load
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
 
 PR_SET_PDEATHSIG = 1
@@ -114,7 +114,7 @@ class Generation:
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engine.async_generate(
             input_ids=[work.ids] * work.n,
-            sampling_params=self._parameters,
+            sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
             top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
@@ -128,6 +128,13 @@ class Generation:
                 self._flush()
             elif len(self._finished) == 1:
                 asyncio.get_running_loop().call_later(GATHER_SECONDS, self._flush)
+
+    def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
+        """The parameters of all responses, or of each its own."""
+        if self._sampling.stream is None:
+            return self._parameters
+        own = seeds(self._sampling.stream, self._version, work)
+        return [{**self._parameters, "sampling_seed": seed} for seed in own]
 
     async def _report(self) -> None:
         """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""

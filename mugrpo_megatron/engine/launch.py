@@ -18,6 +18,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
+from mugrpo_megatron.recipe.engines import check_deterministic_engine
 from mugrpo_megatron.recipe.layouts import experts_of
 
 CPU_KV_BYTES = 1 << 29
@@ -44,8 +45,10 @@ def runs_on_cuda(recipe: Recipe) -> bool:
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
-    Raises UserError when `model_dir` is not a checkpoint, or when prompt and response exceed the model's positions.
+    Raises UserError when `model_dir` is not a checkpoint, when prompt and response exceed the model's positions, or
+    when a deterministic engine would be on CPU.
     """
+    check_deterministic_engine(recipe, cuda)
     config = read_model_config(model_dir)
     response = longest_response(recipe)
     limits = recipe.data.max_prompt_tokens + response
@@ -96,6 +99,8 @@ def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:
     }
     if recipe.model.dtype == "float32" and recipe.engine.attention_backend == "auto":
         arguments["attention_backend"] = "triton"  # SGLang's choice, FlashAttention 3, takes half precision only
+    if recipe.run.deterministic:  # products and attention alike in every batch; the sampler that takes a request's seed
+        arguments["enable_deterministic_inference"] = True
     if recipe.engine.max_total_tokens:
         arguments["max_total_tokens"] = recipe.engine.max_total_tokens
     return arguments
@@ -206,7 +211,13 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         min_p=rollout.min_p,
         keep=rollout.replayed > 0,
         one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
+        stream=_stream(recipe, "train"),
     )
+
+
+def _stream(recipe: Recipe, name: str) -> str | None:
+    """The random stream that responses draw from where none may depend on the engine's other requests."""
+    return f"{recipe.run.seed}/{name}" if recipe.run.deterministic else None
 
 
 def _routed(recipe: Recipe) -> Routed | None:
@@ -233,7 +244,14 @@ def held_out_sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: 
     """How evaluation samples the held-out set `name`; temperature 0 is greedy."""
     own = recipe.eval.of(name)
     limit = own.max_tokens or recipe.rollout.max_response_tokens
-    return Sampling(own.temperature, own.top_p, limit, _stop_ids(tokenizer), stop=tuple(recipe.rollout.stop))
+    return Sampling(
+        own.temperature,
+        own.top_p,
+        limit,
+        _stop_ids(tokenizer),
+        stop=tuple(recipe.rollout.stop),
+        stream=_stream(recipe, f"eval/{name}"),
+    )
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

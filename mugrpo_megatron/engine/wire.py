@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,9 @@ class Sampling:
     """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
     one_after_another: bool = False
     """How the engine combines top-k and top-p; see `engine/kept.py`."""
+    stream: str | None = None
+    """Name of the random numbers: a response draws from this stream, for the weights, its prompt's place and its number
+    alone. None: from the engine's, in the order in which requests meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Work:
     key: int
     ids: list[int]
     n: int
+    place: int = 0
+    """The prompt's index in the stage or the held-out set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +136,12 @@ def decode_routes(output: dict[str, Any], routed: Routed) -> np.ndarray:
     if whole.size and not 0 <= whole.min() <= whole.max() < routed.experts:
         raise ValueError(f"a response with an expert {whole.min()} or {whole.max()}, of {routed.experts}")
     return whole.astype(expert_type(routed.experts)).reshape(shape)
+
+
+def seeds(stream: str, version: int, work: Work) -> list[int]:
+    """A random seed of 63 bits for each response to a prompt, under the weights of this version."""
+    names = (f"{stream}/{version}/{work.place}/{number}".encode() for number in range(work.n))
+    return [int.from_bytes(blake2b(name, digest_size=8).digest()) >> 1 for name in names]
 
 
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> Groups:

@@ -64,6 +64,8 @@ def initialize(recipe: Recipe) -> Ranks:
     Raises UserError when the layout does not divide the world or the recipe asks for CUDA and there is none, and
     CollectiveFailure when ranks do not join.
     """
+    if recipe.run.deterministic:
+        be_deterministic()
     device = _device(recipe)
     if not dist.is_initialized():
         _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=recipe.run.collective_timeout_s))
@@ -86,6 +88,17 @@ def initialize(recipe: Recipe) -> Ranks:
     ranks = _ranks(device, recipe.run.collective_timeout_s)
     torch.set_num_threads(recipe.learner.threads or max(1, usable_cores() // ranks.local_world))
     return ranks
+
+
+def be_deterministic() -> None:
+    """Let torch take algorithms with a fixed order of additions, or raise where it has none; before CUDA starts.
+
+    Flash attention's backward pass and Megatron's dispatch of tokens to experts follow it. cuBLAS asks for a workspace
+    of fixed size; NCCL must not add in the switches, in whatever order the parts arrive there (NVLS).
+    """
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0"}
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # only helps to debug
 
 
 def seed_generators(recipe: Recipe) -> None:

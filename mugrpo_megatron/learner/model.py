@@ -122,6 +122,7 @@ def transformer_config(
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
         "deallocate_pipeline_outputs": cuda,
+        "deterministic_mode": recipe.run.deterministic,  # the embedding's gradient is added in order
         **_recompute(recipe),
         **_fp8(recipe),
     }

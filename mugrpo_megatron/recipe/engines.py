@@ -1,4 +1,4 @@
-"""Checks of the `[engine]` section across sections: quantised weights, and engines that span nodes."""
+"""Checks of the `[engine]` section across sections: quantised weights, engines that span nodes, deterministic ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from mugrpo_megatron.recipe.sections import Recipe
 
 BLOCK = 128
 """Rows and columns of a weight that share an fp8 scale."""
+DETERMINISTIC_ATTENTION = ("auto", "fa3", "flashinfer", "triton")
+"""What `engine.attention_backend` may be where SGLang 0.5.15 computes a response alike in every batch."""
 
 
 def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
     yield from _node_problems(recipe)
+    if recipe.run.deterministic:
+        yield from _deterministic_problems(recipe)
     if recipe.engine.quantization == "fp8":
         yield from _fp8_problems(recipe)
         yield from _block_problems(recipe.engine.tensor, model)
@@ -22,6 +26,7 @@ def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:
     """Raise UserError when the engine on this machine cannot do what the recipe asks of it."""
+    check_deterministic_engine(recipe, cuda)
     if recipe.learner.routing_replay == "rollout" and not cuda:
         raise UserError(
             'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
@@ -35,6 +40,36 @@ def check_engine_device(recipe: Recipe, cuda: bool) -> None:
         )
     if recipe.engine.quantization != "none" or recipe.engine.nodes > 1:
         raise UserError("engine.quantization and engine.nodes can be planned with, but not run yet; leave them out")
+
+
+def check_deterministic_engine(recipe: Recipe, cuda: bool) -> None:
+    """Raise UserError when the engine has to be deterministic and cannot be on this machine."""
+    if recipe.run.deterministic and not cuda:
+        raise UserError(
+            "run.deterministic = true needs CUDA to generate: the products and the attention of a CPU depend on what "
+            "is batched together, and SGLang 0.5.15 has its fixed ones for CUDA only; set it to false, the learner on "
+            "a CPU gives equal bits on equal stages all the same"
+        )
+
+
+def _deterministic_problems(recipe: Recipe) -> Iterator[str]:
+    """What SGLang 0.5.15 does not compute alike in every batch with `enable_deterministic_inference`."""
+    engine = recipe.engine
+    if engine.attention_backend not in DETERMINISTIC_ATTENTION:
+        yield (
+            f'run.deterministic = true with engine.attention_backend = "{engine.attention_backend}": its results '
+            f"depend on the batch; take one of {', '.join(DETERMINISTIC_ATTENTION)}"
+        )
+    if recipe.rollout.min_p > 0:
+        yield (
+            f"run.deterministic = true with rollout.min_p = {recipe.rollout.min_p:g}: SGLang has no random stream of a "
+            "single request under min_p; set rollout.min_p to 0, or run.deterministic to false"
+        )
+    if engine.extra.get("speculative_algorithm"):
+        yield (
+            "run.deterministic = true with engine.extra.speculative_algorithm: drafts are accepted by a random stream "
+            "that all requests share; remove one of the two"
+        )
 
 
 def _node_problems(recipe: Recipe) -> Iterator[str]:

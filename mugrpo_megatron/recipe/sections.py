@@ -34,6 +34,9 @@ class RunSection(Section):
     """Seed of the data order, of sampling and of every other random stream."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of learner and engine; `auto` takes CUDA where torch finds it."""
+    deterministic: bool = False
+    """Equal runs on equal machines give equal bits, generation included; slower, and CUDA only. On a CPU the learner's
+    updates are so anyway, and generating cannot be."""
     collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 

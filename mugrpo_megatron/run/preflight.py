@@ -25,7 +25,7 @@ from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
-from mugrpo_megatron.recipe.engines import check_engine_device
+from mugrpo_megatron.recipe.engines import check_engine_device, engine_problems
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
@@ -97,8 +97,11 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
-    say(_model(architecture(read_model_config(directory), str(directory / CONFIG)), str(directory)))
+    config = read_model_config(directory)
+    say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
     check_tokenizer(directory)
+    if problems := list(engine_problems(recipe, config)):
+        raise UserError("; ".join(problems))
     _check_engine_device(recipe)
     return recipe, _read(recipe, say)
 
@@ -174,7 +177,8 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 
 def _check_engine_device(recipe: Recipe) -> None:
     engine = recipe.engine
-    if recipe.learner.routing_replay == "rollout" or engine.quantization != "none" or engine.nodes > 1:
+    asks = recipe.learner.routing_replay == "rollout" or recipe.run.deterministic
+    if asks or engine.quantization != "none" or engine.nodes > 1:
         check_engine_device(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss, token_losses
-from mugrpo_megatron.algorithm.segments import make_segments, select_responses
+from mugrpo_megatron.algorithm.segments import make_segments, running_sum, select_responses
 from mugrpo_megatron.algorithm.statistics import neutral_statistics, update_statistics
 from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -302,3 +303,32 @@ def test_correction_weighs_tokens() -> None:
     rows = [row.tolist() for row in correction.split([4, 5])]
     expected = oracle.objective(batch.logprobs, batch.behaviour, batch.advantages, weights.tolist(), config, rows)
     assert loss.item() == pytest.approx(expected.loss, rel=1e-12)
+
+
+class Called(TorchDispatchMode):
+    """Which of torch's functions are called, and whether on floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: set[tuple[str, bool]] = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):  # type: ignore[no-untyped-def]
+        tensor = next((each for each in arguments if isinstance(each, torch.Tensor)), None)
+        self.functions.add((function.__name__.split(".")[0], tensor is not None and tensor.is_floating_point()))
+        return function(*arguments, **(named or {}))
+
+
+def test_no_objective_needs_an_order_that_cuda_does_not_have() -> None:
+    """With deterministic algorithms torch raises for these on CUDA, whose additions have no order."""
+    with Called() as called:
+        for variant in [*VARIANTS, *({"name": name} for name in PRESETS)]:
+            batch, config = random_batch(0, [5, 9, 3, 8], spread=3.0), ObjectiveSection.model_validate(variant)
+            loss_and_gradient(batch, config)
+    assert {("index_add", True), ("scatter_reduce", False)} <= called.functions, "it sees what is called"
+    assert not {("cumsum", True), ("put_", True), ("median", True), ("bincount", False)} & called.functions
+
+
+@given(st.lists(st.floats(-1e3, 1e3), max_size=70))
+def test_a_running_sum_is_the_sum_so_far(values: list[float]) -> None:
+    found = running_sum(torch.tensor(values, dtype=torch.float64))
+    torch.testing.assert_close(found, torch.tensor(values, dtype=torch.float64).cumsum(0), atol=1e-9, rtol=1e-12)

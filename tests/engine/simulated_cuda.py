@@ -71,6 +71,8 @@ def simulate() -> None:
 
 def facts(arguments: dict[str, Any]) -> dict[str, Any]:
     """What the engine would do with these arguments."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
     made = ServerArgs(**arguments)
@@ -86,6 +88,11 @@ def facts(arguments: dict[str, Any]) -> dict[str, Any]:
         "memory_saver": made.enable_memory_saver,
         "overlap": not made.disable_overlap_schedule,
         "base_gpu_id": made.base_gpu_id,
+        "deterministic": made.enable_deterministic_inference,
+        "sampler": resolved_view(made).sampling_backend,
+        "custom_all_reduce": not made.disable_custom_all_reduce,
+        "prefix_cache": not made.disable_radix_cache,
+        "seed": SamplingParams(sampling_seed=3).sampling_seed,
     }
 
 

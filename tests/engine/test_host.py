@@ -8,6 +8,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.host import Generation, Host, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY
-from mugrpo_megatron.engine.wire import Sampling, Work
+from mugrpo_megatron.engine.wire import Sampling, Work, seeds
 from tests.engine.tiny import group_processes
 from tests.forked import fork
 
@@ -35,6 +36,8 @@ class StubEngine:
         self.tokenizer_manager: Any = self
         self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
         self.released: list[list[str]] = []
+        self.asked: list[Any] = []
+        """Sampling parameters of each call."""
         self.answers = asyncio.Event()
         self._busy = busy
 
@@ -50,7 +53,8 @@ class StubEngine:
     def release_memory_occupation(self, tags: list[str]) -> None:
         self.released.append(tags)
 
-    async def async_generate(self, input_ids: list[list[int]], **_: Any) -> list[dict[str, Any]]:
+    async def async_generate(self, input_ids: list[list[int]], sampling_params: Any, **_: Any) -> list[dict[str, Any]]:
+        self.asked.append(sampling_params)
         await self.answers.wait()
         facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": "stop"}}
         return [{"output_ids": [7] * 3, "meta_info": facts} for _ in input_ids]
@@ -122,3 +126,26 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
     _, alive = psutil.wait_procs(group_processes(process.pid), timeout=PATIENCE_S)
     assert alive == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stream", [None, "0/train"])
+def test_each_response_has_its_own_seed_where_there_is_a_stream(
+    stream: str | None, ends: tuple[Channel, Channel]
+) -> None:
+    client, theirs = ends
+    engine = StubEngine()
+    engine.answers.set()
+    generation = Generation(engine, theirs, replace(SAMPLING, stream=stream), version=4)
+    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
+    thread.start()
+    work = Work(0, [1, 2], 2, place=5)
+    client.send(("prompts", [work]))
+    assert client.receive(PATIENCE_S)[0] == "groups"
+    client.send(("close", None))
+    thread.join(PATIENCE_S)
+    [asked] = engine.asked
+    if stream is None:
+        assert "sampling_seed" not in asked
+    else:
+        assert [one["sampling_seed"] for one in asked] == seeds(stream, 4, work)
+        assert {one["max_new_tokens"] for one in asked} == {SAMPLING.max_tokens}

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
     check_allocator,
     engine_arguments,
     engine_environment,
+    held_out_sampling,
     kv_bytes_per_token,
+    sampling,
 )
 from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.engines import DETERMINISTIC_ATTENTION
 from tests.engine.tiny import recipe
 
 
@@ -138,3 +145,31 @@ def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
     arguments = engine_arguments(wide, checkpoint, cuda=False)
     assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= CPU_KV_BYTES
     assert engine_arguments(recipe(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
+
+
+def test_a_deterministic_engine(checkpoint: Path) -> None:
+    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
+    wanted = Recipe.model_validate(given)
+    assert engine_arguments(wanted, checkpoint, cuda=True)["enable_deterministic_inference"]
+    assert "enable_deterministic_inference" not in engine_arguments(recipe(checkpoint), checkpoint, cuda=True)
+    with pytest.raises(UserError, match=r"run.deterministic = true needs CUDA to generate"):
+        engine_arguments(wanted, checkpoint, cuda=False)
+
+
+def test_streams_of_training_and_of_each_held_out_set(checkpoint: Path) -> None:
+    tokenizer = build_arithmetic_tokenizer()
+    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3, "device": "cpu"}}
+    wanted = Recipe.model_validate(given)
+    assert sampling(wanted, tokenizer).stream == "3/train"
+    assert held_out_sampling(wanted, tokenizer, "arithmetic").stream == "3/eval/arithmetic"
+    assert sampling(recipe(checkpoint), tokenizer).stream is None
+
+
+def test_the_deterministic_backends_are_those_of_the_installed_sglang() -> None:
+    package = find_spec("sglang")
+    assert package
+    assert package.origin
+    source = (Path(package.origin).parent / "srt" / "server_args.py").read_text()
+    [listed] = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = (\[.*\])", source, re.MULTILINE)
+    ours = set(DETERMINISTIC_ATTENTION) - {"auto"}
+    assert ours == set(ast.literal_eval(listed)) - {"ascend"}, "all of them but those of other accelerators"

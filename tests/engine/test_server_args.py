@@ -58,6 +58,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "float32": (QWEN2_7B, "float32", {}),
     "chosen": (QWEN2_7B, "float32", {"attention_backend": "flashinfer"}),
     "experts": (QWEN3_MOE, "bfloat16", {"tensor": 2}),
+    "deterministic": (QWEN2_7B, "bfloat16", {"tensor": 2}),
 }
 
 
@@ -75,6 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         (model / "model.safetensors").touch()
         recipe = Recipe.model_validate(
             {
+                "run": {"deterministic": name == "deterministic"},
                 "model": {"path": model, "dtype": dtype},
                 "data": {"max_prompt_tokens": 1024},
                 "rollout": {"max_response_tokens": 3000},
@@ -103,6 +105,7 @@ def test_decode_graphs_reach_what_is_decoded_together(found: dict[str, dict[str,
         "float32": 1024,
         "chosen": 1024,
         "experts": 1024,
+        "deterministic": 1024,
     }
     assert {one["decode_graph"] for one in found.values()} == {"full"}
     assert max(one["decode_graphs"] for one in found.values()) < 80, "each is captured at every start"
@@ -123,3 +126,14 @@ def test_no_fused_all_reduce(found: dict[str, dict[str, Any]]) -> None:
 def test_devices_and_memory(found: dict[str, dict[str, Any]]) -> None:
     assert {(one["device"], one["base_gpu_id"], one["overlap"]) for one in found.values()} == {("cuda", 2, True)}
     assert [found[name]["memory_saver"] for name in ("512", "2048")] == [True, False]
+
+
+def test_a_deterministic_engine(found: dict[str, dict[str, Any]]) -> None:
+    """SGLang takes a backend that is alike in every batch, its own sampler, and a fixed order between the ranks."""
+    one, other = found["deterministic"], found["tensor"]
+    assert (one["deterministic"], one["attention"], one["sampler"], one["custom_all_reduce"]) == (
+        True, "fa3", "pytorch", False,
+    )  # fmt: skip
+    assert (other["deterministic"], other["custom_all_reduce"]) == (False, True)
+    assert one["prefix_cache"], "generation of a group shares its prompt"
+    assert one["seed"] == 3, "a request may have its own"

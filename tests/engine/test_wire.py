@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine.wire import Routed, Sampling, pack
+from mugrpo_megatron.engine.wire import Routed, Sampling, Work, pack, seeds
 
 PROMPT = 3
 
@@ -61,3 +61,19 @@ def test_without_being_asked_for_there_are_none() -> None:
 def test_routes_that_are_not_whole_are_refused(experts: np.ndarray | None, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         pack([(0, [output(experts, 3)])], 0, Sampling(1.0, 1.0, 9, (), Routed(layers=5, chosen=2, experts=4)))
+
+
+def test_a_seed_is_of_the_stream_the_weights_the_prompt_and_the_response() -> None:
+    """Not of the order in which prompts come; 63 bits, which SGLang keeps as int64."""
+    one = Work(key=9, ids=[1], n=4, place=3)
+    found = seeds("0/train", 7, one)
+    assert found == seeds("0/train", 7, Work(key=0, ids=[2], n=8, place=3))[:4]
+    every = {
+        seed
+        for stream in ("0/train", "1/train", "0/eval/a")
+        for version in (0, 7)
+        for place in (3, 4)
+        for seed in seeds(stream, version, Work(0, [1], 4, place))
+    }
+    assert len(every) == 3 * 2 * 2 * 4
+    assert all(0 <= seed < 1 << 63 for seed in every)

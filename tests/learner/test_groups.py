@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import CollectiveFailure, UserError
 from mugrpo_megatron.learner.groups import initialize, named_phase
 from mugrpo_megatron.learner.learner import build_learner
+from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import update
-from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests import models
+from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -57,3 +61,35 @@ def test_a_rank_without_a_sequence_takes_part(tmp_path: Path) -> None:
     for metrics in run_ranks(2, one_sample, model):
         assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
         assert metrics["packed_efficiency"] == pytest.approx(0.5)
+
+
+def two_updates(model: str, deterministic: bool) -> dict[str, Any]:
+    learner = build_learner(recipe(Path(model), run={"deterministic": deterministic}))
+    data = samples()
+    metrics = [update(learner, data, advantages(len(data))) for _ in range(2)]
+    trained = policy(learner.chunks[0])
+    return {
+        "torch": torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fills": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "variables": tuple(os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE")),
+        "embedding": trained.embedding.word_embeddings.deterministic_mode,
+        "figures": [(each["loss"], each["grad_norm"], each["ratio_neg_min"]) for each in metrics],
+        "weights": [parameter.detach().numpy().copy() for parameter in trained.parameters()],
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_a_deterministic_learner(family: str, tmp_path: Path) -> None:
+    """The flags are set in the rank's process, every operation has a fixed order, and it is the same update."""
+    models.save_model(tmp_path / "model", family, vocab_size=VOCAB)
+    model = str(tmp_path / "model")
+    [one], [again] = run_ranks(1, two_updates, model, True), run_ranks(1, two_updates, model, True)
+    assert (one["torch"], one["fills"], one["embedding"]) == (True, False, True)
+    assert one["variables"] == (":4096:8", "0")
+    assert one["figures"] == again["figures"]
+    assert all((mine == theirs).all() for mine, theirs in zip(one["weights"], again["weights"], strict=True))
+    [plain] = run_ranks(1, two_updates, model, False)
+    assert (plain["torch"], plain["embedding"]) == (False, False)
+    for mine, theirs in zip(one["figures"], plain["figures"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3)

@@ -18,6 +18,7 @@ MODEL = {
 }
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 FP8 = {"engine": {"quantization": "fp8"}}
+EQUAL = {"run": {"deterministic": True}}
 
 
 def recipe(**sections: dict[str, Any]) -> Recipe:
@@ -29,6 +30,8 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
     [
         {},
         {"engine": {"tensor": 16, "nodes": 2}},
+        {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}, "rollout": {"min_p": 0.1}},
+        {**EQUAL, "engine": {"attention_backend": "triton"}},
         {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
         {**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}, "objective": {"mismatch": "truncate"}},
     ],
@@ -45,6 +48,9 @@ def test_possible_engines_pass(sections: dict[str, Any]) -> None:
         ({**FP8, "model": {"dtype": "float16"}}, 'set model.dtype = "bfloat16"'),
         ({**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}}, 'set objective.mismatch = "truncate" or "drop"'),
         ({**BFLOAT16, "engine": {"quantization": "fp8", "tensor": 8}}, "intermediate_size is 2368 on each of 8"),
+        ({**EQUAL, "engine": {"attention_backend": "torch_native"}}, "take one of auto, fa3, flashinfer, triton"),
+        ({**EQUAL, "rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: SGLang has no random stream of a single request"),
+        ({**EQUAL, "engine": {"extra": {"speculative_algorithm": "NGRAM"}}}, "by a random stream that all requests"),
     ],
 )
 def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -63,3 +69,12 @@ def test_the_engines_routes_need_cuda() -> None:
 def test_fp8_engines_need_cuda() -> None:
     with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
         check_engine_device(recipe(**FP8), cuda=False)
+
+
+def test_deterministic_engines_need_cuda() -> None:
+    check_engine_device(recipe(**EQUAL), cuda=True)
+    check_engine_device(recipe(), cuda=False)
+    with pytest.raises(
+        UserError, match=r"run.deterministic = true needs CUDA to generate: .*; set it to false, the le"
+    ):
+        check_engine_device(recipe(**EQUAL), cuda=False)
