@@ -15,17 +15,20 @@ from typing import Any
 
 import torch
 from setproctitle import setproctitle
-from sglang.srt.entrypoints.engine import Engine
-from sglang.srt.layers.attention.attention_registry import register_attention_backend
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-from sglang.srt.managers.scheduler import run_scheduler_process
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from sglang.srt.utils import kill_itself_when_parent_died
 
 from mugrpo_megatron.engine.cpu_attention import Batch, attend, plan
+from mugrpo_megatron.kernels.deferred import compiling_deferred
+
+with compiling_deferred():
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.utils import kill_itself_when_parent_died
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -96,7 +99,8 @@ class CpuEngine(Engine):
     def run_scheduler_process_func(*arguments: Any) -> None:
         """Entry point of a scheduler process."""
         register_attention_backend("torch_native")(BatchedAttention)
-        run_scheduler_process(*arguments)
+        with compiling_deferred():  # it imports the model's modules
+            run_scheduler_process(*arguments)
 
     @staticmethod
     def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:

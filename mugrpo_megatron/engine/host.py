@@ -257,6 +257,8 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
     guard = start_guard()  # first: it cleans up even if the parent is gone already
     die_with_parent(parent)
+    # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import raises ImportError, which the dumper expects
     connection = Channel(socket.socket(fileno=descriptor))
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)

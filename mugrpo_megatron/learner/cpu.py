@@ -3,7 +3,8 @@
 The only module of the package that patches anything, and `torch.cuda` only where torch finds no CUDA device. Megatron
 asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing
 runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the
-CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it.
+CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it. What Megatron
+decorates with `torch.compile` is compiled at its first call, not at its import.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils._device import _device_constructors
+
+from mugrpo_megatron.kernels.deferred import compiling_deferred
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
@@ -48,7 +51,8 @@ def install() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.type = _named_as_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
-    _install_random_state()
+    with compiling_deferred():  # Megatron's first import: it keeps the `torch.compile` that it finds
+        _install_random_state()
     _keep_counts()
 
 
