@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import COMPILED, engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
@@ -51,6 +51,8 @@ class Engine:
         self._section, self._cancelled = recipe.engine, cancelled
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
+        if not self._cuda:
+            self._arguments[COMPILED] = recipe.engine.compiled
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
         self.log = log
         self._host: HostProcess | None = None

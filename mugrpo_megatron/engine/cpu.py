@@ -7,16 +7,19 @@ the name of the backend that it replaces, because SGLang decides by that name wh
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from setproctitle import setproctitle
 
 from mugrpo_megatron.engine.cpu_attention import Batch, attend, plan
+from mugrpo_megatron.engine.cpu_kernels import Kernels, fits
 from mugrpo_megatron.kernels.deferred import compiling_deferred
 
 with compiling_deferred():
@@ -30,18 +33,35 @@ with compiling_deferred():
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.utils import kill_itself_when_parent_died
 
+    from mugrpo_megatron.engine.cpu_layers import use_kernels
+
 
 class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention batched over sequences; sliding windows and cross attention stay with the base class."""
 
+    def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
+        """With `kernels`, decoding in float32 uses them, in the model's other layers too."""
+        super().__init__(model_runner)
+        self._kernels = kernels
+        if kernels is not None:
+            use_kernels(model_runner.model, kernels)
+
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the pass once; every layer uses the plan."""
         super().init_forward_metadata(forward_batch)
+        self._batches: list[Batch] | None = None
+        self._lengths = forward_batch.seq_lens.long()
+        self._requests = forward_batch.req_pool_indices.long()
+
+    def _planned(self, forward_batch: ForwardBatch) -> list[Batch]:
+        if self._batches is None:
+            self._batches = self._plan(forward_batch)
+        return self._batches
+
+    def _plan(self, forward_batch: ForwardBatch) -> list[Batch]:
         lengths = forward_batch.seq_lens
         asked = torch.ones_like(lengths) if forward_batch.extend_seq_lens is None else forward_batch.extend_seq_lens
-        self._batches: list[Batch] = plan(
-            self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, asked.long(), lengths.long()
-        )
+        return plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, asked.long(), lengths.long())
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
         """Prefill: prompts, after any cached prefix."""
@@ -67,13 +87,14 @@ class BatchedAttention(TorchNativeAttnBackend):
         if save_kv_cache and k is not None:
             where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
             self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
-        output = attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id),
-            self.token_to_kv_pool.get_value_buffer(layer.layer_id),
-            self._batches,
-            layer.scaling,
-        )
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if self._kernels and forward_batch.forward_mode.is_decode() and fits(query, keys, values):
+            slots = self.req_to_token_pool.req_to_token
+            output = self._kernels.decode(query, keys, values, slots, self._requests, self._lengths, layer.scaling)
+        else:
+            output = attend(query, keys, values, self._planned(forward_batch), layer.scaling)
         return output.view(len(output), -1)
 
 
@@ -89,18 +110,16 @@ def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]])
 
 
 class CpuEngine(Engine):
-    """An engine whose schedulers use BatchedAttention.
+    """An engine whose schedulers use BatchedAttention, with `cpu_kernels` where there is a library of them.
 
     Its processes are forked; SGLang would spawn them, and each spawned one spends ten seconds of a core on imports that
     this process has done. This process has used no thread pool, event loop or socket by then.
     """
 
-    @staticmethod
-    def run_scheduler_process_func(*arguments: Any) -> None:
-        """Entry point of a scheduler process."""
-        register_attention_backend("torch_native")(BatchedAttention)
-        with compiling_deferred():  # it imports the model's modules
-            run_scheduler_process(*arguments)
+    def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
+        """Start the engine's processes and wait until they have loaded the model."""
+        self.run_scheduler_process_func = partial(_run_scheduler, library)
+        super().__init__(**arguments)
 
     @staticmethod
     def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:
@@ -121,6 +140,14 @@ class CpuEngine(Engine):
     def _launch_detokenizer_subprocesses(cls, *arguments: Any, **named: Any) -> Any:
         with _forking():
             return super()._launch_detokenizer_subprocesses(*arguments, **named)
+
+
+def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
+    """Entry point of a scheduler process."""
+    backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
+    register_attention_backend("torch_native")(backend)
+    with compiling_deferred():  # it imports the model's modules
+        run_scheduler_process(*arguments)
 
 
 @contextmanager

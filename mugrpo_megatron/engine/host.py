@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 from mugrpo_megatron.engine.channel import Channel
-from mugrpo_megatron.engine.launch import SUMMING
+from mugrpo_megatron.engine.cpu_build import Build
+from mugrpo_megatron.engine.launch import COMPILED, SUMMING
 from mugrpo_megatron.engine.load import Load
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
@@ -244,10 +245,12 @@ class Host:
 def load_engine(arguments: dict[str, Any]) -> Any:
     """SGLang's engine with these arguments, in this process; on CPU, `cpu.CpuEngine`."""
     # Imported here, so that the guard runs before the slow imports.
+    compiled = arguments.pop(COMPILED, False)
     if arguments["device"] == "cpu":
+        build = Build() if compiled else None
         from mugrpo_megatron.engine.cpu import CpuEngine
 
-        return CpuEngine(**arguments)
+        return CpuEngine(build.wait() if build else None, **arguments)
     from sglang.srt.entrypoints.engine import Engine
 
     return Engine(**arguments)

@@ -27,6 +27,8 @@ SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
 SUMMING = f"{write_sums.__module__}.{write_sums.__name__}"
 """Import path of the "loader of weights" that takes their checksums."""
+COMPILED = "compiled"
+"""Argument of the host next to those of SGLang's server: whether a CPU engine compiles its kernels."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
 LENGTH_MARGIN = 8

@@ -78,6 +78,9 @@ class EngineSection(Section):
     threads: PositiveInt = 1
     """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
     slow each other down."""
+    compiled: bool = True
+    """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
+    compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""
     start_timeout_s: PositiveFloat = 1800.0
     """Seconds until an engine that has not started counts as failed. One that ends is noticed at once; large models
     from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""

@@ -1,0 +1,119 @@
+"""The C functions of `cpu_source` on torch's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+SHARED_WORK = 1 << 17
+"""Elements from which threads share a call; handing one over takes about 30 µs."""
+
+
+class Kernels:
+    """The functions on float32 tensors on CPU; threads of torch's number share large calls."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._pool: ThreadPoolExecutor | None = None
+        for name in ("decode", "rms_norm", "silu_and_mul", "rotate"):
+            getattr(library, name).restype = None
+
+    def decode(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        slots: torch.Tensor,
+        requests: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attention of one query per sequence [B, Hq, D] to its first `lengths` [B] positions; returns [B, Hq, D].
+
+        Position p of sequence i is row `slots[requests[i], p]` (int32) of keys and values [rows, Hkv, D]; `requests`
+        and `lengths` are int64.
+        """
+        sequences, heads, width = query.shape
+        kv_heads = keys.shape[1]
+        out = query.new_empty(query.shape)
+        longest = int(lengths.max())
+
+        def part(first: int, last: int) -> None:
+            scores = torch.empty(heads * longest)
+            self._library.decode(
+                _n(first), _n(last), _p(query), _n(query.stride(0)), _p(keys), _p(values), _p(slots),
+                _n(slots.stride(0)), _p(requests), _p(lengths), _n(kv_heads), _n(heads // kv_heads), _n(width),
+                ctypes.c_float(scale), _p(scores), _p(out),
+            )  # fmt: skip
+
+        self._share(part, sequences, 2 * longest * kv_heads * width)
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """The norm of x [..., D], after adding it to `residual` in place if there is one."""
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        behind = _n(0) if residual is None else _p(residual)
+
+        def part(first: int, last: int) -> None:
+            self._library.rms_norm(
+                _n(first), _n(last), _p(x), behind, _p(weight), _n(width), ctypes.c_float(epsilon), _p(out)
+            )
+
+        self._share(part, x.numel() // width, width)
+        return out
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x[..., :D]) * x[..., D:] of x [..., 2 D]."""
+        width = x.shape[-1] // 2
+        out = x.new_empty(*x.shape[:-1], width)
+
+        def part(first: int, last: int) -> None:
+            self._library.silu_and_mul(_n(first), _n(last), _p(x), _n(width), _p(out))
+
+        self._share(part, out.numel() // width, width)
+        return out
+
+    def rotate(self, x: torch.Tensor, width: int, cache: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotate the heads of x [T, heads * width] in place by `cache[positions]`, which is [cos, sin] [width]."""
+        heads = x.shape[1] // width
+
+        def part(first: int, last: int) -> None:
+            self._library.rotate(
+                _n(first), _n(last), _p(x), _n(x.stride(0)), _n(heads), _n(width), _p(cache), _p(positions)
+            )
+
+        self._share(part, len(x), heads * width)
+
+    def _share(self, part: Callable[[int, int], None], rows: int, work: int) -> None:
+        """Call `part` on ranges of the rows, each of `work` elements: on one thread, or on torch's number of them."""
+        threads = torch.get_num_threads()
+        if threads == 1 or rows * work < SHARED_WORK:
+            part(0, rows)
+            return
+        if self._pool is None:  # not before the fork: threads do not survive it
+            self._pool = ThreadPoolExecutor(threads - 1)
+        ends = [rows * share // threads for share in range(threads + 1)]
+        others = [self._pool.submit(part, *ends[i : i + 2]) for i in range(1, threads)]
+        part(*ends[:2])
+        for other in others:
+            other.result()
+
+
+def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether `decode` takes them: float32, keys and values of one width, heads next to each other."""
+    together = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
+    return together and keys.shape == values.shape and query.dtype == keys.dtype == values.dtype == torch.float32
+
+
+def _n(count: int) -> ctypes.c_int64:
+    return ctypes.c_int64(count)
+
+
+def _p(tensor: torch.Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())

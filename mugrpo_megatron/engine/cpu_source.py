@@ -1,0 +1,125 @@
+"""The C source of decoding on CPU: attention over the paged cache, and the steps between a layer's matrix products.
+
+All pointers are to float32 unless named otherwise, rows are contiguous, and lengths and counts are in elements. Each
+function computes rows `first` to `last` (exclusive), so that threads can share a call.
+"""
+
+SOURCE = r"""
+#include <math.h>
+#include <stdint.h>
+#define INLINE static inline __attribute__((always_inline))
+#define AHEAD 4 /* cache rows fetched ahead: the rows of a sequence are far apart, and no hardware follows them */
+
+/* e^x for -87 <= x <= 87, and these limits' beyond, without a call, so that the compiler vectorises it. Cephes'
+   polynomial, 2 ulp. */
+INLINE float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 87.0f ? 87.0f : x;
+    int32_t n = (int32_t)(x * 1.44269504f + 127.5f) - 127;
+    float r = x - (float)n * 0.693359375f + (float)n * 2.12194440e-4f, p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    union { int32_t bits; float value; } power = {.bits = (n + 127) << 23};
+    return (p * r * r + r + 1.0f) * power.value;
+}
+
+INLINE void fetch(const float *row, int64_t floats) {
+    for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(row + i);
+}
+
+INLINE void attend(const float *restrict query, const float *restrict keys, const float *restrict values,
+                   const int32_t *restrict slots, int64_t length, int64_t heads, int64_t group, const int64_t width,
+                   float scale, float *restrict scores, float *restrict out) {
+    const int64_t row = heads * width, all = heads * group;
+    for (int64_t t = 0; t < length; t++) {
+        const float *key = keys + slots[t] * row;
+        if (t + AHEAD < length) fetch(keys + slots[t + AHEAD] * row, row);
+        for (int64_t h = 0, left = group; h < all; h++) {
+            const float *a = query + h * width, *b = key;
+            if (--left == 0) key += width, left = group;
+            float sum = 0.0f;
+            for (int64_t d = 0; d < width; d++) sum += a[d] * b[d];
+            scores[h * length + t] = sum * scale;
+        }
+    }
+    for (int64_t h = 0; h < all; h++) {
+        float *s = scores + h * length, most = s[0], sum = 0.0f;
+        for (int64_t t = 1; t < length; t++) most = s[t] > most ? s[t] : most;
+        for (int64_t t = 0; t < length; t++) sum += s[t] = exponential(s[t] - most);
+        for (int64_t t = 0; t < length; t++) s[t] *= 1.0f / sum;
+    }
+    for (int64_t i = 0; i < all * width; i++) out[i] = 0.0f;
+    for (int64_t t = 0; t < length; t++) {
+        const float *value = values + slots[t] * row;
+        if (t + AHEAD < length) fetch(values + slots[t + AHEAD] * row, row);
+        for (int64_t h = 0, left = group; h < all; h++) {
+            const float share = scores[h * length + t], *b = value;
+            if (--left == 0) value += width, left = group;
+            for (int64_t d = 0; d < width; d++) out[h * width + d] += share * b[d];
+        }
+    }
+}
+
+/* Attention of one query [heads * group, width] of each sequence to its first `lengths[i]` positions, whose cache rows
+   [heads, width] are `table[requests[i]]`. Queries are `apart`, rows of the table `stride`. `scores` has room for
+   heads * group * longest. */
+void decode(int64_t first, int64_t last, const float *query, int64_t apart, const float *keys, const float *values,
+            const int32_t *table, int64_t stride, const int64_t *requests, const int64_t *lengths, int64_t heads,
+            int64_t group, int64_t width, float scale, float *scores, float *out) {
+    const int64_t size = heads * group * width;
+    for (int64_t i = first; i < last; i++) {
+        const int32_t *slots = table + requests[i] * stride;
+#define OF(W, G) attend(query + i * apart, keys, values, slots, lengths[i], heads, G, W, scale, scores, out + i * size)
+        if (width == 16 && group == 1) OF(16, 1);
+        else if (width == 64) OF(64, group);
+        else OF(width, group);
+    }
+}
+
+/* x, residual = norm(x + residual) * weight, x + residual, in place; without a residual out = norm(x) * weight. */
+void rms_norm(int64_t first, int64_t last, float *restrict x, float *restrict residual, const float *restrict weight,
+              int64_t width, float epsilon, float *restrict out) {
+    for (int64_t i = first; i < last; i++) {
+        float *a = x + i * width, *to = out + i * width, squares = 0.0f;
+        if (residual) {
+            float *r = residual + i * width;
+            for (int64_t d = 0; d < width; d++) r[d] += a[d];
+            a = r;
+        }
+        for (int64_t d = 0; d < width; d++) squares += a[d] * a[d];
+        const float over = 1.0f / sqrtf(squares / (float)width + epsilon);
+        for (int64_t d = 0; d < width; d++) to[d] = a[d] * over * weight[d];
+    }
+}
+
+/* out [width] = silu(x[:width]) * x[width:]. */
+void silu_and_mul(int64_t first, int64_t last, const float *restrict x, int64_t width, float *restrict out) {
+    for (int64_t i = first; i < last; i++) {
+        const float *gate = x + 2 * i * width, *up = gate + width;
+        for (int64_t d = 0; d < width; d++) {
+            out[i * width + d] = gate[d] / (1.0f + exponential(-gate[d])) * up[d];
+        }
+    }
+}
+
+/* Rotate the heads [heads, width] of each row, `stride` apart, by its position's [cos, sin], in place: first half
+   against second half. */
+void rotate(int64_t first, int64_t last, float *x, int64_t stride, int64_t heads, int64_t width,
+            const float *restrict cache, const int64_t *restrict positions) {
+    const int64_t half = width / 2;
+    for (int64_t i = first; i < last; i++) {
+        const float *cosine = cache + positions[i] * width, *sine = cosine + half;
+        for (int64_t h = 0; h < heads; h++) {
+            float *restrict a = x + i * stride + h * width;
+            for (int64_t d = 0; d < half; d++) {
+                const float u = a[d], v = a[d + half];
+                a[d] = u * cosine[d] - v * sine[d];
+                a[d + half] = v * cosine[d] + u * sine[d];
+            }
+        }
+    }
+}
+"""
