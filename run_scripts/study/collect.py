@@ -4,7 +4,7 @@
 
 A row of cells.csv is one cell, a row of curves.csv a window of its updates. Cells that the files already hold and
 that are not below --out are kept, so that a study can continue elsewhere (`run --kept docs/study`). They are dropped if
---out has another stage for their seed, because cells of a seed are compared on the same stage.
+--out has another stage for their seed, because cells of a seed are compared on the same stage; the tuning seed's stay.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.report.rundata import RunData, read_run
-from run_scripts.study.grid import GRID, Cell, Grid, load_grid
+from run_scripts.study.cells import Cell
+from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_results
 from run_scripts.study.run import CODE, Study
 
@@ -39,7 +40,8 @@ CELL_COLUMNS = (
     *("stage_reward", "stage_truncated", "stage_tokens", "zero_variance", "mismatch_mean"),
 )
 """Accuracies and fractions are shares. `_early` is over the first 100 updates, `_late` over the last 64, else over all.
-`first_trigger` is the update before which the first ratio below the threshold was seen, empty if there was none."""
+`first_trigger` is the update before which the first ratio below the method's threshold was seen, empty if there was
+none; `trigger_tokens` and `trigger_responses` are of ratios below 1e-4 in every cell."""
 AVERAGED = ("clipped_fraction", "ratio_neg_mean", "vetoed_fraction", "trigger_tokens_1e-4", "ess", "entropy")
 """Metrics of the updates whose means over a window stand in curves.csv, under their own names."""
 CURVE_COLUMNS = (*KEY, "update", "accuracy", "truncated", *AVERAGED, "ratio_neg_min")
@@ -85,7 +87,8 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
     """One row of cells.csv. `stage` is the run that generated the cell's stage, or the cell's own."""
     name = study.grid.set_of(cell.seed)
     first, last = stage.evals[0], run.evals[-1]
-    seen = [row["update"] for row in run.updates if row.get("ratio_neg_min", 1.0) < study.grid.trigger_ratio]
+    threshold = study.grid.threshold(cell.method)
+    seen = [row["update"] for row in run.updates if row.get("ratio_neg_min", 1.0) < threshold]
     early, late = run.updates[:EARLY], run.updates[-LATE:]
     return {
         "seed": cell.seed,
@@ -130,13 +133,17 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
 
 
 def curve_of(grid: Grid, cell: Cell, run: RunData, stage: RunData) -> list[Row]:
-    """The cell's rows of curves.csv: its start, then every window of updates with the evaluation at its end."""
+    """The cell's rows of curves.csv: its start, then every window of updates with the evaluation at its end.
+
+    An evaluation inside a window, as at the end of a short stage, has a row of its own, without the updates' metrics.
+    """
     name = grid.set_of(cell.seed)
     key = {"seed": cell.seed, "repeat": cell.repeat, "method": cell.method, "rate": cell.rate}
     evals = {row["update"]: row for row in (stage.evals[0], *run.evals)}
     rows: list[Row] = []
-    for end in range(0, len(run.updates) + 1, WINDOW):
-        window = run.updates[max(0, end - WINDOW) : end]
+    ends = range(0, len(run.updates) + 1, WINDOW)
+    for end in sorted({*ends, *evals}):
+        window = run.updates[max(0, end - WINDOW) : end] if end in ends else []
         own: Row = key | {"update": end} | {metric: _over(window, metric) for metric in AVERAGED}
         if end in evals:
             own |= {"accuracy": evals[end][f"accuracy/{name}"], "truncated": _short(evals[end][f"truncated/{name}"])}
@@ -152,7 +159,7 @@ def _stage_of(study: Study, cell: Cell) -> RunData:
 def _kept(study: Study, row: Row, rows: Sequence[Row]) -> bool:
     """Whether a row of the csv file stays: its cell was not collected again, and it fits the stage below --out."""
     fresh = {_key(one) for one in rows}
-    return _key(row) not in fresh and study.fingerprint(cell_of(row)) in ("", row["stage"])
+    return _key(row) not in fresh and study.counts(cell_of(row), row["stage"])
 
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:

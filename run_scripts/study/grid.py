@@ -1,21 +1,19 @@
-"""The study's methods and cells, in the order in which they run (docs/study/plan.md).
-
-A block of cells has one rate for all methods, or each method's own, tuned with the tuning seed right before the first
-cell that needs it.
-"""
+"""What grid.toml holds: the study's methods, its blocks of cells, and their order (docs/study/plan.md)."""
 
 from __future__ import annotations
 
-import math
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.sections import ScheduleSection
 
 GRID = Path(__file__).with_name("grid.toml")
+SECTIONS = ("schedule", "objective", "optimizer")
+"""Sections of the recipe that a method may set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,31 +22,30 @@ class Method:
 
     name: str
     title: str
-    objective: Mapping[str, Any]
-    """Fields of the recipe's [objective]."""
+    settings: Mapping[str, Any]
+    """Keys of the recipe, such as `objective.veto`, and their values."""
     mu: int
-    """Updates per stage."""
+    """Updates per stage; their mean where stages grow."""
+    end_rate: float | None = None
+    """Learning rate at the end of the decay, as a share of the rate."""
     twin: str | None = None
     """The method without the veto: the same as this one in a run in which no ratio is ever a trigger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Methods that every seed runs, in their order, at one rate, or with None at each method's tuned one."""
+    """Methods that a number of seeds run, in their order, at one rate, or with None at each method's tuned one."""
 
     name: str
     methods: tuple[str, ...]
+    seeds: int
+    """The block's seeds are those from 0 to below this."""
     rate: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """The cell that is repeated, in a block with a rate."""
-
-    block: str
-    method: str
-    seed: int
-    times: int
+    repeats: int = 0
+    """Above 0: the block's cells run this many times, each time from a stage that is generated again."""
+    best_of: str | None = None
+    """A block with tuned rates: only the best of its methods runs, and it is chosen before any of them runs on a seed
+    that is not the tuning seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,174 +60,84 @@ class Grid:
     ladder: tuple[float, ...]
     start: tuple[float, ...]
     trigger_ratio: float
-    """The threshold of a trigger, of every method with a veto."""
+    """The threshold of a trigger, of every method that does not set another."""
     order: tuple[tuple[str, ...], ...]
     """Names of blocks: those of one inner tuple run seed by seed, before those of the next."""
     blocks: Mapping[str, Block]
-    noise: Noise
     methods: Mapping[str, Method]
 
     def shares_stage(self, method: str) -> bool:
         """Whether the method takes all its updates on the one stage that the methods of a seed share."""
         return self.methods[method].mu == self.updates
 
+    def phases(self, method: str) -> int:
+        """How often the method's run generates."""
+        return self.updates // self.methods[method].mu
+
+    def longest(self, method: str) -> int:
+        """Updates of the method's longest stage."""
+        growth = self.methods[method].settings.get("schedule.growth", 1.0)
+        stages = self.phases(method)
+        schedule = ScheduleSection(stages=stages, updates_per_stage=self.methods[method].mu, growth=growth)
+        return max(schedule.length(stage) for stage in range(stages))
+
+    def threshold(self, method: str) -> float:
+        """The ratio below which a token is a trigger of the method's veto."""
+        return self.methods[method].settings.get("objective.trigger_ratio", self.trigger_ratio)
+
     def set_of(self, seed: int) -> str:
         """The held-out set that a seed's cells are evaluated on."""
         return "chain_validation" if seed == self.tuning_seed else "chain"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Cell:
-    """One run. Cells of a seed and a repeat share a stage."""
-
-    seed: int
-    method: str
-    rate: float
-    repeat: int = 0
-
-    @property
-    def name(self) -> str:
-        """Its directory below the study's cells."""
-        return f"{draw_name(self.seed, self.repeat)}/{self.method}-{self.rate:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A cell whose rate is not known yet."""
-
-    seed: int
-    method: str
-
-    @property
-    def name(self) -> str:
-        return f"{draw_name(self.seed, 0)}/{self.method}-tuned"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Accuracy of a finished cell before its first update and after its last, on `problems` problems."""
-
-    before: float
-    after: float
-    problems: int
-    least_ratio: float
-    """The smallest ratio of a token with negative advantage, over the whole run."""
-
-    @property
-    def collapsed(self) -> bool:
-        """Whether it ended below its start by more than 1.96 standard errors of a difference of two shares."""
-        variance = sum(share * (1 - share) for share in (self.before, self.after)) / self.problems
-        return self.after < self.before - 1.96 * math.sqrt(variance)
-
-
-Outcomes = Mapping[Cell, Outcome]
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """The search for a rate: the cells that it has asked for, in order, and what it found."""
-
-    cells: list[Cell] = field(default_factory=list)
-    rate: float | None = None
-    """None until all `cells` are done."""
-
-
-def draw_name(seed: int, repeat: int) -> str:
-    """The name of one stage and of the cells that share it."""
-    return f"seed{seed}" + (f"-again{repeat}" if repeat else "")
-
-
 def load_grid(path: Path = GRID) -> Grid:
-    """Read the grid in `path`; UserError when a µ does not divide the updates or a block names an unknown method."""
+    """Read the grid in `path`; UserError that names the first of its mistakes."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path}: no such grid; the study's own is {GRID}") from None
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path}: not valid TOML: {error}") from None
-    updates = table["updates"]
-    methods = {
-        name: Method(name, fields["title"], fields["objective"], fields.get("mu", updates), fields.get("twin"))
-        for name, fields in table.pop("methods").items()
-    }
-    for method in methods.values():
-        if updates % method.mu:
-            raise UserError(f"{path}: mu = {method.mu} of {method.name} does not divide updates = {updates}")
-    blocks = {
-        name: Block(name, tuple(fields["methods"]), fields.get("rate")) for name, fields in table.pop("blocks").items()
-    }
-    named = {name for block in blocks.values() for name in block.methods} | {table["noise"]["method"]}
-    if unknown := sorted(named - methods.keys()):
-        raise UserError(f"{path}: {', '.join(unknown)} is not in [methods]; it has {', '.join(methods)}")
-    ladder, start = tuple(table.pop("ladder")), tuple(table.pop("start"))
-    if not set(start) <= set(ladder):
-        raise UserError(f"{path}: start must be rates of the ladder")
+    methods = {name: _method(name, fields, table["updates"]) for name, fields in table.pop("methods").items()}
+    blocks = _blocks(table.pop("blocks"), table["seeds"])
     order = tuple(tuple(names) for names in table.pop("order"))
-    noise = Noise(**table.pop("noise"))
-    return Grid(**table, ladder=ladder, start=start, order=order, blocks=blocks, noise=noise, methods=methods)
+    ladder, start = tuple(table.pop("ladder")), tuple(table.pop("start"))
+    grid = Grid(**table, ladder=ladder, start=start, order=order, blocks=blocks, methods=methods)
+    for problem in _problems(grid):
+        raise UserError(f"{path}: {problem}")
+    return grid
 
 
-def wanted(grid: Grid, done: Outcomes) -> Iterator[Cell | Waiting]:
-    """Every cell in the order in which to run them, finished ones included; some come twice."""
-    for together in grid.order:
-        for seed in range(grid.seeds):
-            for name in together:
-                yield from _of_block(grid, done, grid.blocks[name], seed)
-    again, rate = grid.noise, grid.blocks[grid.noise.block].rate
-    if rate is not None:
-        yield from (Cell(again.seed, again.method, rate, repeat) for repeat in range(1, again.times + 1))
+def _method(name: str, fields: Mapping[str, Any], updates: int) -> Method:
+    settings = {f"{section}.{key}": value for section in SECTIONS for key, value in fields.get(section, {}).items()}
+    own = {key: value for key, value in fields.items() if key not in SECTIONS}
+    return Method(name, settings=settings, **{"mu": updates, **own})
 
 
-def _of_block(grid: Grid, done: Outcomes, block: Block, seed: int) -> Iterator[Cell | Waiting]:
-    for method in block.methods:
-        if block.rate is not None:
-            yield Cell(seed, method, block.rate)
-            continue
-        search = tuned_rate(grid, done, method)
-        yield from search.cells
-        yield Waiting(seed, method) if search.rate is None else Cell(seed, method, search.rate)
+def _blocks(tables: Mapping[str, Mapping[str, Any]], seeds: int) -> dict[str, Block]:
+    """The blocks; one that is the best of another has its methods."""
+    blocks = {}
+    for name, fields in tables.items():
+        methods = tables.get(fields.get("best_of", name), {}).get("methods", ())
+        blocks[name] = Block(name, **{"seeds": seeds, **fields, "methods": tuple(methods)})
+    return blocks
 
 
-def tuned_rate(grid: Grid, done: Outcomes, method: str) -> Search:
-    """The best of the starting rates and, while the best is an end of those tried, of the next one on the ladder."""
-    tried = set(grid.start)
-    while True:
-        cells = [Cell(grid.tuning_seed, method, rate) for rate in sorted(tried)]
-        if not all(cell in done for cell in cells):
-            return Search(cells)
-        best = max(cells, key=lambda cell: (done[cell].after, -cell.rate)).rate
-        place = grid.ladder.index(best)
-        near = {grid.ladder[k] for k in (place - 1, place + 1) if 0 <= k < len(grid.ladder)}
-        if near <= tried:
-            return Search(cells, best)
-        tried |= near
-
-
-def of_twin(grid: Grid, done: Outcomes, cell: Cell) -> Outcome | None:
-    """The outcome of the cell's twin, if no ratio of its run was a trigger: then the veto had nothing to drop."""
-    twin = grid.methods[cell.method].twin
-    found = done.get(replace(cell, method=twin)) if twin else None
-    return found if found and found.least_ratio >= grid.trigger_ratio else None
-
-
-def settings(grid: Grid, cell: Cell) -> list[str]:
-    """The `--set` values of a cell's run, except the directories of run and model."""
-    method = grid.methods[cell.method]
-    stages = grid.updates // method.mu
-    return [
-        *stage_settings(grid, cell.seed, cell.repeat, method.mu),
-        f"optimizer.lr={cell.rate:g}",
-        f"eval.every_stages={max(1, grid.every // method.mu)}",
-        f"eval.every_updates={grid.every if stages == 1 else 0}",
-        *(f"objective.{key}={value}" for key, value in method.objective.items()),
-    ]
-
-
-def stage_settings(grid: Grid, seed: int, repeat: int, mu: int) -> list[str]:
-    """The `--set` values that decide what is generated. A repeat differs by nothing but chance."""
-    return [
-        f"run.seed={seed}",
-        f"schedule.stages={grid.updates // mu}",
-        f"schedule.updates_per_stage={mu}",
-        f"data.eval={grid.set_of(seed)}",
-    ]
+def _problems(grid: Grid) -> Iterator[str]:
+    """Why the study cannot be run, a sentence each."""
+    for method in grid.methods.values():
+        if grid.updates % method.mu:
+            yield f"mu = {method.mu} of {method.name} does not divide updates = {grid.updates}"
+        if method.twin and method.twin not in grid.methods:
+            yield f"{method.twin}, the twin of {method.name}, is not in [methods]"
+    for block in grid.blocks.values():
+        if unknown := [name for name in block.methods if name not in grid.methods]:
+            yield f"{', '.join(unknown)} is not in [methods]; it has {', '.join(grid.methods)}"
+        if block.best_of is not None and block.best_of not in grid.blocks:
+            yield f"{block.name} is the best of {block.best_of}, which is not in [blocks]"
+        if block.repeats and block.rate is None:
+            yield f"{block.name} needs a rate, because it repeats cells"
+    if unknown := [name for names in grid.order for name in names if name not in grid.blocks]:
+        yield f"{', '.join(unknown)} of order is not in [blocks]; it has {', '.join(grid.blocks)}"
+    if not set(grid.start) <= set(grid.ladder):
+        yield "start must be rates of the ladder"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
+from run_scripts.study.findings import findings
 from run_scripts.study.results import Results, Row, mean_of
 from run_scripts.svg import LIGHT, write_svg
 
@@ -25,6 +28,18 @@ LOOKS: Mapping[str, tuple[str, str]] = {
     "response": ("blue", "-"),
     "none_dual": ("orange", ":"),
     "veto_dual": ("green", ":"),
+    "dppo": ("red", "--"),
+    "sapo": ("blue", "--"),
+    "kl": ("violet", "--"),
+    "four": ("blue", "-."),
+    "eight": ("violet", "-."),
+    "grow_mild": ("grey", "--"),
+    "grow": ("orange", "--"),
+    "grow_decay": ("red", "-."),
+    "veto_1e-3": ("blue", ":"),
+    "veto_1e-2": ("violet", ":"),
+    "veto_0.1": ("red", ":"),
+    "veto_0.5": ("grey", ":"),
 }
 """Method -> colour and line."""
 PANELS = (
@@ -38,32 +53,85 @@ PANELS = (
 """Column of curves.csv, title, and whether it is a share."""
 
 
+AXIS = ("grpo", "eight", "four", "veto")
+"""The methods that show the price of staleness, by rising µ."""
+ONE_STAGE = ("tuned", "hot", "regime", "fresh")
+"""Blocks that show what happens on one stage, with GRPO for comparison."""
+THRESHOLDS = ("veto_1e-3", "veto_1e-2", "veto_0.1", "veto_0.5")
+"""The methods whose threshold is another than the study's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture of the page."""
+
+    draw: Callable[[Results], Figure]
+    ready: Callable[[Results], bool]
+    """Whether a finished cell is in it."""
+
+
 def write_plots(results: Results, docs: Path) -> list[str]:
     """Draw every picture for which a cell has finished as NAME.svg; their names."""
-    drawn = []
-    for name, draw in PICTURES.items():
-        if figure := draw(results):
-            write_svg(figure, docs / f"{name}.svg")
-            drawn.append(name)
-    return drawn
+    names = drawn(results)
+    for name in names:
+        write_svg(PICTURES[name].draw(results), docs / f"{name}.svg")
+    return names
 
 
-def inside(results: Results, block: str, fresh: str = "") -> Figure | None:
-    """What happens inside a stage (the paper's Figures 2 and 3): thin lines are seeds, thick ones their means.
+def drawn(results: Results) -> list[str]:
+    """The names of the pictures for which a cell has finished."""
+    return [name for name, picture in PICTURES.items() if picture.ready(results)]
 
-    `fresh`: another block whose methods are drawn as well, for comparison.
+
+def claims(results: Results) -> Figure:
+    """The differences of each primary contrast, seed by seed, their mean, and the bound that the claim must exceed."""
+    found = findings(results)
+    figure, panels = _figure(2.9, 1, len(found))
+    for number, (axes, one) in enumerate(zip(panels, found, strict=True), 1):
+        in_points = one.contrast.column == "after"
+        values = [100 * value if in_points else value for value in one.values]
+        axes.scatter(values, [0] * len(values), color=LIGHT["blue"], s=28, alpha=0.5, linewidths=0)
+        if values:
+            axes.scatter([mean_of(values).value], [0], color=LIGHT["ink"], s=64, marker="D")
+        bound = 100 * one.contrast.bound if in_points else one.contrast.bound
+        axes.axvline(bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
+        axes.set_yticks([])
+        _finish(axes, f"{number}: {one.verdict}", "points" if in_points else "difference")
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    return figure
+
+
+def staleness(results: Results, methods: Sequence[str]) -> Figure:
+    """Final accuracy over µ at tuned rates: thin lines are seeds, the thick one the mean of those with all methods."""
+    figure, (axes,) = _figure(3.8, 1, 1)
+    after = {results.grid.methods[name].mu: results.column("schedules", name, "after") for name in methods}
+    for seed in range(results.grid.blocks["schedules"].seeds):
+        own = [(mu, cells[seed]) for mu, cells in after.items() if seed in cells]
+        if own:
+            axes.plot(*zip(*own, strict=True), color=LIGHT["green"], linewidth=0.8, alpha=0.5, marker="o", markersize=4)
+    if whole := results.complete("schedules", methods):
+        means = [mean_of([cells[seed] for seed in whole]).value for cells in after.values()]
+        axes.plot(list(after), means, color=LIGHT["green"], linewidth=2, marker="o")
+    axes.set_xscale("log", base=2)
+    shown = [results.grid.methods[name] for name in methods]
+    axes.set_xticks(list(after), [f"{method.mu}\n{method.title}" for method in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+    _finish(axes, "Accuracy on test problems after all updates", "µ: updates on one stage's responses")
+    return figure
+
+
+def inside(results: Results, block: str, beside: Iterable[str] = (), panels: int = 6) -> Figure:
+    """What happens inside a run (the paper's Figures 2 and 3): thin lines are seeds, thick ones their means.
+
+    `beside`: methods of other blocks that are drawn as well, at the rates of this one.
     """
-    methods = dict.fromkeys(results.grid.blocks[block].methods, block)
-    methods |= dict.fromkeys(results.grid.blocks[fresh].methods, fresh) if fresh else {}
-    cells = {name: list(results.of(own, name).values()) for name, own in methods.items()}
-    cells = {name: rows for name, rows in cells.items() if rows}
-    if not cells:
-        return None
-    figure = Figure(figsize=(WIDTH, 9.6), layout="constrained", facecolor=LIGHT["paper"])
-    FigureCanvasAgg(figure)
-    for axes, (column, title, share) in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
-        for name, rows in cells.items():
-            _lines(axes, results, name, rows, column)
+    cells = _cells(results, block, (*results.grid.blocks[block].methods, *beside))
+    rows = -(-panels // 2)
+    figure, axes_of = _figure(3.2 * rows, rows, min(panels, 2))
+    for axes, (column, title, share) in zip(axes_of, PANELS[:panels], strict=True):
+        for name, own in cells.items():
+            _lines(axes, results, name, own, column)
         if share:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
             axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1e-4))
@@ -79,18 +147,14 @@ def inside(results: Results, block: str, fresh: str = "") -> Figure | None:
     return figure
 
 
-def ends(results: Results) -> Figure | None:
-    """Final accuracy minus that of the warm start, seed by seed, in every block."""
-    blocks = {name: block for name, block in results.grid.blocks.items() if _any(results, name)}
-    if not blocks:
-        return None
-    figure = Figure(figsize=(WIDTH, 3.8), layout="constrained", facecolor=LIGHT["paper"])
-    FigureCanvasAgg(figure)
-    widths = [len(block.methods) + 1 for block in blocks.values()]
-    panels = figure.subplots(1, len(blocks), squeeze=False, sharey=True, width_ratios=widths)[0]
-    for axes, (name, block) in zip(panels, blocks.items(), strict=True):
+def ends(results: Results) -> Figure:
+    """Final accuracy minus that of the warm start, seed by seed, of the methods on one stage."""
+    blocks = [results.grid.blocks[name] for name in ONE_STAGE if _any(results, name)]
+    widths = [len(block.methods) + 1 for block in blocks]
+    figure, panels = _figure(3.8, 1, len(blocks), sharey=True, width_ratios=widths)
+    for axes, block in zip(panels, blocks, strict=True):
         for place, method in enumerate(block.methods):
-            gains = [row["after"] - row["before"] for row in results.of(name, method).values()]
+            gains = [row["after"] - row["before"] for row in results.of(block.name, method).values()]
             if gains:
                 color = LIGHT[LOOKS[method][0]]
                 axes.scatter([place] * len(gains), gains, color=color, s=22, alpha=0.5, linewidths=0)
@@ -99,7 +163,7 @@ def ends(results: Results) -> Figure | None:
         axes.set_xlim(-0.7, len(block.methods) - 0.3)
         axes.set_xticks(range(len(block.methods)), [method.replace("_", "\n") for method in block.methods])
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=""))
-        _finish(axes, name if block.rate is None else f"{name}, rate {block.rate:g}", "")
+        _finish(axes, block.name if block.rate is None else f"{block.name}, rate {block.rate:g}", "")
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_ylabel("points gained over the warm start", color=LIGHT["soft"], fontsize=9.5)
     return figure
@@ -115,13 +179,45 @@ def _lines(axes: Axes, results: Results, method: str, rows: Sequence[Row], colum
             by_update.setdefault(update, []).append(value)
         if len(rows) > 1 and points:
             axes.plot(*zip(*points, strict=True), color=color, linestyle=style, linewidth=0.8, alpha=0.4)
+    by_update = dict(sorted(by_update.items()))
     means = [sum(values) / len(values) for values in by_update.values()]
     label = results.grid.methods[method].title
     axes.plot(list(by_update), means, color=color, linestyle=style, linewidth=2, label=label)
 
 
+def _figure(height: float, rows: int, columns: int, **layout: Any) -> tuple[Figure, list[Axes]]:
+    """An empty figure and its axes, row by row."""
+    figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor=LIGHT["paper"])
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
+
+
+def _cells(results: Results, block: str, methods: Iterable[str]) -> dict[str, list[Row]]:
+    """Method -> its finished cells in a block, of the methods that have any."""
+    cells = {name: list(results.of(block, name).values()) for name in methods}
+    return {name: rows for name, rows in cells.items() if rows}
+
+
 def _any(results: Results, block: str) -> bool:
-    return any(results.of(block, method) for method in results.grid.blocks[block].methods)
+    return bool(_cells(results, block, results.grid.blocks[block].methods))
+
+
+def _one_stage(results: Results) -> bool:
+    return any(_any(results, name) for name in ONE_STAGE)
+
+
+def _priced(results: Results) -> bool:
+    """Whether a method between the ends of the µ axis has finished a cell."""
+    return bool(_cells(results, "schedules", AXIS[1:-1]))
+
+
+def _varied(results: Results) -> bool:
+    """Whether a method with another threshold has finished a cell."""
+    return bool(_cells(results, "thresholds", THRESHOLDS))
+
+
+def _claimed(results: Results) -> bool:
+    return any(one.values for one in findings(results))
 
 
 def _finish(axes: Axes, title: str, x: str) -> None:
@@ -138,10 +234,19 @@ def _finish(axes: Axes, title: str, x: str) -> None:
         axes.spines[side].set_color(LIGHT["line"])
 
 
-PICTURES: Mapping[str, Callable[[Results], Figure | None]] = {
-    "inside-regime": partial(inside, block="regime", fresh="fresh"),
-    "inside-hot": partial(inside, block="hot"),
-    "inside-tuned": partial(inside, block="tuned"),
-    "ends": ends,
+PICTURES: Mapping[str, Picture] = {
+    "claims": Picture(claims, _claimed),
+    "staleness": Picture(partial(staleness, methods=AXIS), _priced),
+    "inside-schedules": Picture(
+        partial(inside, block="schedules", beside=("grpo", "veto"), panels=1), partial(_any, block="schedules")
+    ),
+    "inside-regime": Picture(partial(inside, block="regime", beside=("grpo",)), partial(_any, block="regime")),
+    "inside-hot": Picture(partial(inside, block="hot"), partial(_any, block="hot")),
+    "inside-tuned": Picture(partial(inside, block="tuned"), partial(_any, block="tuned")),
+    "ends": Picture(ends, _one_stage),
+    "inside-rivals": Picture(
+        partial(inside, block="rivals", beside=("strict", "none", "veto")), partial(_any, block="rivals")
+    ),
+    "inside-thresholds": Picture(partial(inside, block="thresholds"), _varied),
 }
-"""Name -> what draws it, or None while no cell has finished."""
+"""Name -> picture, in the order of the page."""

@@ -11,7 +11,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from run_scripts.study.grid import Cell, Grid, Outcome, Search, tuned_rate
+from run_scripts.study.cells import Cell, Outcome
+from run_scripts.study.grid import Grid
+from run_scripts.study.search import Search, choose, tuned_rate
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
@@ -46,18 +48,26 @@ class Results:
     def tuned(self, method: str) -> Search:
         return tuned_rate(self.grid, self.outcomes(), method)
 
+    def chosen(self, block: str) -> str | None:
+        """The method of a block that runs only the best of another; None until it is chosen."""
+        best = choose(self.grid, self.outcomes(), self.grid.blocks[block]).best
+        return best.method if best else None
+
     def rate(self, block: str, method: str) -> float | None:
         """The rate of a method in a block; None for one that is not tuned yet."""
         fixed = self.grid.blocks[block].rate
         return self.tuned(method).rate if fixed is None else fixed
 
     def of(self, block: str, method: str) -> dict[int, Row]:
-        """Seed -> the method's finished cell in a block, without tuning and repeats."""
-        rate = self.rate(block, method)
+        """Seed -> the method's finished cell at the block's rate, of the block's seeds and without repeats.
+
+        The method may be one of another block, to be shown next to the block's own.
+        """
+        rate, seeds = self.rate(block, method), range(self.grid.blocks[block].seeds)
         return {
             row["seed"]: row
             for row in self.rows
-            if (row["method"], row["rate"], row["repeat"]) == (method, rate, 0) and row["seed"] != self.grid.tuning_seed
+            if (row["method"], row["rate"], row["repeat"]) == (method, rate, 0) and row["seed"] in seeds
         }
 
     def column(self, block: str, method: str, name: str) -> dict[int, float]:
@@ -71,7 +81,8 @@ class Results:
 
     def complete(self, block: str, methods: Sequence[str]) -> list[int]:
         """The seeds at which all the methods have finished in a block."""
-        return [seed for seed in range(self.grid.seeds) if all(seed in self.of(block, name) for name in methods)]
+        found = [self.of(block, name) for name in methods]
+        return [seed for seed in range(self.grid.blocks[block].seeds) if all(seed in cells for cells in found)]
 
 
 def read_results(grid: Grid, docs: Path = DOCS) -> Results:

@@ -31,24 +31,14 @@ from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.rundata import read_run
 from mugrpo_megatron.stages.store import StageStore
-from run_scripts.study.grid import (
-    GRID,
-    Cell,
-    Grid,
-    Outcome,
-    Waiting,
-    draw_name,
-    load_grid,
-    of_twin,
-    settings,
-    stage_settings,
-    wanted,
-)
+from run_scripts.study.cells import Cell, Outcome, Waiting, draw_name, settings, stage_settings
+from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.results import read_kept
+from run_scripts.study.search import of_twin, wanted
 
 ROOT = Path(__file__).parents[2]
 BASE = Path(__file__).with_name("base.toml")
-BULK = ("checkpoints", "stages", "hf", "reference")
+BULK = ("checkpoints", "stages", "anchor", "hf", "reference")
 """Directories that are deleted from a finished cell."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
 """Environment in which PyTorch sums in the same order on every x86-64 machine."""
@@ -102,7 +92,14 @@ class Study:
                 least = min(row.get("ratio_neg_min", 1.0) for row in run.updates)
                 return Outcome(before, after, last[f"problems/{name}"], least)
         stage, outcome = self.kept.get(cell, ("", None))
-        return outcome if self.fingerprint(cell) in ("", stage) else None  # another stage is no pair for other cells
+        return outcome if self.counts(cell, stage) else None
+
+    def counts(self, cell: Cell, stage: str) -> bool:
+        """Whether a kept cell of the stage with this fingerprint counts: cells of a seed are compared on one stage.
+
+        A cell of the tuning seed always counts, because a rate that was found stays.
+        """
+        return cell.seed == self.grid.tuning_seed or self.fingerprint(cell) in ("", stage)
 
     def outcomes(self) -> dict[Cell, Outcome]:
         """All finished cells; looks at each that may be asked for, until no outcome asks for another."""
@@ -150,7 +147,7 @@ def run_all(study: Study, seeds: Sequence[int] = ()) -> int:
         if not run_cell(study, cells[0]):
             failed.append(cells[0])
     for one in left:
-        print(f"not done: {one.name}" + ("" if one in failed else ", its rate is not known"))
+        print(f"not done: {one.name}" + ("" if one in failed else ", which waits for a cell of the tuning seed"))
     return 1 if left else 0
 
 

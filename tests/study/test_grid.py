@@ -1,70 +1,92 @@
-"""The order of the cells: fixed by the plan, and by nothing but the outcomes of tuning and of twins."""
+"""The study's grid: every cell is a valid recipe, and a grid that cannot be run is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import load_recipe
-from run_scripts.study.grid import GRID, Cell, Outcome, Waiting, load_grid, of_twin, settings, tuned_rate, wanted
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from run_scripts.study.cells import Cell, Outcome, settings
+from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.run import BASE
 
-LADDER = (2.5e-6, 5e-6, 1e-5, 2e-5, 4e-5, 8e-5, 1.6e-4, 3.2e-4, 6.4e-4, 1.28e-3)
+STUDY = load_grid()
+RATE = 4e-5
+RECIPES = {name: load_recipe(BASE, settings(STUDY, Cell(0, name, RATE))) for name in STUDY.methods}
+STALE = [name for name in STUDY.methods if STUDY.shares_stage(name)]
+SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, "grow_decay": 64}
 
 
-def outcome(after: float, least_ratio: float = 0.1) -> Outcome:
-    return Outcome(0.45, after, 500, least_ratio)
+def without(recipe: Recipe, *sections: str) -> Recipe:
+    return recipe.model_copy(update=dict.fromkeys(sections))
 
 
-@pytest.mark.parametrize("best", range(len(LADDER)))
-def test_tuning_climbs_to_the_best_rate_and_tries_both_its_neighbours(best: int) -> None:
-    """On a ladder with one summit, from any place."""
-    grid = load_grid()
-    done: dict[Cell, Outcome] = {}
-    while (search := tuned_rate(grid, done, "veto")).rate is None:
-        (left, *_) = [cell for cell in search.cells if cell not in done]
-        done[left] = outcome(0.6 - 0.01 * abs(LADDER.index(left.rate) - best))
-    assert search.rate == LADDER[best]
-    assert {cell.seed for cell in done} == {grid.tuning_seed}
-    tried = {cell.rate for cell in done}
-    assert {*LADDER[max(0, best - 1) : best + 2]} <= tried
-    assert len(tried) <= 2 + abs(best - 4) + 1
+@pytest.mark.parametrize("name", STUDY.methods)
+def test_every_cell_is_a_recipe_of_the_same_updates_and_the_same_loss_but_for_the_objective(name: str) -> None:
+    recipe = RECIPES[name]
+    assert recipe.schedule.total_updates == sum(map(recipe.schedule.length, range(recipe.schedule.stages))) == 512
+    assert recipe.optimizer.lr == RATE
+    assert (recipe.objective.reduction, recipe.objective.advantage) == ("token_mean", "group_std")
+    assert recipe.objective.trigger_ratio == STUDY.threshold(name)
+    assert recipe.data.eval == "chain"
+    assert load_recipe(BASE, settings(STUDY, Cell(100, name, RATE))).data.eval == "chain_validation"
+    if name != "grow_decay":
+        assert without(recipe, "schedule", "objective", "eval") == without(
+            RECIPES["none"], "schedule", "objective", "eval"
+        )
 
 
-def test_of_two_equal_rates_the_lower_is_tuned() -> None:
-    grid = load_grid()
-    done = {Cell(grid.tuning_seed, "veto", rate): outcome(0.5) for rate in LADDER}
-    assert tuned_rate(grid, done, "veto").rate == LADDER[0]
+@pytest.mark.parametrize("name", STALE)
+def test_cells_of_a_stage_differ_in_objective_and_rate_only(name: str) -> None:
+    assert RECIPES[name].schedule.stages == 1
+    assert without(RECIPES[name], "objective") == without(RECIPES["none"], "objective")
+    twin = STUDY.methods[name].twin
+    if twin:
+        of_twin = {"veto": "none", "trigger_ratio": STUDY.trigger_ratio}
+        assert RECIPES[name].objective.model_copy(update=of_twin) == RECIPES[twin].objective
 
 
-def test_seeds_run_whole_and_tuned_cells_wait_for_their_rate() -> None:
-    grid = load_grid()
-    cells = list(wanted(grid, {}))
-    fixed = [one for one in cells if isinstance(one, Cell) and one.seed != grid.tuning_seed and not one.repeat]
-    contrasts, rest = fixed[: grid.seeds * 2], fixed[grid.seeds * 2 :]
-    assert {(cell.method, cell.rate) for cell in contrasts} == {("none", 1.6e-4), ("veto", 1.6e-4)}
-    for part in (contrasts, rest):
-        assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
-    assert len(rest) == len(set(fixed)) == grid.seeds * (8 + 8 + 1)
-    waiting = {one for one in cells if isinstance(one, Waiting)}
-    assert len(waiting) == grid.seeds * 4
-    assert [one.repeat for one in cells if isinstance(one, Cell) and one.repeat] == [1, 2]
-    tuned = {Cell(grid.tuning_seed, method, rate): outcome(0.5) for method in grid.methods for rate in LADDER}
-    assert not any(isinstance(one, Waiting) for one in wanted(grid, tuned))
+def test_methods_with_several_stages_are_those_of_the_plan() -> None:
+    assert {name: method.mu for name, method in STUDY.methods.items() if name not in STALE} == SEVERAL
+    lengths = {name: [*map(RECIPES[name].schedule.length, range(STUDY.phases(name)))] for name in SEVERAL}
+    assert lengths["grow"] == lengths["grow_decay"] == [3, 5, 9, 17, 32, 65, 127, 254]
+    assert lengths["grow_mild"] == [11, 17, 24, 35, 53, 79, 117, 176]
+    assert all(RECIPES[name].objective == RECIPES["veto"].objective for name in SEVERAL if name != "grpo")
+    falling = RECIPES["grow_decay"].optimizer
+    assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
 
 
-def test_a_veto_that_had_no_trigger_has_the_outcome_of_its_twin() -> None:
-    grid = load_grid()
-    cell = Cell(0, "veto", 4e-5)
-    twin = replace(cell, method="none")
-    assert of_twin(grid, {twin: outcome(0.5, 1e-4)}, cell) == outcome(0.5, 1e-4)
-    assert of_twin(grid, {twin: outcome(0.5, 0.99e-4)}, cell) is None
-    assert of_twin(grid, {}, cell) is None
-    assert of_twin(grid, {twin: outcome(0.5)}, replace(cell, method="strict")) is None
-    assert of_twin(grid, {twin: outcome(0.5)}, replace(cell, method="veto_dual")) is None
+def test_the_kl_penalty_takes_the_vetos_place() -> None:
+    own = RECIPES["kl"].objective
+    assert (own.kl_anchor, own.kl_coef, own.kl_in, own.kl_estimator) == ("stage", 0.001, "loss", "k3")
+    none = RECIPES["none"].objective
+    changes = {"kl_anchor": none.kl_anchor, "kl_coef": none.kl_coef, "kl_estimator": none.kl_estimator}
+    assert own.model_copy(update=changes) == none
+
+
+def evaluated(recipe: Recipe) -> list[int]:
+    """The updates after which a run evaluates, by docs/recipe.md's words on the two keys."""
+    found, start = [0], 0
+    for stage in range(recipe.schedule.stages):
+        length = recipe.schedule.length(stage)
+        if recipe.eval.every_stages and stage % recipe.eval.every_stages == 0:
+            found.append(start)
+        if recipe.eval.every_updates:
+            found += range(start + recipe.eval.every_updates, start + length, recipe.eval.every_updates)
+        start += length
+    return sorted({*found, start})
+
+
+@pytest.mark.parametrize("name", STUDY.methods)
+def test_no_run_goes_long_without_an_evaluation_and_all_end_with_one(name: str) -> None:
+    found = evaluated(RECIPES[name])
+    assert (found[0], found[-1]) == (0, STUDY.updates)
+    assert max(late - early for early, late in pairwise(found)) <= STUDY.every
+    if name in STALE or name in ("grpo", "four", "eight"):
+        assert found == [*range(0, STUDY.updates + 1, STUDY.every)]
 
 
 def test_a_collapse_is_more_than_evaluation_noise() -> None:
@@ -74,36 +96,17 @@ def test_a_collapse_is_more_than_evaluation_noise() -> None:
     assert not Outcome(0.1, 0.9, 500, 1.0).collapsed
 
 
-def test_every_cell_is_a_recipe_and_cells_of_a_stage_differ_in_objective_and_rate_only() -> None:
-    grid = load_grid()
-    recipes = {name: load_recipe(BASE, settings(grid, Cell(0, name, 4e-5))) for name in grid.methods}
-    for name, recipe in recipes.items():
-        assert recipe.schedule.total_updates == grid.updates
-        assert recipe.objective.reduction == "token_mean"
-        assert recipe.objective.trigger_ratio == grid.trigger_ratio
-        assert recipe.data.eval == "chain"
-        if grid.shares_stage(name):
-            assert recipe.schedule.stages == 1
-            assert recipe.model_copy(update={"objective": None}) == recipes["none"].model_copy(
-                update={"objective": None}
-            )
-    for name, method in grid.methods.items():
-        if method.twin:
-            assert recipes[name].objective.model_copy(update={"veto": "none"}) == recipes[method.twin].objective
-    assert {recipe.objective.dual_clip for recipe in recipes.values()} == {None, 3.0}
-    assert load_recipe(BASE, settings(grid, Cell(100, "veto", 4e-5))).data.eval == "chain_validation"
-    (fresh,) = [name for name in grid.methods if not grid.shares_stage(name)]
-    evaluations = recipes[fresh].schedule.stages / recipes[fresh].eval.every_stages
-    assert evaluations == grid.updates / grid.every
-
-
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
         ("updates = 512", "updates = 510", "mu = 4 of grpo does not divide"),
-        ('"veto_dual"]\n\n[blocks.hot]', '"unknown"]\n\n[blocks.hot]', "unknown is not in"),
+        ('"veto_dual"]\n\n[blocks.hot]', '"unknown"]\n\n[blocks.hot]', "unknown is not in .methods"),
+        ('twin = "none_dual"', 'twin = "unknown"', "unknown, the twin of veto_dual, is not in .methods"),
+        ('best_of = "schedules"', 'best_of = "unknown"', "schedule is the best of unknown, which is not in .blocks"),
+        ("repeats = 2", "repeats = 2\n[blocks.again]\nmethods = []\nrepeats = 1", "again needs a rate"),
+        ('["noise"]', '["unknown"]', "unknown of order is not in .blocks"),
         ("start = [4e-5", "start = [5e-5", "rates of the ladder"),
-        ("[noise]", "[noise", "not valid TOML"),
+        ("[blocks.noise]", "[blocks.noise", "not valid TOML"),
     ],
 )
 def test_a_grid_that_cannot_be_run_is_the_users_mistake(tmp_path: Path, old: str, new: str, says: str) -> None:

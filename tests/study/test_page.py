@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from run_scripts.study import page
+from run_scripts.study.cells import Cell
 from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS
-from run_scripts.study.grid import Cell, load_grid
+from run_scripts.study.findings import findings
+from run_scripts.study.grid import load_grid
 from run_scripts.study.results import DOCS, Results, Row, cell_of, read_results
+from run_scripts.study.tables import accuracy_table, collapsed, price_table
 
 GRID = load_grid()
 PUBLISHED = read_results(GRID)
@@ -43,6 +46,7 @@ def test_the_page_is_that_of_the_kept_results() -> None:
 
 
 def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_stage() -> None:
+    """Those of the tuning seed may have another stage: they are compared with cells of their own method only."""
     stages: dict[tuple[int, int], set[str]] = {}
     for one in PUBLISHED.rows:
         cell = cell_of(one)
@@ -50,7 +54,7 @@ def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_stage() -> N
         assert one["commit"]
         assert PUBLISHED.curve(one)[-1]["update"] == GRID.updates
         assert PUBLISHED.curve(one)[-1]["accuracy"] == pytest.approx(one["after"], abs=1e-4)
-        if GRID.shares_stage(cell.method):
+        if GRID.shares_stage(cell.method) and cell.seed != GRID.tuning_seed:
             stages.setdefault((cell.seed, cell.repeat), set()).add(one["stage"])
     assert all(len(found) == 1 and "" not in found for found in stages.values())
     assert len({cell_of(one) for one in PUBLISHED.rows}) == len(PUBLISHED.rows)
@@ -58,34 +62,81 @@ def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_stage() -> N
     assert not PUBLISHED.curves or set(PUBLISHED.curves[0]) == set(CURVE_COLUMNS)
 
 
+def verdicts(results: Results) -> list[str]:
+    return [one.verdict for one in findings(results)]
+
+
 def test_verdicts_are_open_until_every_seed_has_run() -> None:
-    whole = finished(veto=0.1)
-    assert [one.verdict(GRID.seeds) for one in page.findings(whole)] == ["holds"] * 4
+    whole = finished(veto=0.1, four=0.1)
+    assert verdicts(whole) == ["holds"] * 5
     missing = Cell(7, "veto", GRID.blocks["hot"].rate or 0.0)
     part = replace(whole, rows=[one for one in whole.rows if cell_of(one) != missing])
-    assert [one.verdict(GRID.seeds) for one in page.findings(part)] == ["open"] * 4
-    assert [len(one.values) for one in page.findings(part)] == [8, 8, 7, 7]
+    assert verdicts(part) == ["open"] * 4 + ["holds"]  # part two is a family of its own
+    assert [len(one.values) for one in findings(part)] == [8, 8, 7, 7, 8]
+    missing = Cell(7, "four", 8e-5)
+    part = replace(whole, rows=[one for one in whole.rows if cell_of(one) != missing])
+    assert verdicts(part) == ["holds"] * 4 + ["open"]
 
 
 def test_a_verdict_is_that_of_the_corrected_test() -> None:
-    found = page.findings(finished(veto=-0.005))
-    assert [one.verdict(GRID.seeds) for one in found] == ["not shown", "holds", "not shown", "not shown"]
+    found = findings(finished(veto=-0.005, four=-0.005))
+    assert [one.verdict for one in found] == ["not shown", "holds", "not shown", "not shown", "holds"]
     assert found[1].p == pytest.approx(4 / 256)  # half a point below GRPO is less than one
+    assert found[4].p == pytest.approx(1 / 256)  # a family of one test
+    assert verdicts(finished(four=-0.01))[4] == "not shown"
+
+
+def test_the_fifth_contrast_is_of_the_schedule_that_the_tuning_seed_chose() -> None:
+    whole = finished(grow=0.1, four=-0.1)
+    better = Cell(GRID.tuning_seed, "grow", 8e-5)
+    rows = [{**one, "after": 0.9} if cell_of(one) == better else one for one in whole.rows]
+    fifth = findings(replace(whole, rows=rows))[4]
+    assert (fifth.contrast.left, fifth.contrast.right, fifth.verdict) == ("grow", "grpo", "holds")
+    assert "8 stages, each twice as long" in fifth.contrast.claim
+    untuned = [one for one in rows if cell_of(one) != replace(better, method="eight")]
+    fifth = findings(replace(whole, rows=untuned))[4]
+    assert (fifth.contrast.left, fifth.values, fifth.verdict) == (None, [], "open")
 
 
 def test_a_finished_study_is_written_without_gaps() -> None:
-    whole = finished(veto=0.1, none=-0.4)
+    whole = finished(veto=0.1, four=0.1, none=-0.4)
     text = page.text(whole)
-    assert "open" not in text.partition("## Inside")[0].replace('"open"', "")
-    assert "| 8 of 8 | 0.016 | holds |" in text
+    assert "open" not in text.partition("## The price")[0].replace('"open"', "")
+    assert "| 8 of 8 | one | 0.016 | holds |" in text
+    assert "| 8 of 8 | two | 0.004 | holds |" in text
     assert "not measured yet" not in text
-    assert page.collapsed(whole, "hot", "none") == "8 of 8"
-    assert page.collapsed(whole, "hot", "veto") == "0 of 8"
+    assert "has finished yet" not in text
+    assert collapsed(whole, "hot", "none") == "8 of 8"
+    assert collapsed(whole, "hot", "veto") == "0 of 8"
+    assert "4 stages of 128: less than 1 point below GRPO" in text
+    assert "4 stages of 128 is not shown" in page.text(finished(four=-0.2))
+
+
+def test_a_page_without_cells_says_so_in_a_line_and_shows_no_empty_table() -> None:
+    text = page.text(Results(GRID, [], []))
+    assert text.count("No cell of this section has finished yet.") == 5
+    assert "<img" not in text
+    assert "\n\n\n" not in text
+    tables = [part for part in text.split("\n\n") if part.startswith("|")]
+    assert all(len(table.splitlines()) > 2 for table in tables)
+
+
+def test_rows_of_a_table_are_of_the_seeds_of_its_block() -> None:
+    """GRPO has eight seeds at its tuned rate, but is compared on the three that the schedules have."""
+    whole = finished(grpo=0.2)
+    rows = {line.split(" | ")[2]: line for line in price_table(whole, page.AXIS).splitlines()[2:]}
+    assert rows["GRPO, µ=4"] == "| 4 | 128 | GRPO, µ=4 | 8e-05 | 3 | 70.0 ± 0.0 | – |"
+    assert rows["4 stages of 128"].endswith("| 3 | 50.0 ± 0.0 | -20.0 ± 0.0 |")
+    assert " | 8 | " in accuracy_table(whole, "tuned", ["grpo"])
+    assert " | 3 | " in accuracy_table(whole, "rivals", ["none"])
+    assert accuracy_table(Results(GRID, [], []), "tuned", ["grpo"]) == ""
 
 
 def test_the_page_counts_what_is_left() -> None:
     nothing = Results(GRID, [], [])
-    waiting = (8 + 8 + 1) * GRID.seeds + 4 * GRID.seeds + 4 * len(GRID.start) + GRID.noise.times
-    assert page.planned(nothing) == f"at least {waiting}"
+    fixed = (8 + 8 + 1) * 8 + 2 + 4 * 3  # regime, hot and fresh; noise; thresholds
+    waiting = 4 * 8 + 8 + (5 + 3) * 3
+    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
     assert page.summary(nothing).startswith("0 of at least")
-    assert page.planned(finished()) == str(waiting - 4 * GRID.seeds + 4)  # tuned rates are the regime's; 4 more rates
+    own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals; the other tuned rates are the regime's
+    assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -14,11 +15,14 @@ from matplotlib.figure import Figure
 from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from run_scripts.figure import write_figure
+from run_scripts.study.collect import CURVE_COLUMNS, KEY
 from run_scripts.study.grid import load_grid
-from run_scripts.study.plots import LOOKS, write_plots
-from run_scripts.study.results import DOCS, read_results
+from run_scripts.study.page import text
+from run_scripts.study.plots import LOOKS, PICTURES, write_plots
+from run_scripts.study.results import DOCS, Results, read_results
 from run_scripts.svg import COLORS, LIGHT, write_svg
 from tests.report.synthetic import Row, recipe_of, rows_of, write_run
+from tests.study.test_page import finished
 
 pytestmark = pytest.mark.night
 PUBLISHED = [*DOCS.glob("*.svg"), *DOCS.glob("first/*.svg"), DOCS.parent / "quickstart.svg"]
@@ -59,6 +63,22 @@ def test_published_pictures_are_those_of_the_kept_results_and_on_the_page(tmp_pa
     for name in names:
         assert (tmp_path / f"{name}.svg").read_bytes() == (DOCS / f"{name}.svg").read_bytes(), name
         assert f'src="study/{name}.svg"' in page
+
+
+def test_a_finished_study_has_every_picture(tmp_path: Path) -> None:
+    whole = finished(veto=0.1)
+    keys = [(one["seed"], one["repeat"], one["method"], one["rate"]) for one in whole.rows]
+    points = [
+        dict.fromkeys(CURVE_COLUMNS, 0.1) | dict(zip(KEY, key, strict=True)) | {"update": update}
+        for key in keys
+        for update in (0, 512)
+    ]
+    names = write_plots(replace(whole, curves=points), tmp_path)
+    assert names == [*PICTURES]
+    assert {path.stem for path in tmp_path.glob("*.svg")} == set(names)
+    drawn = text(whole)
+    assert all(drawn.count(f'src="study/{name}.svg"') == 1 for name in names)
+    assert write_plots(Results(whole.grid, [], []), tmp_path) == []
 
 
 def test_every_method_has_a_look_of_its_own() -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from run_scripts.study import run
+from run_scripts.study.cells import Cell
 from run_scripts.study.collect import main as collect
-from run_scripts.study.grid import Cell, load_grid
+from run_scripts.study.grid import load_grid
 from run_scripts.study.results import read_kept, read_results
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
@@ -24,17 +25,17 @@ trigger_ratio = 1e-4
 tuning_seed = 100
 ladder = [1e-4, 1e-3]
 start = [1e-4]
-order = [["one"], ["best"]]
+order = [["one"], ["best"], ["noise"]]
 [blocks.one]
 rate = 1e-3
 methods = ["none", "veto", "grpo"]
 [blocks.best]
 methods = ["none"]
-[noise]
-block = "one"
-method = "none"
-seed = 0
-times = 1
+[blocks.noise]
+rate = 1e-3
+methods = ["none"]
+seeds = 1
+repeats = 1
 [methods]
 grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }
 none = { title = "none", objective = { name = "mu_grpo", veto = "none" } }
@@ -46,7 +47,7 @@ import json, sys
 from pathlib import Path
 from mugrpo_megatron.files.durable import Span
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
-from mugrpo_megatron.stages.manifest import Manifest, Sealed, write_manifest
+from mugrpo_megatron.stages.manifest import Manifest, Origin, Sealed, write_manifest
 command, base = sys.argv[1:3]
 given = dict(word.split("=", 1) for word in sys.argv if "=" in word)
 recipe = load_recipe(Path(base), [word for word in sys.argv[3:] if word != "--set"])
@@ -71,7 +72,8 @@ def evaluation(update, value):
 if command == "generate":
     stage = recipe.run.dir / "stages" / "00000"
     stage.mkdir(parents=True)
-    write_manifest(stage, Manifest([], Sealed("stage.parquet", 64, 8, [], Span(0, 1, ""), {"seed": recipe.run.seed})))
+    sealed = Sealed("stage.parquet", 64, 8, [], [], Span(0, 1, ""), {"seed": recipe.run.seed})
+    write_manifest(stage, Manifest([], sealed, Origin(recipe.run.dir.name, 0, 0)))
     rows = [evaluation(0, 0.4)]
 else:
     least = 1e-3 if recipe.optimizer.lr < 1e-3 else 1e-5
@@ -153,3 +155,6 @@ def test_cells_of_another_stage_do_not_count(study: run.Study) -> None:
     for stage, counts in ((study.fingerprint(cell), True), ("another", False)):
         assert bool(replace(study, kept={other: (stage, outcome)}).outcome(other)) is counts
     assert replace(study, kept={Cell(0, "grpo", 1e-3): ("", outcome)}).outcome(Cell(0, "grpo", 1e-3))
+    assert run.run_cell(study, Cell(100, "none", 1e-3))
+    tuning = Cell(100, "none", 1e-4)
+    assert replace(study, kept={tuning: ("another", outcome)}).outcome(tuning)  # a rate that was found stays

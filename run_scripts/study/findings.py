@@ -1,0 +1,82 @@
+"""The study's primary contrasts, and what the kept results say of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from run_scripts.study.results import Results, differences, holm, sign_flip
+
+LEVEL = 0.05
+"""Of all contrasts of a family together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contrast:
+    """The claim that `left` minus `right` is above `bound`, in one block."""
+
+    claim: str
+    block: str
+    left: str | None
+    """None while the tuning seed has not chosen the method."""
+    right: str
+    bound: float = 0.0
+    column: str = "after"
+    family: str = "one"
+    """The part of the plan that it belongs to; p values are corrected inside a family."""
+
+
+PART_ONE = (
+    Contrast("mu-GRPO ends above the strict clip", "tuned", "veto", "strict"),
+    Contrast("mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
+    Contrast("the veto holds accuracy", "hot", "veto", "none"),
+    Contrast("the veto holds E[ρ given A < 0], last 64 updates", "hot", "veto", "none", 0.0, "ratio_neg_late"),
+)
+"""Those of docs/study/plan.md, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the kept cells say of a contrast."""
+
+    contrast: Contrast
+    values: list[float]
+    """left - right, seed by seed."""
+    p: float | None
+    """Corrected for the family's contrasts; None until every one of them has all its seeds."""
+
+    @property
+    def verdict(self) -> str:
+        """It is "open" before all seeds of the family have run; afterwards the corrected test decides."""
+        if self.p is None:
+            return "open"
+        return "holds" if self.p < LEVEL else "not shown"
+
+
+def part_two(results: Results) -> Contrast:
+    """The contrast of the schedule that the tuning seed has chosen."""
+    chosen = results.chosen("schedule")
+    title = results.grid.methods[chosen].title if chosen else "the best schedule"
+    claim = f"mu-GRPO in at most 8 stages ({title}) ends less than 1 point below GRPO with µ=4"
+    return Contrast(claim, "tuned", chosen, "grpo", -0.01, family="two")
+
+
+def findings(results: Results) -> list[Finding]:
+    """All primary contrasts on the seeds that both sides have."""
+    return [*_of_family(results, PART_ONE), *_of_family(results, [part_two(results)])]
+
+
+def _of_family(results: Results, contrasts: Sequence[Contrast]) -> list[Finding]:
+    """The family's findings; p values only when all of them are complete."""
+    values = [_values(results, one) for one in contrasts]
+    if any(len(each) < results.grid.seeds for each in values):
+        return [Finding(one, each, None) for one, each in zip(contrasts, values, strict=True)]
+    ps = holm([sign_flip(each, one.bound) for one, each in zip(contrasts, values, strict=True)])
+    return [Finding(*each) for each in zip(contrasts, values, ps, strict=True)]
+
+
+def _values(results: Results, contrast: Contrast) -> list[float]:
+    if contrast.left is None:
+        return []
+    left, right = (results.column(contrast.block, name, contrast.column) for name in (contrast.left, contrast.right))
+    return differences(left, right)
