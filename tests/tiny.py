@@ -16,11 +16,12 @@ COIN = {"function": "tests.rewards.functions:parity"}
 """A reward section that moves the weights: the tiny model's answers are never right."""
 
 
-def save_model(directory: Path) -> Path:
-    """A Qwen2 checkpoint of 40k random parameters with the bundled tokenizer: it answers with noise."""
+def save_model(directory: Path, family: str = "qwen2") -> Path:
+    """A checkpoint of 40k random parameters, more with experts, with the bundled tokenizer: it answers with noise."""
     tokenizer = build_arithmetic_tokenizer()
     models.save_model(
         directory,
+        family,
         scale=None,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,

@@ -4,7 +4,8 @@
 
 For each size it writes a sealed stage of synthetic responses into a run directory. `mugrpo optimize` then takes all of
 its updates of 256 responses in one process, on a random Qwen2 of 100k parameters. With `--routes` the model is a
-mixture of experts and the stage has the engine's routes (`learner.routing_replay = "rollout"`), 64 bytes a token.
+mixture of experts, and each size is measured twice: without routes, and with the engine's (64 bytes a token, checked
+against the size of their file), which the learner replays (`learner.routing_replay = "rollout"`).
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20, help="mean response length; uniform up to twice it")
     parser.add_argument("--routes", action="store_true", help="a mixture of experts that replays routes")
     options = parser.parse_args()
-    print("responses  updates  file MiB  routes MiB  peak MiB  seconds")
+    print("responses  updates  routes  stage MiB  routes MiB  computed MiB  peak MiB  seconds")
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = make_model(Path(folder) / "model", options.routes)
         for responses in options.responses:
             updates = max(1, responses // (GROUP * PROMPTS_PER_UPDATE))
-            measure(Path(folder), updates, options.tokens, vocabulary, options.routes)
+            for routes in (False, True)[: 1 + options.routes]:
+                measure(Path(folder), updates, options.tokens, vocabulary, routes)
 
 
 def make_model(directory: Path, experts: bool) -> int:
@@ -84,7 +86,7 @@ def with_routes(samples: list[Sample], generator: np.random.Generator) -> list[S
 
 def measure(folder: Path, updates: int, tokens: int, vocabulary: int, routes: bool) -> None:
     """Take every update of one synthetic stage, and print a line."""
-    run_dir = folder / f"updates-{updates}"
+    run_dir = folder / f"updates-{updates}{'-routes' * routes}"
     run_dir.mkdir()
     store = StageStore(run_dir / "stages" / "00000", origin=Origin(claim(run_dir).id, 0, 0))
     generator, routed = np.random.default_rng(0), 0
@@ -96,9 +98,10 @@ def measure(folder: Path, updates: int, tokens: int, vocabulary: int, routes: bo
     store.seal(updates, PROMPTS_PER_UPDATE)
     size = sum(path.stat().st_size for path in store.directory.iterdir()) / 2**20
     file = routes_path(store.directory, "rollout")
-    if routes:
-        checksums = 4 * LAYERS * updates * PROMPTS_PER_UPDATE * GROUP
-        assert file.stat().st_size == LAYERS * CHOSEN * routed + checksums, "a byte for each expert of each layer"
+    stored = file.stat().st_size if routes else 0
+    checksums = LAYERS * updates * PROMPTS_PER_UPDATE * GROUP
+    computed = LAYERS * CHOSEN * routed + 4 * checksums if routes else 0
+    assert stored == computed, "a byte for each expert of each layer"
     recipe = folder / "recipe.toml"
     recipe.write_text(tomli_w.dumps(sections(folder, run_dir, updates, tokens, routes)), encoding="utf-8")
     start = time.perf_counter()
@@ -109,8 +112,8 @@ def measure(folder: Path, updates: int, tokens: int, vocabulary: int, routes: bo
     if status:
         raise SystemExit(f"mugrpo optimize ended with status {status}")
     print(
-        f"{updates * PROMPTS_PER_UPDATE * GROUP:9d}  {updates:7d}  {size:8.1f}  "
-        f"{file.stat().st_size / 2**20 if routes else 0:10.1f}  {usage.ru_maxrss / 1024:8.0f}  "
+        f"{updates * PROMPTS_PER_UPDATE * GROUP:9d}  {updates:7d}  {'with' if routes else 'no':>6}  {size:9.1f}  "
+        f"{stored / 2**20:10.2f}  {computed / 2**20:12.2f}  {usage.ru_maxrss / 1024:8.0f}  "
         f"{time.perf_counter() - start:7.1f}",
         flush=True,
     )
