@@ -13,15 +13,10 @@ from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
 from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
 from mugrpo_megatron.phases.finish import finish, show_finished
 from mugrpo_megatron.phases.generate import generate
-from mugrpo_megatron.phases.optimize import (
-    measure_mismatch,
-    optimizing,
-    read_update,
-    recompute_behaviour,
-    record_update,
-    refresh_reference,
-)
+from mugrpo_megatron.phases.optimize import measure_mismatch, optimizing, record_update
+from mugrpo_megatron.phases.passes import record_behaviour, refresh_reference
 from mugrpo_megatron.phases.profile import profiled
+from mugrpo_megatron.phases.samples import read_update
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
@@ -66,7 +61,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) 
     """
     stage, cursor = run.stage_store(start), start
     measure_mismatch(run, learner, stage, cursor)
-    recompute_behaviour(run, learner, stage, cursor)
+    record_behaviour(run, learner, stage, cursor)
     compute_anchor(run, learner, stage, cursor)  # where `objective.kl_anchor` asks for it
     while cursor.stage == start.stage:
         evaluate_inside_stage(run, learner, engines, cursor)  # where `eval.every_updates` asks for it

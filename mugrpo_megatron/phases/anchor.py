@@ -13,7 +13,7 @@ from mugrpo_megatron.files.durable import fsync
 from mugrpo_megatron.learner.anchored import holding
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
-from mugrpo_megatron.phases.saves import stop_if_asked
+from mugrpo_megatron.phases.passes import learner_pass
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
@@ -54,18 +54,12 @@ def compute_anchor(run: Run, learner: Learner, stage: StageStore, cursor: Cursor
         path.parent.mkdir(exist_ok=True)
         fsync(run.directory.path)
     with (
-        run.log.phase("logprobs", cursor.stage),
-        run.display.bar(f"{run.title(cursor)}: anchor logprobs", stage.updates, "updates") as bar,
+        learner_pass(run, cursor, "anchor logprobs", range(stage.updates)) as ages,
         write_logprobs(path, of, write=run.is_main, weights=mark) as append,
+        holding(learner, weights) if weights else nullcontext(),
     ):
-        with holding(learner, weights) if weights else nullcontext():
-            for age in range(stage.updates):
-                if any(run.world.any_rank(run.stop.asked)):
-                    break
-                append(token_logprobs(learner, stage.read_update(age)))
-                bar.advance()
-        stop_if_asked(run, cursor)  # it saves the learner, so not while this has the anchor's weights
-    run.world.barrier()
+        for age in ages:
+            append(token_logprobs(learner, stage.read_update(age)))
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:

@@ -30,12 +30,6 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
         save_and_stop(run, cursor)
 
 
-def stop_if_asked(run: Run, cursor: Cursor) -> None:
-    """Raise Stopped, with everything saved, when a rank was asked to stop; for the parts of long work. Collective."""
-    if any(run.world.any_rank(run.stop.asked)):
-        save_and_stop(run, cursor)
-
-
 def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
     """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective.
 

@@ -9,15 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.phases.anchor import training_rewards
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.weights.fingerprint import fingerprint
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
-
-UPDATES = 6
+from tests.phases.branches import generate_stage, optimize, updates_of, weights
 
 
 def sample(reward: float, behaviour: float, anchor: float | None) -> Sample:
@@ -49,33 +46,19 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose learning rate moves the policy far in each update; its run has a sealed stage and no more."""
-    folder = tmp_path_factory.mktemp("generated")
-    recipe = write_recipe(
-        folder / "recipe.toml",
-        save_model(folder / "model"),
-        folder / "run",
-        schedule={"stages": 1, "updates_per_stage": UPDATES},
+    """A recipe whose learning rate moves the policy far in each update."""
+    return generate_stage(
+        tmp_path_factory.mktemp("generated"),
+        updates=6,
         rollout={"behaviour": "learner"},
         optimizer={"lr": 1e-2},
         checkpoint={"every_updates": 2, "keep": 9},
-        reward=COIN,
     )
-    mugrpo("generate", recipe)
-    return recipe
 
 
-def optimized(generated: Path, run_dir: Path, *changes: str, code: int = 0) -> Any:
-    source = ["--stage", "0", "--from", generated.parent / "run"] if not run_dir.exists() else []
-    words = [w for change in (f"run.dir={run_dir}", *changes) for w in ("--set", change)]
-    done = mugrpo("optimize", generated, *source, *words, code=code)
-    if code:
-        return done
-    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
+def optimized(generated: Path, run_dir: Path, *changes: str) -> list[dict[str, Any]]:
+    optimize(generated, run_dir, *changes)
+    return updates_of(run_dir)
 
 
 START = ("objective.kl_anchor=start", "objective.kl_coef=0.5")
@@ -114,5 +97,5 @@ def test_other_anchors(generated: Path, tmp_path: Path) -> None:
     moved = f"objective.kl_anchor={tmp_path / 'stage' / 'hf'}"
     towards = optimized(generated, tmp_path / "towards", moved, "objective.kl_coef=5")
     assert towards[-1]["kl_anchor"] < towards[0]["kl_anchor"] > 0
-    refused = optimized(generated, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
+    refused = optimize(generated, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
     assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr

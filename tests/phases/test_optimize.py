@@ -12,8 +12,9 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
-from mugrpo_megatron.phases import optimize
-from mugrpo_megatron.phases.optimize import read_update, refresh_reference
+from mugrpo_megatron.phases import passes as learner_passes
+from mugrpo_megatron.phases.passes import refresh_reference
+from mugrpo_megatron.phases.samples import read_update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
@@ -88,7 +89,7 @@ class Refreshed:
         )
         self.run = bare_run(recipe, self.directory)
         self.updates_taken = 0
-        monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
+        monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
 
     def _logprobs(self, learner: None, samples: Sequence[Sample]) -> list[np.ndarray]:
         return [(sample.prompt_ids + self.updates_taken / 10).astype(np.float32) for sample in samples]
@@ -157,7 +158,7 @@ def test_a_refresh_that_is_cut_short_leaves_no_file(tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
         return whole(learner, samples)
 
-    monkeypatch.setattr(optimize, "token_logprobs", dies)
+    monkeypatch.setattr(learner_passes, "token_logprobs", dies)
     with pytest.raises(KeyboardInterrupt):
         refreshed.take(0)
     assert refreshed.files == []
@@ -175,7 +176,7 @@ def test_a_request_to_stop_is_answered_between_two_updates_of_a_refresh(
         refreshed.run.stop.asked = True
         return refreshed._logprobs(learner, samples)
 
-    monkeypatch.setattr(optimize, "token_logprobs", asks)
+    monkeypatch.setattr(learner_passes, "token_logprobs", asks)
     with pytest.raises(Stopped, match="saved at update 0"):
         refreshed.take(0)
     assert len(asked) == 1

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import complete
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.phases.branches import generate_stage, optimize, updates_of, weights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 UPDATES, EVERY = 8, 4
@@ -18,25 +16,18 @@ UPDATES, EVERY = 8, 4
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose learning rate moves the policy far in each update; its run has a sealed stage and no more."""
-    folder = tmp_path_factory.mktemp("generated")
-    recipe = write_recipe(
-        folder / "recipe.toml",
-        save_model(folder / "model"),
-        folder / "run",
-        schedule={"stages": 1, "updates_per_stage": UPDATES},
+    """A recipe whose learning rate moves the policy far in each update."""
+    return generate_stage(
+        tmp_path_factory.mktemp("generated"),
+        UPDATES,
         objective={"name": "off_policy_grpo"},
         optimizer={"lr": 3e-2},
         checkpoint={"every_updates": 3, "keep": 9},
-        reward=COIN,
     )
-    mugrpo("generate", recipe)
-    return recipe
 
 
 def optimized(generated: Path, run_dir: Path, *changes: str) -> Path:
-    source = ["--stage", "0", "--from", generated.parent / "run"] if not run_dir.exists() else []
-    mugrpo("optimize", generated, *source, *(word for c in (f"run.dir={run_dir}", *changes) for word in ("--set", c)))
+    optimize(generated, run_dir, *changes)
     return run_dir
 
 
@@ -46,12 +37,7 @@ def clipped(generated: Path) -> Path:
 
 
 def clipped_fractions(run_dir: Path) -> list[float]:
-    rows: list[dict[str, Any]] = [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
-    return [row["clipped_fraction"] for row in rows]
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
+    return [row["clipped_fraction"] for row in updates_of(run_dir)]
 
 
 def test_the_clip_binds_between_refreshes_and_only_there(generated: Path, clipped: Path, tmp_path: Path) -> None:
@@ -88,8 +74,7 @@ def test_a_run_that_resumes_between_refreshes_ends_bitwise_like_the_unbroken_one
     assert weights(run_dir) == weights(clipped)
 
     shutil.rmtree(tmp_path / "lost" / "reference")
-    changes = ["--set", f"run.dir={tmp_path / 'lost'}", "--set", f"objective.reference_every={EVERY}"]
-    refused = mugrpo("optimize", generated, *changes, code=2)
+    refused = optimize(generated, tmp_path / "lost", f"objective.reference_every={EVERY}", code=2)
     begun = f"stage00000-age{age - age % EVERY:05d}"
     assert f"{begun}.parquet is gone" in refused.stderr
     assert f"remove the checkpoints after {begun}" in refused.stderr

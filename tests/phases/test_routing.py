@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import optimize
-from mugrpo_megatron.phases.optimize import read_update, recompute_behaviour
+from mugrpo_megatron.phases import passes as learner_passes
+from mugrpo_megatron.phases.passes import record_behaviour
+from mugrpo_megatron.phases.samples import read_update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -41,8 +42,8 @@ class Recorded:
         }
         self.run = bare_run(Recipe.model_validate(sections), self.directory)
         self.recorded, self.scored = 0, 0
-        monkeypatch.setattr(optimize, "record_routes", self._record)
-        monkeypatch.setattr(optimize, "token_logprobs", self._logprobs)
+        monkeypatch.setattr(learner_passes, "record_routes", self._record)
+        monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
 
     def _record(self, learner: None, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
         self.recorded += 1
@@ -56,7 +57,7 @@ class Recorded:
         return [-sample.prompt_ids.astype(np.float32) for sample in samples]
 
     def begin(self, age: int = 0) -> None:
-        recompute_behaviour(self.run, LEARNER, self.store, Cursor(0, age, age))
+        record_behaviour(self.run, LEARNER, self.store, Cursor(0, age, age))
 
     @property
     def routes(self) -> Path:
