@@ -19,7 +19,7 @@ import torch
 from setproctitle import setproctitle
 
 from mugrpo_megatron.engine.cpu_attention import Batch, attend, plan
-from mugrpo_megatron.engine.cpu_kernels import Kernels, fits
+from mugrpo_megatron.engine.cpu_kernels import Kernels, fits, use_large_pages
 from mugrpo_megatron.kernels.deferred import compiling_deferred
 
 with compiling_deferred():
@@ -45,6 +45,9 @@ class BatchedAttention(TorchNativeAttnBackend):
         self._kernels = kernels
         if kernels is not None:
             use_kernels(model_runner.model, kernels)
+            pool = self.token_to_kv_pool
+            for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", [])]:
+                use_large_pages(buffer)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the pass once; every layer uses the plan."""

@@ -26,6 +26,36 @@ INLINE float exponential(float x) {
     return (p * r * r + r + 1.0f) * power.value;
 }
 
+/* Sixteen numbers, wherever they lie: one register of AVX-512, several of other machines. */
+typedef float wide __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float eight __attribute__((vector_size(32)));
+typedef float four __attribute__((vector_size(16)));
+
+INLINE float total(wide x) {
+    union { wide all; eight half[2]; } a = {.all = x};
+    union { eight all; four half[2]; } b = {.all = a.half[0] + a.half[1]};
+    const four c = b.half[0] + b.half[1];
+    return (c[0] + c[2]) + (c[1] + c[3]);
+}
+
+INLINE float dot(const float *a, const float *b, const int64_t width) {
+    float sum = 0.0f;
+    if (width % 16) {
+        for (int64_t d = 0; d < width; d++) sum += a[d] * b[d];
+        return sum;
+    }
+    wide sums = *(const wide *)a * *(const wide *)b;
+    for (int64_t d = 16; d < width; d += 16) sums += *(const wide *)(a + d) * *(const wide *)(b + d);
+    return total(sums);
+}
+
+INLINE void add(float *to, float share, const float *b, const int64_t width) {
+    if (width % 16)
+        for (int64_t d = 0; d < width; d++) to[d] += share * b[d];
+    else
+        for (int64_t d = 0; d < width; d += 16) *(wide *)(to + d) += share * *(const wide *)(b + d);
+}
+
 INLINE void fetch(const float *row, int64_t floats) {
     for (int64_t i = 0; i < floats; i += 16) __builtin_prefetch(row + i);
 }
@@ -33,39 +63,36 @@ INLINE void fetch(const float *row, int64_t floats) {
 INLINE void attend(const float *restrict query, const float *restrict keys, const float *restrict values,
                    const int32_t *restrict slots, int64_t length, int64_t heads, int64_t group, const int64_t width,
                    float scale, float *restrict scores, float *restrict out) {
-    const int64_t row = heads * width, all = heads * group;
+    const int64_t row = heads * width, all = heads * group, room = (length + 15) / 16 * 16;
     for (int64_t t = 0; t < length; t++) {
         const float *key = keys + slots[t] * row;
         if (t + AHEAD < length) fetch(keys + slots[t + AHEAD] * row, row);
         for (int64_t h = 0, left = group; h < all; h++) {
-            const float *a = query + h * width, *b = key;
+            scores[h * room + t] = dot(query + h * width, key, width) * scale;
             if (--left == 0) key += width, left = group;
-            float sum = 0.0f;
-            for (int64_t d = 0; d < width; d++) sum += a[d] * b[d];
-            scores[h * length + t] = sum * scale;
         }
     }
     for (int64_t h = 0; h < all; h++) {
-        float *s = scores + h * length, most = s[0], sum = 0.0f;
+        float *s = scores + h * room, most = s[0], sum = 0.0f;
         for (int64_t t = 1; t < length; t++) most = s[t] > most ? s[t] : most;
-        for (int64_t t = 0; t < length; t++) sum += s[t] = exponential(s[t] - most);
-        for (int64_t t = 0; t < length; t++) s[t] *= 1.0f / sum;
+        for (int64_t t = length; t < room; t++) s[t] = most - 100.0f; /* whole registers; adds 1e-38 each */
+        for (int64_t t = 0; t < room; t++) sum += s[t] = exponential(s[t] - most);
+        for (int64_t t = 0; t < room; t++) s[t] *= 1.0f / sum;
     }
     for (int64_t i = 0; i < all * width; i++) out[i] = 0.0f;
     for (int64_t t = 0; t < length; t++) {
         const float *value = values + slots[t] * row;
         if (t + AHEAD < length) fetch(values + slots[t + AHEAD] * row, row);
         for (int64_t h = 0, left = group; h < all; h++) {
-            const float share = scores[h * length + t], *b = value;
+            add(out + h * width, scores[h * room + t], value, width);
             if (--left == 0) value += width, left = group;
-            for (int64_t d = 0; d < width; d++) out[h * width + d] += share * b[d];
         }
     }
 }
 
 /* Attention of one query [heads * group, width] of each sequence to its first `lengths[i]` positions, whose cache rows
    [heads, width] are `table[requests[i]]`. Queries are `apart`, rows of the table `stride`. `scores` has room for
-   heads * group * longest. */
+   heads * group * (longest + 15). */
 void decode(int64_t first, int64_t last, const float *query, int64_t apart, const float *keys, const float *values,
             const int32_t *table, int64_t stride, const int64_t *requests, const int64_t *lengths, int64_t heads,
             int64_t group, int64_t width, float scale, float *scores, float *out) {
@@ -73,8 +100,9 @@ void decode(int64_t first, int64_t last, const float *query, int64_t apart, cons
     for (int64_t i = first; i < last; i++) {
         const int32_t *slots = table + requests[i] * stride;
 #define OF(W, G) attend(query + i * apart, keys, values, slots, lengths[i], heads, G, W, scale, scores, out + i * size)
-        if (width == 16 && group == 1) OF(16, 1);
+        if (width == 16) OF(16, group);
         else if (width == 64) OF(64, group);
+        else if (width == 128) OF(128, group);
         else OF(width, group);
     }
 }

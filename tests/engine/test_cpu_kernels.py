@@ -17,7 +17,7 @@ from mugrpo_megatron.engine import cpu_build, cpu_kernels
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.cpu_attention import attend, plan
 from mugrpo_megatron.engine.cpu_build import Build
-from mugrpo_megatron.engine.cpu_kernels import Kernels, fits
+from mugrpo_megatron.engine.cpu_kernels import Kernels, fits, use_large_pages
 from mugrpo_megatron.engine.wire import Sampling
 from tests.engine.tiny import prompts, recipe
 
@@ -72,6 +72,14 @@ def test_other_types_and_layouts_do_not_fit() -> None:
     assert not fits(query, keys, torch.zeros(9, 2, 5))
     assert not fits(query.transpose(0, 1), keys, keys)
     assert not fits(query, keys.transpose(0, 1), keys.transpose(0, 1))
+
+
+@pytest.mark.parametrize("elements", [0, 1000, 3 << 20])
+def test_asking_for_large_pages_changes_no_number(elements: int) -> None:
+    numbers = torch.arange(elements, dtype=torch.float32)
+    before = numbers.clone()
+    use_large_pages(numbers)
+    assert torch.equal(numbers, before)
 
 
 def test_the_functions_between_products(kernels: Kernels, threads: int) -> None:
