@@ -24,15 +24,29 @@ STATE = "state.json"
 """Written last, so a directory that has it is complete."""
 
 
+Count = Annotated[int, Field(ge=0)]
+
+
+@with_config(ConfigDict(strict=True, extra="forbid"))
+class SavedCursor(TypedDict):
+    """The fields of a cursor (`run/cursor.py`)."""
+
+    stage: Count
+    age: Count
+    updates: Count
+    repeated: NotRequired[Count]
+    """Absent before there were several passes."""
+
+
 @with_config(ConfigDict(strict=True))
 class Saved(TypedDict):
     """What `state.json` says of a checkpoint."""
 
     run: NotRequired[str]
     """The id of the run that saved it; a checkpoint without one continues no run."""
-    cursor: dict[str, int]
-    updates_done: Annotated[int, Field(ge=0)]
-    steps_done: Annotated[int, Field(ge=0)]
+    cursor: SavedCursor
+    updates_done: Count
+    steps_done: Count
     loss_scaler: NotRequired[dict[str, float]]
     """Of a float16 learner; empty or absent otherwise."""
     model: dict[str, str | int]
@@ -40,7 +54,7 @@ class Saved(TypedDict):
     """Name -> SHA-256 of every other file."""
 
 
-SAVED = TypeAdapter(Saved)
+SAVED, CURSOR = TypeAdapter(Saved), TypeAdapter(SavedCursor)
 
 
 def checksums(directory: Path, rank: int, world: int) -> dict[str, str]:

@@ -18,9 +18,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.files.checkpoint import CURSOR, STATE
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe
@@ -179,12 +181,16 @@ def shares_of(stage: Path, weights: Path) -> list[Share]:
 def _marked(directory: RunDirectory, record: Record) -> Cursor:
     """The cursor of the weights in `hf/`."""
     found = read_json(directory.hf / MARK)
-    if found.get("run") != record.id or not isinstance(found.get("cursor"), dict):
+    try:
+        cursor = Cursor(**CURSOR.validate_python(found.get("cursor")))
+    except ValidationError:
+        cursor = None
+    if cursor is None or found.get("run") != record.id:
         raise UserError(
             f"{directory.hf / MARK} does not say at which update of this run its weights are; write hf/ with "
             "`mugrpo optimize`"
         )
-    return Cursor(**found["cursor"])
+    return cursor
 
 
 def _share(path: Path) -> dict[str, Any]:

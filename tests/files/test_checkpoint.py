@@ -1,0 +1,49 @@
+"""The state of a checkpoint: what a checksum does not catch is still one sentence."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from string import ascii_letters
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.checkpoint import STATE, damage, read_state
+from mugrpo_megatron.files.durable import write_sealed
+from mugrpo_megatron.run.cursor import Cursor
+
+WHOLE = {"stage": 1, "age": 2, "updates": 5, "repeated": 0}
+
+
+def write(directory: Path, cursor: Any) -> Path:
+    body = {"cursor": cursor, "updates_done": 5, "steps_done": 5, "model": {}, "files": {}}
+    write_sealed(directory / STATE, "state", body)
+    return directory
+
+
+@pytest.mark.parametrize("cursor", [WHOLE, {name: WHOLE[name] for name in ("stage", "age", "updates")}])
+def test_a_cursor_is_read(cursor: dict[str, int], tmp_path: Path) -> None:
+    assert Cursor(**read_state(write(tmp_path, cursor))["cursor"]) == Cursor(1, 2, 5)
+
+
+@given(
+    st.one_of(
+        st.sampled_from(["stage", "age", "updates"]).map(lambda name: {k: v for k, v in WHOLE.items() if k != name}),
+        st.text(ascii_letters, min_size=1).filter(lambda name: name not in WHOLE).map(lambda name: {**WHOLE, name: 1}),
+        st.sampled_from(sorted(WHOLE)).flatmap(
+            lambda name: st.sampled_from([-1, 1.5, "2", None, [], {}, True]).map(lambda bad: {**WHOLE, name: bad})
+        ),
+        st.sampled_from([None, [], 3, "stage"]),
+    )
+)
+def test_another_cursor_is_damage(cursor: Any) -> None:
+    """With a checksum that is right: the state was written by something else."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = write(Path(folder), cursor)
+        with pytest.raises(UserError, match=r"state.json is damaged: cursor.* use an older checkpoint"):
+            read_state(directory)
+        assert "is damaged: cursor" in str(damage(directory, 0, 1))
