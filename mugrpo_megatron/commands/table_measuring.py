@@ -71,13 +71,15 @@ def _takes_plan(parser: Parser) -> None:
 
 
 def _plan(options: Options) -> int:
+    from mugrpo_megatron.plan.launching import launch_commands
     from mugrpo_megatron.plan.plan import make_plan
     from mugrpo_megatron.plan.printing import print_json, print_plan
 
     recipe = load_recipe(options.recipe, options.overrides)
     cluster = options.nodes, options.gpus_per_node, options.gpu
     plan = make_plan(recipe, *cluster, options.model_config, options.assume)
-    (print_json if options.json else print_plan)(plan)
+    launch = launch_commands(options.recipe, options.overrides, plan.cluster)
+    (print_json if options.json else print_plan)(plan, launch)
     return 0
 
 

@@ -27,9 +27,14 @@ def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
     work = work_of(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 
+    # An engine of several nodes reduces two tensors in each layer over the network.
+    size, layers = case.architecture.letters["H"], case.architecture.layers
+    reduced = 2 * layers * 2 * (share - 1) / share * size * case.itemsize if case.recipe.engine.nodes > 1 else 0.0
+
     def step(running: int) -> float:
+        network = running * reduced / assumptions.between
         moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
-        return max(assumptions.step_floor, moved, running * of_token / flops_of(case))
+        return network + max(assumptions.step_floor, moved, running * of_token / flops_of(case))
 
     mine = -(-responses // engines_of(case.recipe, case.cluster))
     reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)

@@ -10,8 +10,9 @@ from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_
 from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.hardware import GIB
-from mugrpo_megatron.plan.layout import Layout, RankParameters, parameters, rank_parameters
+from mugrpo_megatron.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
+from mugrpo_megatron.recipe.engines import BLOCK
 
 FLOAT = 4
 
@@ -161,10 +162,21 @@ class EngineMemory:
         return self.weights + self.cache + self.work
 
 
+def engine_weight_bytes(case: Case) -> float:
+    """Bytes of an engine's weights over all of its ranks: in fp8, one for each and a float32 scale for each block.
+
+    Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
+    """
+    whole = rank_parameters(case.architecture, Layout(), 0)
+    if case.recipe.engine.quantization != "fp8":
+        return case.itemsize * whole.total
+    return case.itemsize * whole.vocabulary + (whole.total - whole.vocabulary) * (1 + FLOAT / BLOCK**2)
+
+
 def engine_memory(case: Case) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
-    weights = case.itemsize * parameters(case.architecture) / tp
+    weights = engine_weight_bytes(case) / tp
     sharing = min(tp, case.architecture.transformer["num_query_groups"])
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")

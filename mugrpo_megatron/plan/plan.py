@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mugrpo_megatron.plan.hardware import Assumptions, Cluster, assume, engines_
 from mugrpo_megatron.plan.layout import Layout, parameters
 from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, engine_memory, memory
 from mugrpo_megatron.plan.models import Model, find_model
+from mugrpo_megatron.plan.prefetch import Split, best_split, hiding_split
 from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
 from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.plan.training import bubble
@@ -40,6 +41,14 @@ class Plan:
     """To each engine, in every stage."""
     schedules: list[Schedule]
     layouts: list[Candidate]
+    prefetch: Split | None
+    """With `schedule.prefetch` on the same devices, divided at best."""
+    prefetch_hidden: Split | None
+    """With further nodes for the engines, so many that the learner never waits."""
+
+    def gpu_hours(self, seconds: float) -> float:
+        """Hours of all devices together."""
+        return self.cluster.world * seconds / 3600
 
 
 def make_plan(
@@ -79,11 +88,13 @@ def make_plan(
         sync_bytes=sync_bytes(case),
         schedules=schedules(case, need),
         layouts=layouts,
+        prefetch=best_split(case),
+        prefetch_hidden=hiding_split(case),
     )
 
 
-def plan_as_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as JSON values: bytes, seconds, shares."""
+def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
+    """The plan as JSON values: bytes, seconds, shares; and the commands that start the run."""
     return {
         "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
         "cluster": asdict(plan.cluster),
@@ -96,7 +107,11 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,
-        "schedules": [{**asdict(one), "total": one.total} for one in plan.schedules],
+        "schedules": [
+            {**asdict(one), "total": one.total, "gpu_hours": plan.gpu_hours(one.total)} for one in plan.schedules
+        ],
+        "prefetch": _split_as_dict(plan.prefetch),
+        "prefetch_hidden": _split_as_dict(plan.prefetch_hidden),
         "layouts": [
             {
                 "layout": asdict(one.layout),
@@ -107,7 +122,12 @@ def plan_as_dict(plan: Plan) -> dict[str, Any]:
             }
             for one in plan.layouts
         ],
+        "launch": dict(launch),
     }  # fmt: skip
+
+
+def _split_as_dict(split: Split | None) -> dict[str, Any] | None:
+    return asdict(split) | {"total": split.seconds, "gpu_hours": split.device_seconds / 3600} if split else None
 
 
 def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
@@ -12,23 +12,27 @@ from rich.console import Console
 from rich.table import Table
 
 from mugrpo_megatron.files.json_values import json_value
-from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.plan.hardware import GIB
 from mugrpo_megatron.plan.memory import RECOMPUTE
 from mugrpo_megatron.plan.plan import Plan, plan_as_dict
+from mugrpo_megatron.plan.rounding import about, two_digits
 
 LISTED = 8
 """Layouts of each kind that are listed."""
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print all tables of a plan."""
+def print_plan(plan: Plan, launch: Mapping[str, str], console: Console | None = None) -> None:
+    """Print all tables of a plan, and the commands that start the run."""
     console = console or Console()
     for line in _head(plan):
         console.print(line, highlight=False)
-    for table in (_memory(plan), _phases(plan), _schedules(plan), _layouts(plan), _refused(plan)):
+    tables = (_memory(plan), _phases(plan), _schedules(plan), _prefetch(plan), _layouts(plan), _refused(plan))
+    for table in tables:
         if table is not None:
             console.print(table)
+    for where, command in launch.items():
+        console.print(f"[bold]start it {where}:[/bold]", highlight=False)
+        console.print(f"    {command}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         "These figures come from a model. Its times depend on assumed rates and lengths; --assume name=value replaces "
         "one. docs/plan.md has every formula and compares the hours with the paper's.",
@@ -36,9 +40,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
 
 
-def print_json(plan: Plan) -> None:
+def print_json(plan: Plan, launch: Mapping[str, str]) -> None:
     """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
-    print(json.dumps(json_value(plan_as_dict(plan)), indent=2))
+    print(json.dumps(json_value(plan_as_dict(plan, launch)), indent=2))
 
 
 def _head(plan: Plan) -> Iterable[str]:
@@ -94,9 +98,9 @@ def _phases(plan: Plan) -> Table:
     table = _table("One stage of this recipe", "Phase", ">Time", ">Share")
     total = plan.phases.total
     for name, seconds in asdict(plan.phases).items():
-        table.add_row(name, duration(seconds), f"{100 * seconds / total:.1f} %")
+        table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
     table.add_section()
-    table.add_row("stage", duration(total), "")
+    table.add_row("stage", about(total), "")
     return table
 
 
@@ -107,15 +111,42 @@ def _schedules(plan: Plan) -> Table:
     if any(one.passes > 1 for one in plan.schedules):
         table.add_row("  passes", *(f"{one.passes:,}" for one in plan.schedules))
     for phase in plan.schedules[0].seconds:
-        table.add_row(phase, *(duration(one.seconds[phase]) for one in plan.schedules))
+        table.add_row(phase, *(about(one.seconds[phase]) for one in plan.schedules))
         if phase == "generate":
-            table.add_row("  of it: tails", *(duration(one.tail) for one in plan.schedules))
+            table.add_row("  of it: tails", *(about(one.tail) for one in plan.schedules))
     table.add_section()
-    table.add_row("total", *(duration(one.total) for one in plan.schedules))
+    table.add_row("total", *(about(one.total) for one in plan.schedules))
+    table.add_row(_hours_name(plan), *(two_digits(plan.gpu_hours(one.total)) for one in plan.schedules))
     table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
     _, grpo, mu = plan.schedules
     table.caption = f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's"
     return table
+
+
+def _prefetch(plan: Plan) -> Table | None:
+    """The run with engines on other devices than the learner's, beside the run as it is."""
+    splits = [split for split in (plan.prefetch, plan.prefetch_hidden) if split]
+    if not splits:
+        return None
+    own = plan.schedules[0]
+    names = [name for name, split in ((">same devices", plan.prefetch), (">more nodes", plan.prefetch_hidden)) if split]
+    table = _table("The next stage while this one trains: schedule.prefetch", "", ">without", *names)
+    table.add_row("devices that train", f"{plan.cluster.world:,}", *(f"{split.training:,}" for split in splits))
+    table.add_row("others that generate", "-", *(f"{split.generating:,}" for split in splits))
+    table.add_row("schedule.prefetch", "0", *(f"{split.prefetch:,}" for split in splits))
+    last = own.updates_per_stage * own.passes - 1
+    ages = (f"{split.prefetch:,} to {split.longest_staleness:,}" for split in splits)
+    table.add_row("staleness, updates", f"0 to {last:,}", *ages)
+    table.add_row("learner waits, each stage", "-", *(about(split.wait) for split in splits))
+    table.add_row("total", about(own.total), *(about(split.seconds) for split in splits))
+    hours = (two_digits(split.device_seconds / 3600) for split in splits)
+    table.add_row(_hours_name(plan), two_digits(plan.gpu_hours(own.total)), *hours)
+    table.caption = "takes without / with: " + ", ".join(f"{own.total / split.seconds:.2f}" for split in splits)
+    return table
+
+
+def _hours_name(plan: Plan) -> str:
+    return "GPU-hours" if plan.cluster.device.cuda else "rank-hours"
 
 
 def _layouts(plan: Plan) -> Table:
@@ -123,7 +154,7 @@ def _layouts(plan: Plan) -> Table:
     table = _table(f"Fastest of {len(valid)} valid layouts", "Layout", ">Update", ">Learner GiB")
     for one in valid[:LISTED]:
         mark = " (this recipe)" if one.layout == plan.layout else ""
-        table.add_row(f"{one.layout}{mark}", duration(one.seconds), _gib(one.learn))
+        table.add_row(f"{one.layout}{mark}", about(one.seconds), _gib(one.learn))
     return table
 
 

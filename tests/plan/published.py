@@ -10,6 +10,7 @@ from mugrpo_megatron.plan.case import Case, make_case
 from mugrpo_megatron.plan.hardware import GIB, Assumptions, make_cluster
 from mugrpo_megatron.plan.memory import engine_memory, memory
 from mugrpo_megatron.plan.models import find_model
+from mugrpo_megatron.plan.prefetch import Split, best_split, hiding_split
 from mugrpo_megatron.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
 
@@ -78,6 +79,43 @@ def fitted(model: str, method: str) -> Hours:
     return planned(model, method, Assumptions(mean_response=FITTED[model]))
 
 
+def prefetched(model: str, method: str) -> tuple[Split, Split | None]:
+    """The plan with `schedule.prefetch`: on the same four devices, and with further ones that hide the sampling."""
+    case = bundled_case(model, method)
+    same = best_split(case)
+    assert same
+    return same, hiding_split(case)
+
+
+def hours_of(split: Split) -> Hours:
+    """T_rollout and T_total, counted as those of the other runs."""
+    return Hours(split.rollout / 3600, (split.rollout + split.train) / 3600)
+
+
+def prefetch_row(model: str, method: str) -> str:
+    """docs/plan.md's row of a run with prefetch; ratios are hours without over hours with."""
+    paper, plain = published(model, method).total, planned(model, method).total
+    same, more = prefetched(model, method)
+    on_same = hours_of(same).total
+    row = f"| {model} | {METHODS[method]} | {paper:.1f} | {plain:.1f} | {same.training} + {same.generating} "
+    row += f"| {on_same:.1f} | {plain / on_same:.2f} "
+    if more is None:
+        return row + "| - | - | - | - |"
+    on_more = hours_of(more).total
+    return row + f"| {more.training} + {more.generating} | {more.prefetch:,} | {on_more:.1f} | {plain / on_more:.2f} |"
+
+
+def prefetch_answer() -> tuple[float, float]:
+    """Mean over the models of GRPO's hours without over mu-GRPO's hours with prefetch: on four devices, and on more."""
+    ratios = []
+    for model in PUBLISHED:
+        same, more = prefetched(model, "mu_grpo")
+        assert more
+        grpo = planned(model, "grpo").total
+        ratios.append((grpo / hours_of(same).total, grpo / hours_of(more).total))
+    return mean(one for one, _ in ratios), mean(one for _, one in ratios)
+
+
 def hours_row(model: str, method: str) -> str:
     """docs/plan.md's row of a run as shipped."""
     paper, plan = published(model, method), planned(model, method)
@@ -126,8 +164,11 @@ def tables() -> str:
     """The rows of docs/plan.md's tables on the paper's runs."""
     runs = [hours_row(model, method) for model in PUBLISHED for method in METHODS]
     memories, speedups, fits = ([row(model) for model in PUBLISHED] for row in (memory_row, speedup_row, fitted_row))
-    return "\n\n".join("\n".join(rows) for rows in (memories, runs, [*speedups, mean_speedup_row()], fits))
+    ahead = [prefetch_row(model, method) for model in PUBLISHED for method in ("grpo", "mu_grpo")]
+    found = (memories, runs, [*speedups, mean_speedup_row()], fits, ahead)
+    return "\n\n".join("\n".join(rows) for rows in found)
 
 
 if __name__ == "__main__":
     print(tables())
+    print("\nGRPO without / mu-GRPO with prefetch: {:.2f}, {:.2f}".format(*prefetch_answer()))
