@@ -36,7 +36,7 @@ DEVICES = {
     "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),
     "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
     "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),
-    # 24 GB, 165.15 dense bfloat16 TFLOP/s with float32 sums and 1,008 GB/s: waredb.com/processor/nvidia-geforce-rtx-4090.
+    # 24 GB, 165.15 dense bfloat16 TFLOP/s, 1,008 GB/s: waredb.com/processor/nvidia-geforce-rtx-4090.
     "rtx4090": Device("rtx4090", 23 * GIB, 130e12, 0.9e12),
     "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
     "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; its memory is the machine's, divided by its ranks
