@@ -23,6 +23,7 @@ from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.learner.context import gather_rows
+from mugrpo_megatron.learner.lanes import lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
 from mugrpo_megatron.learner.optimizer import loss_scale
@@ -60,6 +61,7 @@ class Objective:
         """
         scale = loss_scale(learner.optimizer)
         layout = head_layout(learner, learner.recipe.rollout.temperature)
+        direct = lanes(learner) == 1
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             weight = model.output_weight()
@@ -77,7 +79,7 @@ class Objective:
                 statistics=statistics,
                 reference=None if self.reference is None else self.reference[tokens],
                 anchor=None if self.anchor is None else self.anchor[tokens],
-                main_grad=weight.main_grad,  # type: ignore[attr-defined]  # Megatron's gradient buffer
+                main_grad=weight.main_grad if direct else None,  # type: ignore[attr-defined]  # Megatron's buffer
                 grad_scale=scale,
             )
             return found.loss, torch.stack([found.logprobs, found.entropy])

@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.lanes import lanes, run_lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
@@ -29,13 +30,13 @@ Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 
 def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
     """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
-    ranks, recipe = learner.ranks, learner.recipe
+    ranks, recipe, at_once = learner.ranks, learner.recipe, lanes(learner)
     return plan(
         [len(s.ids) for s in sequences],
         ranks.dp_size,
-        recipe.learner.micro_batch_tokens,
+        -(-recipe.learner.micro_batch_tokens // at_once),
         multiple=row_multiple(recipe, ranks),
-        count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else 1,
+        count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else at_once,
     )
 
 
@@ -127,6 +128,8 @@ def gather_tokens(
 
 
 def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: bool) -> list[torch.Tensor]:
+    if lanes(learner) > 1:
+        return run_lanes(learner, batches, read, forward_only)
     iterators = [iter(batches) for _ in learner.chunks]
     found = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, read, learner.recipe.learner.recompute == "full" and not forward_only),

@@ -32,7 +32,8 @@ class LearnerSection(Section):
     """How an update is split into micro-batches, and what it keeps in memory."""
 
     micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone."""
+    """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone.
+    Micro-batches that CPU threads run at once share it."""
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
@@ -45,7 +46,9 @@ class LearnerSection(Section):
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
     engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
     threads: NonNegativeInt = 0
-    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks."""
+    """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them
+    each run a micro-batch of their own, if the model is small and neither sharded, a mixture of experts nor recomputed.
+    """
 
     def chunk_tokens(self, cuda: bool) -> int:
         """Tokens of a chunk of the loss path on the device.
