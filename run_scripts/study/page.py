@@ -23,9 +23,8 @@ from run_scripts.study.cells import Waiting
 from run_scripts.study.findings import Finding, findings
 from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.plots import AXIS, drawn, write_plots
-from run_scripts.study.results import DOCS, Results, differences, mean_of, points, read_results
+from run_scripts.study.results import DOCS, Results, counted, differences, mean_of, points, read_results, scientific
 from run_scripts.study.search import wanted
-from run_scripts.study.tables import counted
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
 BEGIN, END = "<!-- study -->\n", "<!-- /study -->\n"
@@ -43,6 +42,9 @@ QUESTIONS = {
     "thresholds": "thresholds at the hot rate",
 }
 """Block -> what it is for, in the order in which blocks run."""
+
+WORDS = {"holds": "Holds", "not shown": "Not shown"}
+"""Verdict -> how a sentence about it begins."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,6 +77,7 @@ def text(results: Results) -> str:
         axis=AXIS,
         questions=QUESTIONS,
         chosen=results.chosen("schedule"),
+        scientific=scientific,
         advice_mu=advice_mu(found[-1]),
         summary=summary(results),
         findings=found,
@@ -116,18 +119,16 @@ def seeds_of(results: Results, block: str) -> int:
 def summary(results: Results) -> str:
     """The study in a few sentences, for the top of the page and for README."""
     found = findings(results)
-    lines = [
-        f"{len(results.rows)} of {planned(results)} cells have finished, and the regime rate has "
-        f"{seeds_of(results, 'regime')} of {counted(results.grid.seeds, 'seed')}."
-    ]
-    if decided := [one for one in found if one.verdict != "open"]:
-        lines += [f"{one.contrast.claim[0].upper()}{one.contrast.claim[1:]}: {one.verdict}." for one in decided]
-        lines += [f"{counted(len(found) - len(decided), 'verdict')} open."] if len(decided) < len(found) else []
-    else:
-        lines.append("So all five verdicts are open.")
-    if gains := _gains(results):
-        lines.append(f"Points gained over the warm start at the regime rate: {'; '.join(gains)}.")
-    return " ".join(lines)
+    verdicts: dict[str, list[str]] = {}
+    for number, one in enumerate(found, 1):
+        verdicts.setdefault(one.verdict, []).append(f"{one.contrast.claim} (claim {number})")
+    decided = [f"{WORDS[verdict]}: {'; '.join(verdicts[verdict])}." for verdict in WORDS if verdict in verdicts]
+    left = len(verdicts.get("open", []))
+    if left:
+        which = f"All {left} verdicts are" if left == len(found) else f"{counted(left, 'verdict')} still"
+        decided.append(f"{which} open: {len(results.rows)} of {planned(results)} cells have finished.")
+    rest = _gains(results) if left == len(found) else _prices(results)
+    return " ".join([*decided, *rest])
 
 
 def with_summary(readme: str, results: Results) -> str:
@@ -160,14 +161,26 @@ def _figures(results: Results) -> dict[str, Callable[..., str] | str]:
     }
 
 
+def _prices(results: Results) -> list[str]:
+    """A sentence on the price of staleness, once a method has been compared with GRPO."""
+    prices = []
+    for name in AXIS[1:]:
+        after = results.column("schedules", name, "after")
+        if apart := differences(after, results.column("schedules", AXIS[0], "after")):
+            prices.append(
+                f"µ={results.grid.methods[name].mu} {points(mean_of(apart), 1)} ({counted(len(apart), 'seed')})"
+            )
+    return [f"Points above GRPO with µ=4, each at its tuned rate: {'; '.join(prices)}."] if prices else []
+
+
 def _gains(results: Results) -> list[str]:
-    """Points gained at the regime rate, a phrase for each method."""
+    """A sentence on the points gained at the regime rate, once a cell has finished there."""
     gains = []
     for name in ("none", "veto", "strict"):
         if after := results.column("regime", name, "after"):
             gain = points(mean_of(differences(after, results.column("regime", name, "before"))), 1)
             gains.append(f"{results.grid.methods[name].title} {gain} ({counted(len(after), 'seed')})")
-    return gains
+    return [f"Points gained over the warm start at the regime rate: {'; '.join(gains)}."] if gains else []
 
 
 if __name__ == "__main__":

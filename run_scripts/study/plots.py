@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
 from run_scripts.study.findings import findings
-from run_scripts.study.results import Results, Row, mean_of
+from run_scripts.study.results import Results, Row, counted, mean_of, scientific
 from run_scripts.svg import LIGHT, write_svg
 
 WIDTH = 9.6
@@ -55,8 +55,8 @@ PANELS = (
 
 AXIS = ("grpo", "eight", "four", "veto")
 """The methods that show the price of staleness, by rising µ."""
-ONE_STAGE = ("tuned", "hot", "regime", "fresh")
-"""Blocks that show what happens on one stage, with GRPO for comparison."""
+ONE_STAGE = {"tuned": (), "hot": (), "regime": ("grpo",)}
+"""Blocks that show what happens on one stage, and methods of other blocks that are drawn beside theirs."""
 THRESHOLDS = ("veto_1e-3", "veto_1e-2", "veto_0.1", "veto_0.5")
 """The methods whose threshold is another than the study's."""
 
@@ -86,17 +86,18 @@ def drawn(results: Results) -> list[str]:
 def claims(results: Results) -> Figure:
     """The differences of each primary contrast, seed by seed, their mean, and the bound that the claim must exceed."""
     found = findings(results)
-    figure, panels = _figure(2.9, 1, len(found))
+    figure, panels = _figure(2.5, 1, len(found), sharey=True)
     for number, (axes, one) in enumerate(zip(panels, found, strict=True), 1):
-        in_points = one.contrast.column == "after"
-        values = [100 * value if in_points else value for value in one.values]
-        axes.scatter(values, [0] * len(values), color=LIGHT["blue"], s=28, alpha=0.5, linewidths=0)
+        claim, scale = one.contrast, 100 if one.contrast.column == "after" else 1
+        values = [scale * value for value in one.values]
+        axes.scatter(values, range(len(values)), color=LIGHT["blue"], s=28, linewidths=0)
         if values:
-            axes.scatter([mean_of(values).value], [0], color=LIGHT["ink"], s=64, marker="D")
-        bound = 100 * one.contrast.bound if in_points else one.contrast.bound
-        axes.axvline(bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
+            axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
+        axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
+        unit = "points" if scale == 100 else "E[ρ, A < 0]"
+        _finish(axes, f"{number}. {one.verdict}", f"{claim.left or 'schedule'} - {claim.right}, {unit}")
+        axes.set_ylim(-0.7, results.grid.seeds - 0.3)
         axes.set_yticks([])
-        _finish(axes, f"{number}: {one.verdict}", "points" if in_points else "difference")
         axes.xaxis.set_major_locator(MaxNLocator(4))
     return figure
 
@@ -114,7 +115,8 @@ def staleness(results: Results, methods: Sequence[str]) -> Figure:
         axes.plot(list(after), means, color=LIGHT["green"], linewidth=2, marker="o")
     axes.set_xscale("log", base=2)
     shown = [results.grid.methods[name] for name in methods]
-    axes.set_xticks(list(after), [f"{method.mu}\n{method.title}" for method in shown])
+    labels = [f"{method.mu}\n{counted(results.grid.phases(method.name), 'stage')}" for method in shown]
+    axes.set_xticks(list(after), labels)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
     _finish(axes, "Accuracy on test problems after all updates", "µ: updates on one stage's responses")
@@ -134,6 +136,7 @@ def inside(results: Results, block: str, beside: Iterable[str] = (), panels: int
             _lines(axes, results, name, own, column)
         if share:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
+        if share and column != "accuracy":
             axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1e-4))
         _finish(axes, title, "update")
     figure.legend(
@@ -150,20 +153,20 @@ def inside(results: Results, block: str, beside: Iterable[str] = (), panels: int
 def ends(results: Results) -> Figure:
     """Final accuracy minus that of the warm start, seed by seed, of the methods on one stage."""
     blocks = [results.grid.blocks[name] for name in ONE_STAGE if _any(results, name)]
-    widths = [len(block.methods) + 1 for block in blocks]
-    figure, panels = _figure(3.8, 1, len(blocks), sharey=True, width_ratios=widths)
-    for axes, block in zip(panels, blocks, strict=True):
-        for place, method in enumerate(block.methods):
+    methods = [(*block.methods, *ONE_STAGE[block.name]) for block in blocks]
+    figure, panels = _figure(3.8, 1, len(blocks), sharey=True, width_ratios=[len(names) + 1 for names in methods])
+    for axes, block, names in zip(panels, blocks, methods, strict=True):
+        for place, method in enumerate(names):
             gains = [row["after"] - row["before"] for row in results.of(block.name, method).values()]
             if gains:
                 color = LIGHT[LOOKS[method][0]]
                 axes.scatter([place] * len(gains), gains, color=color, s=22, alpha=0.5, linewidths=0)
                 axes.scatter([place], [mean_of(gains).value], color=color, s=64)
         axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-        axes.set_xlim(-0.7, len(block.methods) - 0.3)
-        axes.set_xticks(range(len(block.methods)), [method.replace("_", "\n") for method in block.methods])
+        axes.set_xlim(-0.7, len(names) - 0.3)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=""))
-        _finish(axes, block.name if block.rate is None else f"{block.name}, rate {block.rate:g}", "")
+        _finish(axes, block.name if block.rate is None else f"{block.name}, rate {scientific(block.rate)}", "")
         axes.tick_params(axis="x", labelsize=8)
     panels[0].set_ylabel("points gained over the warm start", color=LIGHT["soft"], fontsize=9.5)
     return figure

@@ -172,6 +172,20 @@ def plain(mean: Mean | None, digits: int = 3) -> str:
     return f"{mean.value:+.{digits}f}" + ("" if mean.half is None else f" ± {mean.half:.{digits}f}")
 
 
+def scientific(number: float | None) -> str:
+    """`1.6·10⁻⁴`, `10⁻⁵`; `–` for None."""
+    if number is None:
+        return "–"
+    digits, exponent = f"{number:e}".split("e")
+    power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return power if float(digits) == 1 else f"{float(digits):g}·{power}"
+
+
+def counted(number: int, what: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _value(key: str, text: str) -> Any:
     if key in TEXT:
         return text

@@ -10,6 +10,7 @@ from run_scripts.study.results import (
     Mean,
     Results,
     Row,
+    counted,
     differences,
     markdown,
     mean_of,
@@ -17,6 +18,7 @@ from run_scripts.study.results import (
     percent,
     plain,
     points,
+    scientific,
 )
 
 MISSING = "not measured yet"
@@ -27,7 +29,7 @@ def contrast_table(found: Sequence[Finding], seeds: int) -> str:
     rows = []
     for number, one in enumerate(found, 1):
         gap = mean_of(one.values) if one.values else None
-        measured = points(gap, 1) if one.contrast.column == "after" else plain(gap)
+        measured = f"{points(gap, 1)} points" if gap and one.contrast.column == "after" else plain(gap)
         p = "–" if one.p is None else f"{one.p:.3f}"
         count = f"{len(one.values)} of {seeds}"
         rows.append(
@@ -41,7 +43,7 @@ def contrast_table(found: Sequence[Finding], seeds: int) -> str:
                 one.verdict,
             ]
         )
-    head = ("Claim", "Rate", "Points, or ratio", "Seeds", "Part", "p, corrected in its part", "Verdict")
+    head = ("Claim", "Rate", "Difference", "Seeds", "Part", "p, corrected in its part", "Verdict")
     return markdown(head, rows)
 
 
@@ -59,7 +61,7 @@ def accuracy_table(results: Results, block: str, methods: Sequence[str], against
         rows.append(
             [
                 results.grid.methods[name].title,
-                f"{results.rate(block, name):g}",
+                scientific(results.rate(block, name)),
                 str(len(after)),
                 percent(mean_of(list(results.column(block, name, "before").values()))),
                 percent(mean_of(list(after.values()))),
@@ -109,7 +111,7 @@ def price_table(results: Results, methods: Sequence[str]) -> str:
                 str(results.grid.methods[name].mu),
                 str(results.grid.phases(name)),
                 results.grid.methods[name].title,
-                f"{results.rate('schedules', name):g}" if after else MISSING,
+                scientific(results.rate("schedules", name)),
                 str(len(after)),
                 percent(mean_of(list(after.values()))) if after else "–",
                 points(mean_of(apart), 1) if apart else "–",
@@ -128,7 +130,7 @@ def tuning_table(results: Results) -> str:
             best = results.tuned(name).rate
             shown = {rate: f"{'**' if rate == best else ''}{100 * found[rate]:.1f}" for rate in found}
             rows.append([method.title, *(shown.get(r, "–") + ("**" if r == best else "") for r in tried)])
-    return markdown(("Method", *(f"{rate:g}" for rate in tried)), rows) if rows else ""
+    return markdown(("Method", *map(scientific, tried)), rows) if rows else ""
 
 
 def gap(results: Results, block: str, left: str, right: str) -> str:
@@ -155,11 +157,6 @@ def noise(results: Results) -> Mean | None:
     key = (block.methods[0], block.rate)
     ends = [row["after"] for row in results.rows if (row["method"], row["rate"]) == key and row["seed"] == 0]
     return mean_of(ends) if len(ends) > 1 else None
-
-
-def counted(number: int, what: str) -> str:
-    """`1 seed`, `3 seeds`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _mean(rows: Sequence[Row], column: str, scale: float, digits: int) -> str:

@@ -125,11 +125,24 @@ def test_rows_of_a_table_are_of_the_seeds_of_its_block() -> None:
     """GRPO has eight seeds at its tuned rate, but is compared on the three that the schedules have."""
     whole = finished(grpo=0.2)
     rows = {line.split(" | ")[2]: line for line in price_table(whole, page.AXIS).splitlines()[2:]}
-    assert rows["GRPO, µ=4"] == "| 4 | 128 | GRPO, µ=4 | 8e-05 | 3 | 70.0 ± 0.0 | – |"
+    assert rows["GRPO, µ=4"] == "| 4 | 128 | GRPO, µ=4 | 8·10⁻⁵ | 3 | 70.0 ± 0.0 | – |"
     assert rows["4 stages of 128"].endswith("| 3 | 50.0 ± 0.0 | -20.0 ± 0.0 |")
     assert " | 8 | " in accuracy_table(whole, "tuned", ["grpo"])
     assert " | 3 | " in accuracy_table(whole, "rivals", ["none"])
     assert accuracy_table(Results(GRID, [], []), "tuned", ["grpo"]) == ""
+
+
+def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -> None:
+    said = page.summary(finished(veto=0.1, four=-0.2, eight=-0.1))
+    assert said.startswith("Holds: mu-GRPO ends above the strict clip (claim 1); mu-GRPO ends less than")
+    assert "Not shown: mu-GRPO in at most 8 stages (4 stages of 128) ends less than" in said
+    assert "µ=64 -10.0 ± 0.0 (3 seeds); µ=128 -20.0 ± 0.0 (3 seeds); µ=512 +10.0 ± 0.0 (3 seeds)." in said
+    assert "open" not in said
+    whole = finished(four=0.1)
+    part = [one for one in whole.rows if cell_of(one) != Cell(7, "strict", 8e-5)]
+    said = page.summary(replace(whole, rows=part))
+    assert said.startswith("Holds: mu-GRPO in at most 8 stages (4 stages of 128)")
+    assert f"4 verdicts still open: {len(part)} of {page.planned(whole)} cells have finished." in said
 
 
 def test_the_page_counts_what_is_left() -> None:
@@ -137,6 +150,6 @@ def test_the_page_counts_what_is_left() -> None:
     fixed = (8 + 8 + 1) * 8 + 2 + 4 * 3  # regime, hot and fresh; noise; thresholds
     waiting = 4 * 8 + 8 + (5 + 3) * 3
     assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
-    assert page.summary(nothing).startswith("0 of at least")
+    assert page.summary(nothing) == f"All 5 verdicts are open: 0 of {page.planned(nothing)} cells have finished."
     own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals; the other tuned rates are the regime's
     assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)

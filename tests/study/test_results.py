@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from run_scripts.study.results import T975, differences, holm, mean_of, sign_flip
+from run_scripts.study.results import T975, counted, differences, holm, mean_of, scientific, sign_flip
 
 points = st.lists(st.integers(-20, 20), min_size=1, max_size=7)
 
@@ -57,3 +57,9 @@ def test_corrected_ps_keep_the_order_and_the_least_is_bonferronis(ps: list[float
     assert all(p <= one <= 1 for p, one in zip(ps, corrected, strict=True))
     assert [one for _, one in sorted(zip(ps, corrected, strict=True))] == sorted(corrected)
     assert min(corrected) == min(1.0, len(ps) * min(ps))
+
+
+def test_rates_and_counts_are_written_as_people_write_them() -> None:
+    rates = {1.6e-4: "1.6·10⁻⁴", 1e-5: "10⁻⁵", 2.5e-6: "2.5·10⁻⁶", 1.28e-3: "1.28·10⁻³", 20.0: "2·10¹", None: "–"}
+    assert {rate: scientific(rate) for rate in rates} == rates
+    assert [counted(number, "seed") for number in (0, 1, 8)] == ["0 seeds", "1 seed", "8 seeds"]
