@@ -78,7 +78,7 @@ def text(results: Results) -> str:
         questions=QUESTIONS,
         chosen=results.chosen("schedule"),
         scientific=scientific,
-        advice_mu=advice_mu(found[-1]),
+        advice=advice(results, found),
         summary=summary(results),
         findings=found,
         contrasts=tables.contrast_table(found, results.grid.seeds),
@@ -90,14 +90,30 @@ def text(results: Results) -> str:
     return re.sub(r"\n{3,}", "\n\n", page)
 
 
-def advice_mu(schedule: Finding) -> str:
-    """What the page advises for µ, by the verdict of the chosen schedule."""
-    title = schedule.contrast.claim.partition("(")[2].partition(")")[0]
-    return {
-        "holds": f"{title}: less than 1 point below GRPO",
-        "not shown": f"4, where accuracy counts most; {title} is not shown to end less than 1 point below GRPO",
-        "open": "open: start with 128, and compare with 4",
-    }[schedule.verdict]
+def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
+    """What the page advises for clip, µ and veto, by the verdicts of claims 1, 5 and 3."""
+    clip, veto, schedule = found[0], found[2], found[4]
+    chosen = schedule.contrast.left
+    title = results.grid.methods[chosen].title if chosen else ""
+    by_verdict = {
+        "clip": {
+            "holds": "[0, 5], at a rate of its own",
+            "not shown": "try both: mu-GRPO is not shown to end above GRPO's clip",
+            "open": "open: try both",
+        },
+        "mu": {
+            "holds": f"{title}: less than 1 point below GRPO",
+            "not shown": f"4, where accuracy counts most; {title} is not shown to end less than 1 point below GRPO",
+            "open": "open: start with 128, and compare with 4",
+        },
+        "veto": {
+            "holds": "`suffix_non_trigger` (H_κ)",
+            "not shown": "`suffix_non_trigger` (H_κ), as in the paper; not shown to hold accuracy here",
+            "open": "`suffix_non_trigger` (H_κ), as in the paper",
+        },
+    }
+    verdicts = {"clip": clip.verdict, "mu": schedule.verdict, "veto": veto.verdict}
+    return {setting: by_verdict[setting][verdict] for setting, verdict in verdicts.items()}
 
 
 def planned(results: Results) -> str:

@@ -108,8 +108,23 @@ def test_a_finished_study_is_written_without_gaps() -> None:
     assert "has finished yet" not in text
     assert collapsed(whole, "hot", "none") == "8 of 8"
     assert collapsed(whole, "hot", "veto") == "0 of 8"
-    assert "4 stages of 128: less than 1 point below GRPO" in text
-    assert "4 stages of 128 is not shown" in page.text(finished(four=-0.2))
+
+
+def test_advice_follows_the_verdicts() -> None:
+    def advised(results: Results) -> list[str]:
+        rows = page.text(results).partition("## Advice")[2].splitlines()
+        return [row.split(" | ")[1] for row in rows if row.startswith(("| clip", "| µ", "| `veto`"))]
+
+    clip, mu, veto = advised(finished(veto=0.1, four=0.1))
+    assert (clip, veto) == ("[0, 5], at a rate of its own", "`suffix_non_trigger` (H_κ)")
+    assert mu == "4 stages of 128: less than 1 point below GRPO"
+    clip, mu, veto = advised(finished(four=-0.2))
+    assert "not shown to end above GRPO's clip" in clip
+    assert "4 stages of 128 is not shown" in mu
+    assert "not shown to hold accuracy" in veto
+    clip, mu, veto = advised(Results(GRID, [], []))
+    assert (clip, mu) == ("open: try both", "open: start with 128, and compare with 4")
+    assert veto.endswith("as in the paper")
 
 
 def test_a_page_without_cells_says_so_in_a_line_and_shows_no_empty_table() -> None:
