@@ -171,8 +171,9 @@ def _progress(results: Results) -> dict[str, Any]:
 def _figures(results: Results) -> dict[str, Callable[..., str] | str]:
     """Tables and single figures, by the name that the template calls them."""
     made = (tables.accuracy_table, tables.measures_table, tables.price_table)
+    single = (tables.gap, tables.collapsed, tables.value, tables.tuned_and_regime)
     return {
-        **{one.__name__: partial(one, results) for one in (*made, tables.gap, tables.collapsed, tables.value)},
+        **{one.__name__: partial(one, results) for one in (*made, *single)},
         "tuning": tables.tuning_table(results),
     }
 

@@ -133,6 +133,16 @@ def tuning_table(results: Results) -> str:
     return markdown(("Method", *map(scientific, tried)), rows) if rows else ""
 
 
+def tuned_and_regime(results: Results, method: str) -> str:
+    """A method's validation accuracy at its best rate so far and at the regime rate, on the tuning seed."""
+    seed, regime = results.grid.tuning_seed, results.grid.blocks["regime"].rate
+    found = {row["rate"]: row["after"] for row in results.rows if (row["seed"], row["method"]) == (seed, method)}
+    if regime not in found:
+        return MISSING
+    best = max(found, key=lambda rate: (found[rate], -rate))
+    return f"{100 * found[best]:.1f} % at {scientific(best)}, {100 * found[regime]:.1f} % at {scientific(regime)}"
+
+
 def gap(results: Results, block: str, left: str, right: str) -> str:
     """The difference of two methods' final accuracies in a block."""
     found = differences(*(results.column(block, name, "after") for name in (left, right)))

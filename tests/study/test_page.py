@@ -12,7 +12,7 @@ from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS
 from run_scripts.study.findings import findings
 from run_scripts.study.grid import load_grid
 from run_scripts.study.results import DOCS, Results, Row, cell_of, read_results
-from run_scripts.study.tables import accuracy_table, collapsed, price_table
+from run_scripts.study.tables import accuracy_table, collapsed, price_table, tuned_and_regime
 
 GRID = load_grid()
 PUBLISHED = read_results(GRID)
@@ -145,6 +145,13 @@ def test_rows_of_a_table_are_of_the_seeds_of_its_block() -> None:
     assert " | 8 | " in accuracy_table(whole, "tuned", ["grpo"])
     assert " | 3 | " in accuracy_table(whole, "rivals", ["none"])
     assert accuracy_table(Results(GRID, [], []), "tuned", ["grpo"]) == ""
+
+
+def test_the_evidence_on_rates_is_the_best_rate_and_the_regime_rate_of_the_tuning_seed() -> None:
+    ends = {2e-5: 0.85, 4e-5: 0.85, 8e-5: 0.54}
+    rows = [row(GRID.tuning_seed, "none", rate, after) for rate, after in ends.items()]
+    assert tuned_and_regime(Results(GRID, rows, []), "none") == "85.0 % at 2·10⁻⁵, 54.0 % at 8·10⁻⁵"
+    assert tuned_and_regime(Results(GRID, rows[:2], []), "none") == "not measured yet"
 
 
 def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -> None:
