@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
+from mugrpo_megatron.engine.flights import Flights
 from mugrpo_megatron.engine.launch import COMPILED, engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
-from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
+from mugrpo_megatron.engine.unfinished import Unfinished, continues
+from mugrpo_megatron.engine.wire import Message, Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.peaks import group_memory
@@ -23,6 +27,8 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
 PROMPTS_PER_MESSAGE = 64
+HAND_OVER_SECONDS = 8.0
+"""An engine that is asked to stop while it generates has this long to return what it has not finished."""
 
 PromptSource = Callable[[int, int], list[Prompt]]
 """(unfinished prompts that the engine holds, prompts that it decodes together) -> the next prompts, possibly empty."""
@@ -48,7 +54,7 @@ class Engine:
 
         Every wait calls `cancelled` repeatedly; once that is True, the call ends the engine and raises EngineStopped.
         """
-        self._section, self._cancelled = recipe.engine, cancelled
+        self._recipe, self._section, self._cancelled = recipe, recipe.engine, cancelled
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         if not self._cuda:
@@ -59,6 +65,12 @@ class Engine:
         self._ready = False
         self._asleep: set[Tag] = set()
         self._starts = 0
+        self._handing_over = False
+        """Whether a request to stop closes the generation instead of ending the engine."""
+        self._closed = True
+        """Whether the generation was closed, or there is none."""
+        self._asked_at: float | None = None
+        self._receiving = False
         self.record = LoadRecord()
         """Readings of the engine's load in the last generation."""
 
@@ -82,7 +94,7 @@ class Engine:
         # A restarted engine must not repeat the random stream that it began with.
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
         arguments = {**self._arguments, "random_seed": seed}
-        self._host = HostProcess(arguments, self._environment, self.log, self._cancelled)
+        self._host = HostProcess(arguments, self._environment, self.log, self._ends)
         self._starts += 1
 
     @property
@@ -157,7 +169,7 @@ class Engine:
         return self._call("checksums")
 
     def generate(
-        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
+        self, prompts: Iterable[Prompt], n: int, sampling: Sampling, unfinished: Unfinished | None = None
     ) -> Generator[tuple[Prompt, list[Response]]]:
         """Sample `n` responses to each prompt; yield groups in order of completion.
 
@@ -169,40 +181,68 @@ class Engine:
         def take(held: int, slots: int) -> list[Prompt]:
             return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - held))))
 
-        return self.generate_from(take, n, sampling)
+        return self.generate_from(take, n, sampling, unfinished)
 
-    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
+    def generate_from(
+        self, take: PromptSource, n: int, sampling: Sampling, unfinished: Unfinished | None = None
+    ) -> Generator[tuple[Prompt, list[Response]]]:
         """`generate` from a source that several engines share: `take` is called whenever groups have finished.
 
-        Ends when no prompt is in flight and `take` returns none.
+        Ends when no prompt is in flight and `take` returns none, or early when `cancelled()`. Groups in `unfinished`
+        are continued. It holds every group that was taken, as far as it is sampled, until the caller has stored it.
         """
         self.wait_ready()
-        self._send(("generate", sampling), "generate")
+        held = unfinished if unfinished is not None and continues(self._recipe, sampling) else None
+        self._send(("generate", replace(sampling, unfinished=held is not None)), "generate")
         self.record = LoadRecord()
-        waiting: dict[int, Prompt] = {}
+        flights = Flights(n, held)
         slots = max(1, int(self._arguments["max_running_requests"]) // n)
-        submitted = 0
+        self._handing_over, self._closed, self._asked_at = held is not None, False, None
+        over = False
         try:
             while True:
-                while taken := take(len(waiting), slots):
-                    work = [Work(submitted + i, prompt.ids, n, prompt.index) for i, prompt in enumerate(taken)]
-                    waiting.update((item.key, prompt) for item, prompt in zip(work, taken, strict=True))
-                    submitted += len(taken)
-                    self._send(("prompts", work), "generate")
-                if not waiting:
+                while taken := take(len(flights), slots):
+                    work, whole = flights.begin(taken)
+                    if work:
+                        self._send(("prompts", work), "generate")
+                    yield from whole
+                if not len(flights):
                     return
-                groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
-                for key, responses in groups.unpack():
-                    yield waiting.pop(key), responses
+                kind, groups = self._receive_any(self._section.request_timeout_s, "generate")
+                if over := kind == "done":  # a request to stop has closed it
+                    return
+                yield from flights.take_in(kind, groups)
         finally:
-            if self._host is not None:
-                self._close_generation()
+            try:
+                if self._host is not None and not over:
+                    self._close_generation(flights)
+            finally:
+                self._handing_over = False
+                flights.leave()
 
-    def _close_generation(self) -> None:
-        self._send(("close", None), "generate")
-        kind = "groups"
-        while kind == "groups":  # groups that finished before the host read the close
-            kind, _ = self._receive_any(self._section.request_timeout_s, "generate")
+    def _close_generation(self, flights: Flights) -> None:
+        """Close it unless that is done, and take in what the host still sends: groups that it had, aborted ones."""
+        if not self._closed:
+            self._closed = True
+            self._send(("close", None), "generate")
+        while (message := self._receive_any(self._section.request_timeout_s, "generate"))[0] != "done":
+            flights.take_in(*message)
+
+    def _ends(self) -> bool:
+        """Whether a wait ends the engine: on a request to stop, once it had time to return what is not finished.
+
+        The first time that a wait for groups asks, it closes the generation.
+        """
+        if not self._cancelled():
+            return False
+        if not self._handing_over or self._host is None:
+            return True
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+        if not self._closed and self._receiving:
+            self._closed = True
+            self._host.send(("close", None), HAND_OVER_SECONDS, "generate")
+        return time.monotonic() - self._asked_at > HAND_OVER_SECONDS
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self.wait_ready()
@@ -226,6 +266,7 @@ class Engine:
     def _receive_any(self, timeout_s: float, doing: str) -> Message:
         """The next message other than `progress`: the engine is silent when no token comes for `timeout_s`."""
         host = self._running()
+        self._receiving = True
         try:
             while (message := host.receive(timeout_s, doing))[0] == "progress":
                 self.record.add(message[1])
@@ -233,6 +274,8 @@ class Engine:
         except EngineFailure:
             self._host = None
             raise
+        finally:
+            self._receiving = False
 
     def _running(self) -> HostProcess:
         if self._host is None:

@@ -38,7 +38,9 @@ _BY_RECIPE = {
 }
 """What a key of the recipe decides."""
 _BY_PROJECT = {
-    **dict.fromkeys(("custom_weight_loader", "load_format", "json_model_override_args"), "weight sync"),
+    **dict.fromkeys(
+        ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
+    ),
     **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
     **dict.fromkeys(
         ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"), "the engine's protocol"

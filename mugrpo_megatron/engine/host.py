@@ -19,17 +19,16 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import IO, Any
 
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.cpu_build import Build
 from mugrpo_megatron.engine.launch import COMPILED, SUMMING
-from mugrpo_megatron.engine.load import Load
+from mugrpo_megatron.engine.load import read_load
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
 from mugrpo_megatron.files.tensors import Sums
 
 PR_SET_PDEATHSIG = 1
@@ -88,6 +87,9 @@ class Generation:
         self._in_flight = 0
         self._tokens = 0
         """Of finished requests."""
+        self._closing = False
+        self._told: dict[str, int] = {}
+        """Tokens of each unfinished request that the client knows of."""
         # Two threads for the blocking socket: a client that is busy scoring must not block the event loop or the
         # reading of prompts. Daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -105,6 +107,7 @@ class Generation:
                 for work in message[1]:
                     self._in_flight += 1
                     tasks.create_task(self._answer(work))
+            self._closing = True
             if self._in_flight:
                 self._engine.tokenizer_manager.abort_request(abort_all=True)
         reports.cancel()
@@ -112,19 +115,24 @@ class Generation:
         writer.join()
 
     async def _answer(self, work: Work) -> None:
+        if self._closing:  # before it has begun: SGLang aborts what it knows of
+            return
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engine.async_generate(
-            input_ids=[work.ids] * work.n,
+            input_ids=[work.ids + ids for ids in work.begun] if work.begun else [work.ids] * work.n,
             sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
             top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
+            rid=[f"{work.key}-{place}" for place in range(work.n)] if self._sampling.unfinished else None,
         )
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
-        # An aborted group ends with reason `abort`; the client does not wait for it.
-        if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
+        # An aborted request ends with reason `abort`; the client takes its tokens, or does not wait for its group.
+        whole = all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs)
+        if whole or self._sampling.unfinished:
             self._finished.append((work.key, outputs))
+        if self._finished:
             if not self._in_flight:
                 self._flush()
             elif len(self._finished) == 1:
@@ -132,6 +140,8 @@ class Generation:
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
+        if work.begun:  # never with seeds: unfinished.py
+            return [{**self._parameters, "max_new_tokens": self._sampling.max_tokens - len(b)} for b in work.begun]
         if self._sampling.stream is None:
             return self._parameters
         own = seeds(self._sampling.stream, self._version, work)
@@ -146,7 +156,26 @@ class Generation:
             tokens = self._tokens + sum(len(state.output_ids) for state in manager.rid_to_state.values())
             if tokens != before:
                 self._outbox.put(("progress", read_load(tokens, await manager.get_loads())))
+                if self._sampling.unfinished and not self._sampling.routed:
+                    self._tell(manager.rid_to_state)
             before = tokens
+
+    def _tell(self, states: Mapping[str, Any]) -> None:
+        """Send the tokens that have come since the last time, of every request that is not finished.
+
+        Without routes: SGLang returns the experts of a whole request alone.
+        """
+        places, pieces = [], []
+        self._told = {rid: told for rid, told in self._told.items() if rid in states}
+        for rid, state in states.items():
+            told = self._told.get(rid, 0)
+            if len(state.output_ids) > told:
+                key, place = rid.split("-")
+                places.append(int(place))
+                pieces.append((int(key), [unfinished_output(state, told)]))
+                self._told[rid] = len(state.output_ids)
+        if pieces:
+            self._outbox.put(("begun", (places, pack(pieces, self._version, self._sampling))))
 
     def _flush(self) -> None:
         if self._finished:
@@ -162,17 +191,6 @@ class Generation:
     def _write(self) -> None:
         while (message := self._outbox.get()) is not None:
             self._connection.send(message)
-
-
-def read_load(tokens: int, snapshots: Sequence[Any]) -> Load:
-    """The engine's load from what its schedulers have published, one snapshot for each that works on its own data."""
-    return Load(
-        time=time.time(),
-        tokens=tokens,
-        running=sum(one.num_running_reqs for one in snapshots),
-        queued=sum(one.num_waiting_reqs for one in snapshots),
-        kv_use=max((float(one.token_usage) for one in snapshots), default=0.0),
-    )
 
 
 class Host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -18,9 +19,16 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
-from mugrpo_megatron.recipe.engines import check_deterministic_engine
+from mugrpo_megatron.recipe.engines import BLOCK, check_deterministic_engine
 from mugrpo_megatron.recipe.layouts import experts_of
 
+FP8 = {
+    # As the weights come, they are multiplied; the backends that SGLang would choose rearrange scales once, at a start.
+    "fp8_gemm_runner_backend": "triton",
+    "moe_runner_backend": "triton",
+    "load_format": "dummy",  # the directory has weights of another type; the first sync brings these
+}
+"""Arguments of an engine whose weights a sync quantises."""
 CPU_KV_BYTES = 1 << 29
 """Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
@@ -79,6 +87,9 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
     }
     if engine.attention_backend != "auto":
         arguments["attention_backend"] = engine.attention_backend
+    if engine.quantization == "fp8":
+        scheme = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        arguments |= FP8 | {"json_model_override_args": json.dumps({"quantization_config": scheme})}
     if recipe.learner.routing_replay == "rollout":
         arguments["enable_return_routed_experts"] = True
     arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 MOST_LOADS = 240
 """Readings that a record keeps of one generation, however long it takes."""
@@ -26,6 +29,17 @@ class Load:
     def metrics(self) -> dict[str, float]:
         """What a row of the metric log says of it, besides its time."""
         return {"tokens": self.tokens, "running": self.running, "queued": self.queued, "kv_use": self.kv_use}
+
+
+def read_load(tokens: int, snapshots: Sequence[Any]) -> Load:
+    """The engine's load from what its schedulers have published, one snapshot for each that works on its own data."""
+    return Load(
+        time=time.time(),
+        tokens=tokens,
+        running=sum(one.num_running_reqs for one in snapshots),
+        queued=sum(one.num_waiting_reqs for one in snapshots),
+        kv_use=max((float(one.token_usage) for one in snapshots), default=0.0),
+    )
 
 
 @dataclass(slots=True)

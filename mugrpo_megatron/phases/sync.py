@@ -37,7 +37,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         run.world.barrier()
         if generator and generator.engine.running:
             _wake_kv_cache(generator)
-        facts["bytes"] = float(engines.bridge.plan.bytes)
+        facts["bytes"] = float(engines.bridge.bytes)
 
 
 def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dict[str, float]) -> None:

@@ -38,8 +38,19 @@ def check_engine_device(recipe: Recipe, cuda: bool) -> None:
             'engine.quantization = "fp8" needs CUDA: SGLang 0.5.15 multiplies in fp8 on a GPU, and on CPUs with '
             'AMX alone, which this project does not use; set it to "none"'
         )
-    if recipe.engine.quantization != "none" or recipe.engine.nodes > 1:
-        raise UserError("engine.quantization and engine.nodes can be planned with, but not run yet; leave them out")
+    if recipe.engine.nodes > 1:
+        raise UserError("engine.nodes above 1 can be planned with, but not run yet; leave it out")
+
+
+def check_without_sync(recipe: Recipe) -> None:
+    """Raise UserError for what engines need a sync with a learner for."""
+    if recipe.engine.quantization != "none":
+        raise UserError(
+            f'engine.quantization = "{recipe.engine.quantization}" needs a learner, whose weight sync quantises: leave '
+            "--engine-only out, or set it to none"
+        )
+    if recipe.engine.nodes > 1:
+        raise UserError("an engine of several nodes needs a learner's ranks on each: leave --engine-only out")
 
 
 def check_deterministic_engine(recipe: Recipe, cuda: bool) -> None:

@@ -25,7 +25,7 @@ from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
-from mugrpo_megatron.recipe.engines import check_engine_device, engine_problems
+from mugrpo_megatron.recipe.engines import check_engine_device, check_without_sync, engine_problems
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
@@ -102,6 +102,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_tokenizer(directory)
     if problems := list(engine_problems(recipe, config)):
         raise UserError("; ".join(problems))
+    check_without_sync(recipe)
     _check_engine_device(recipe)
     return recipe, _read(recipe, say)
 

@@ -187,7 +187,8 @@ def bridge_of(learner: Learner) -> Bridge:
     """The bridge from this learner to the engines. Collective."""
     chunks = [policy(chunk) for chunk in learner.chunks]
     engine = learner.recipe.engine
-    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor)
+    quantised = engine.quantization != "none"
+    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor, quantised)
 
 
 def hand_over(generator: Generator | None, learner: Learner, world: World) -> None:

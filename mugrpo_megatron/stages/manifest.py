@@ -28,6 +28,8 @@ DIGITS = "[0-9]" * 5
 """Any number of a shard."""
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
+MERGED = ("shard-*.parquet", OTHER_MANIFESTS, "unfinished-*.npz")
+"""What a sealed stage has no use for."""
 
 
 NUMBER = re.compile("[0-9]{5}")

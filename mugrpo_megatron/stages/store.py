@@ -22,7 +22,7 @@ from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import (
     DIGITS,
-    OTHER_MANIFESTS,
+    MERGED,
     SEALED_NAME,
     Manifest,
     Origin,
@@ -213,7 +213,7 @@ class StageStore:
             of |= of_stage(final.content)
         self._replace([], final)
         self._final = final
-        for pattern in ("shard-*.parquet", OTHER_MANIFESTS):
+        for pattern in MERGED:
             for merged in self.directory.glob(pattern):
                 merged.unlink()
             remove_leftovers(self.directory, pattern)

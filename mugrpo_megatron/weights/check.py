@@ -15,16 +15,16 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import EngineFailure, TrainingFailure
 from mugrpo_megatron.files.tensors import Sums, dtype_name, raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.buckets import Bucket, fill
-from mugrpo_megatron.weights.sync import Bridge, buffer
+from mugrpo_megatron.weights.buckets import Bucket
+from mugrpo_megatron.weights.sync import Bridge, filled
 from mugrpo_megatron.weights.table import DIMENSION, Entry
 
 VOCAB_MULTIPLE = 64
 """SGLang pads its vocabulary with zero rows to a multiple of this."""
 
 FUSED = (
-    (re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|w1|w3)\.weight$"), ".experts.w13_weight"),
-    (re.compile(r"\.experts\.\d+\.(down_proj|w2)\.weight$"), ".experts.w2_weight"),
+    (re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3)\.weight(|_scale_inv)$"), r".experts.w13_weight\1"),
+    (re.compile(r"\.experts\.\d+\.(?:down_proj|w2)\.weight(|_scale_inv)$"), r".experts.w2_weight\1"),
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
@@ -43,6 +43,8 @@ class WeightMismatch(TrainingFailure):
 
 def check(bridge: Bridge, engine: SummedEngine | None) -> int:
     """Compare every tensor of each leader's engine with the learner's, bitwise; returns how many were compared.
+
+    An fp8 engine's are compared with the learner's quantised ones and their scales.
 
     Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. A tensor that the engine
     holds in another type is compared in that type. Returns 0 without comparing where `unchecked` gives a reason.
@@ -96,9 +98,8 @@ def expected_checksums(bridge: Bridge, found: list[Sums]) -> list[Sums]:
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in found]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in found]
     with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        for number, bucket in enumerate(bridge.plan.buckets):
-            flat = buffer(bridge, bucket, number)
-            fill(bucket, bridge.held, bridge.architecture, flat)
+        for number in range(len(bridge.plan.buckets)):
+            bucket, flat = filled(bridge, number)
             if found:
                 list(pool.map(lambda shards: _add(shards, hashes, dtypes), _by_name(bucket, flat, bridge)))
     return [

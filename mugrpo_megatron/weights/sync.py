@@ -23,6 +23,7 @@ import torch.multiprocessing
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import Bucket, Plan, build_plan, fill, held_shards
+from mugrpo_megatron.weights.quantised import quantise_bucket, quantised_bucket
 
 
 class Engine(Protocol):
@@ -46,8 +47,15 @@ class Bridge:
     """Tensor parallel size of each engine."""
     engine_group: dist.ProcessGroup | None
     """CUDA: the ranks on the devices of this rank's engine, leader first. CPU: None; the leader sends every bucket."""
+    sent: Sequence[Bucket]
+    """What the engines are sent for each bucket of the plan: the bucket, or its tensors quantised."""
     staging: Sequence[torch.Tensor] | None
     """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on engine leaders."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a sync sends to each engine."""
+        return sum(bucket.bytes for bucket in self.sent)
 
 
 @dataclass(frozen=True)
@@ -61,21 +69,26 @@ class SyncStats:
 
 
 def build_bridge(
-    chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int, engine_tensor: int = 1
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    bucket_bytes: int,
+    engine_tensor: int = 1,
+    quantised: bool = False,
 ) -> Bridge:
-    """Make the plan and allocate the buffers; collective, once after the model is built.
+    """Make the plan and allocate the buffers; collective, once after the model is built. `quantised`: fp8 engines.
 
     `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
     consecutive ranks: the leader of rank r's engine is rank r - r % engine_tensor.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     held = held_shards(chunks, architecture)
+    sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
     if next(iter(held.values())).is_cuda:
-        return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor), None)
+        return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor), sent, None)
     # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    return Bridge(architecture, plan, held, engine_tensor, None, staging)
+    return Bridge(architecture, plan, held, engine_tensor, None, sent, staging)
 
 
 def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
@@ -91,9 +104,8 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
     failure: EngineFailure | None = None
     served = _all_ok(bridge, engine is not None or not _leads(bridge))
     with ThreadPoolExecutor(1) as loader:
-        for number, bucket in enumerate(bridge.plan.buckets):
-            flat = buffer(bridge, bucket, number)
-            fill(bucket, bridge.held, bridge.architecture, flat)
+        for number in range(len(bridge.plan.buckets)):
+            bucket, flat = filled(bridge, number)
             # Without an engine, export no handle: CUDA memory whose handle is never opened would not be freed.
             serialized = _serialize_for_engine(bridge, bucket, flat) if served else []
             if loading:
@@ -108,10 +120,20 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
         raise failure
     if engine is not None:
         engine.set_version(version)
-    return SyncStats(version, bridge.plan.bytes, len(bridge.plan.buckets), time.perf_counter() - start)
+    return SyncStats(
+        version, sum(bucket.bytes for bucket in bridge.sent), len(bridge.plan.buckets), time.perf_counter() - start
+    )
 
 
-def buffer(bridge: Bridge, bucket: Bucket, number: int) -> torch.Tensor:
+def filled(bridge: Bridge, number: int) -> tuple[Bucket, torch.Tensor]:
+    """What the engines are sent for a bucket of the plan, and its bytes; collective."""
+    bucket, sent = bridge.plan.buckets[number], bridge.sent[number]
+    flat = _buffer(bridge, bucket, number)
+    fill(bucket, bridge.held, bridge.architecture, flat)
+    return (sent, flat) if sent is bucket else (sent, quantise_bucket(bucket, flat, sent))
+
+
+def _buffer(bridge: Bridge, bucket: Bucket, number: int) -> torch.Tensor:
     """Memory for a bucket: on CPU one of two in turn; on CUDA new, as an engine may answer before it has read all."""
     if bridge.staging is None:
         return torch.empty(bucket.bytes, dtype=torch.uint8, device="cuda")

@@ -72,11 +72,15 @@ def simulate() -> None:
 def facts(arguments: dict[str, Any]) -> dict[str, Any]:
     """What the engine would do with these arguments."""
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
     made = ServerArgs(**arguments)
     graphs: Any = made.cuda_graph_config
+    model = ModelConfig.from_server_args(made)
+    scheme = Fp8Config.from_config(model.hf_config.quantization_config) if model.quantization else None
     return {
         "device": made.device,
         "attention": made.attention_backend,
@@ -93,6 +97,12 @@ def facts(arguments: dict[str, Any]) -> dict[str, Any]:
         "custom_all_reduce": not made.disable_custom_all_reduce,
         "prefix_cache": not made.disable_radix_cache,
         "seed": SamplingParams(sampling_seed=3).sampling_seed,
+        "load_format": made.load_format,
+        "quantization": model.quantization,
+        "blocks": scheme and scheme.weight_block_size,
+        "serialized": scheme and scheme.is_checkpoint_fp8_serialized,
+        "fp8_gemm": made.fp8_gemm_runner_backend,
+        "experts": made.moe_runner_backend,
     }
 
 

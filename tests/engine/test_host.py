@@ -21,6 +21,7 @@ from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.host import Generation, Host, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds
+from mugrpo_megatron.samples import UNFINISHED
 from tests.engine.tiny import group_processes
 from tests.forked import fork
 
@@ -36,9 +37,9 @@ class StubEngine:
         self.tokenizer_manager: Any = self
         self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
         self.released: list[list[str]] = []
-        self.asked: list[Any] = []
-        """Sampling parameters of each call."""
         self.answers = asyncio.Event()
+        self.reason = "stop"
+        self.asked: list[dict[str, Any]] = []
         self._busy = busy
 
     async def flush_cache(self, timeout_s: float) -> Any:
@@ -53,10 +54,15 @@ class StubEngine:
     def release_memory_occupation(self, tags: list[str]) -> None:
         self.released.append(tags)
 
-    async def async_generate(self, input_ids: list[list[int]], sampling_params: Any, **_: Any) -> list[dict[str, Any]]:
-        self.asked.append(sampling_params)
+    def abort_request(self, abort_all: bool) -> None:
+        assert abort_all
+        self.reason = "abort"
+        self.answers.set()
+
+    async def async_generate(self, input_ids: list[list[int]], **named: Any) -> list[dict[str, Any]]:
+        self.asked.append({"input_ids": input_ids, **named})
         await self.answers.wait()
-        facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": "stop"}}
+        facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": self.reason}}
         return [{"output_ids": [7] * 3, "meta_info": facts} for _ in input_ids]
 
 
@@ -106,6 +112,41 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     assert not thread.is_alive()
 
 
+def test_unfinished_responses_are_told_continued_and_returned_when_aborted(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
+    client, theirs = ends
+    engine = StubEngine()
+    engine.rid_to_state = {}
+    generation = Generation(engine, theirs, replace(SAMPLING, unfinished=True), version=4)
+    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
+    thread.start()
+    client.send(("prompts", [Work(5, [1, 2], 2, begun=[[7, 7], []])]))
+    state = SimpleNamespace(output_ids=[], output_token_logprobs=[], output_top_logprobs=[])
+    engine.rid_to_state["5-1"] = state
+    for tokens, new in ((50, 50), (100, 50)):
+        state.output_token_logprobs = [(-0.5, 7)] * tokens
+        state.output_ids = [7] * tokens
+        while (message := client.receive(PATIENCE_S))[0] != "begun":
+            pass
+        places, pieces = message[1]
+        [(key, [piece])] = pieces.unpack()
+        assert (places, key, len(piece.ids), piece.finish_reason) == ([1], 5, new, UNFINISHED)
+        assert piece.logprobs.tolist() == [-0.5] * new
+    [asked] = engine.asked
+    assert asked["input_ids"] == [[1, 2, 7, 7], [1, 2]]
+    assert [one["max_new_tokens"] for one in asked["sampling_params"]] == [7, 9]
+    assert asked["rid"] == ["5-0", "5-1"]
+    client.send(("close", None))
+    while (message := client.receive(PATIENCE_S))[0] != "groups":
+        pass
+    [(key, responses)] = message[1].unpack()
+    assert (key, [(len(one.ids), one.finish_reason) for one in responses]) == (5, [(3, UNFINISHED)] * 2)
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
 def _end_with_a_guard(scratch: Path) -> None:
     os.setsid()
     tempfile.tempdir = str(scratch)
@@ -143,7 +184,7 @@ def test_each_response_has_its_own_seed_where_there_is_a_stream(
     assert client.receive(PATIENCE_S)[0] == "groups"
     client.send(("close", None))
     thread.join(PATIENCE_S)
-    [asked] = engine.asked
+    asked = engine.asked[0]["sampling_params"]
     if stream is None:
         assert "sampling_seed" not in asked
     else:

@@ -59,6 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "chosen": (QWEN2_7B, "float32", {"attention_backend": "flashinfer"}),
     "experts": (QWEN3_MOE, "bfloat16", {"tensor": 2}),
     "deterministic": (QWEN2_7B, "bfloat16", {"tensor": 2}),
+    "fp8": (QWEN2_7B, "bfloat16", {"quantization": "fp8"}),
+    "fp8 experts": (QWEN3_MOE, "bfloat16", {"tensor": 2, "quantization": "fp8"}),
 }
 
 
@@ -106,6 +108,8 @@ def test_decode_graphs_reach_what_is_decoded_together(found: dict[str, dict[str,
         "chosen": 1024,
         "experts": 1024,
         "deterministic": 1024,
+        "fp8": 1024,
+        "fp8 experts": 1024,
     }
     assert {one["decode_graph"] for one in found.values()} == {"full"}
     assert max(one["decode_graphs"] for one in found.values()) < 80, "each is captured at every start"
@@ -137,3 +141,14 @@ def test_a_deterministic_engine(found: dict[str, dict[str, Any]]) -> None:
     assert (other["deterministic"], other["custom_all_reduce"]) == (False, True)
     assert one["prefix_cache"], "generation of a group shares its prompt"
     assert one["seed"] == 3, "a request may have its own"
+
+
+def test_fp8_weights_are_blocks_that_nothing_rearranges(found: dict[str, dict[str, Any]]) -> None:
+    """SGLang takes the scheme from the changed config, as from that of an fp8 checkpoint."""
+    for name in ("fp8", "fp8 experts"):
+        assert found[name]["quantization"] == "fp8"
+        assert found[name]["blocks"] == [128, 128]
+        assert found[name]["serialized"] is True
+        assert (found[name]["fp8_gemm"], found[name]["experts"]) == ("triton", "triton")
+        assert found[name]["load_format"] == "dummy"
+    assert found["512"]["quantization"] is None

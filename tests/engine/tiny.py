@@ -19,7 +19,7 @@ from tests import models
 VOCABULARY = 512
 
 
-def save_checkpoint(directory: Path, seed: int) -> Path:
+def save_checkpoint(directory: Path, seed: int, positions: int = 256) -> Path:
     """A small random Qwen2 whose next-token distributions are far from uniform."""
     models.save_model(
         directory,
@@ -29,6 +29,7 @@ def save_checkpoint(directory: Path, seed: int) -> Path:
         hidden_size=64,
         intermediate_size=176,
         num_hidden_layers=2,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,

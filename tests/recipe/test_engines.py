@@ -8,7 +8,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.engines import check_engine_device, engine_problems
+from mugrpo_megatron.recipe.engines import check_engine_device, check_without_sync, engine_problems
 
 MODEL = {
     "num_attention_heads": 28,
@@ -66,7 +66,11 @@ def test_the_engines_routes_need_cuda() -> None:
         check_engine_device(wanted, cuda=False)
 
 
-def test_fp8_engines_need_cuda() -> None:
+def test_fp8_engines_need_cuda_and_a_sync() -> None:
+    check_engine_device(recipe(**FP8), cuda=True)
+    check_without_sync(recipe())
+    with pytest.raises(UserError, match="needs a learner, whose weight sync quantises"):
+        check_without_sync(recipe(**FP8))
     with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
         check_engine_device(recipe(**FP8), cuda=False)
 
