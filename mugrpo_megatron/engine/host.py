@@ -132,11 +132,10 @@ class Generation:
         whole = all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs)
         if whole or self._sampling.unfinished:
             self._finished.append((work.key, outputs))
-        if self._finished:
-            if not self._in_flight:
-                self._flush()
-            elif len(self._finished) == 1:
-                asyncio.get_running_loop().call_later(GATHER_SECONDS, self._flush)
+        if not self._in_flight:
+            self._flush()
+        elif len(self._finished) == 1:
+            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._flush)
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
