@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate
@@ -12,8 +13,8 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.stages.manifest import Shard, intact, verify
 
-SHARDS_IN_MEMORY = 4
-"""Decoded shards that sealing keeps: an update's groups finish at different times, so several shards hold them."""
+ROW_GROUPS_IN_MEMORY = 8
+"""Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
 
 
 def covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
@@ -28,20 +29,29 @@ def covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Sha
 
 def in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
     """Each update's rows, groups in order, gathered from the shards."""
-    places: dict[int, tuple[Shard, int, int]] = {}
-    for shard in shards:
-        ends = accumulate(shard.rows)
-        places.update(
-            (group, (shard, end - rows, rows)) for group, rows, end in zip(shard.groups, shard.rows, ends, strict=True)
-        )
+    shard_of = {group: shard for shard in shards for group in shard.groups}
+    places = {shard.file: _places(directory / shard.file, shard) for shard in shards}
 
-    @lru_cache(maxsize=SHARDS_IN_MEMORY)
-    def read(file: str) -> pa.Table:
-        return pq.read_table(directory / file, use_threads=False)
+    @lru_cache(maxsize=ROW_GROUPS_IN_MEMORY)
+    def read(file: str, row_group: int) -> pa.Table:
+        with pq.ParquetFile(directory / file) as shard:
+            return shard.read_row_group(row_group, use_threads=False)
 
     for update in range(updates):
         rows = []
         for group in range(update * prompts_per_update, (update + 1) * prompts_per_update):
-            shard, start, length = places[group]
-            rows.append(read(shard.file).slice(start, length))
+            file = shard_of[group].file
+            row_group, start, length = places[file][group]
+            rows.append(read(file, row_group).slice(start, length))
         yield pa.concat_tables(rows).combine_chunks()
+
+
+def _places(path: Path, shard: Shard) -> dict[int, tuple[int, int, int]]:
+    """The row group, first row and number of rows of each group; no group is in two row groups."""
+    layout = pq.read_metadata(path)
+    begins = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
+    found = {}
+    for group, rows, end in zip(shard.groups, shard.rows, accumulate(shard.rows), strict=True):
+        row_group = bisect_right(begins, end - rows) - 1
+        found[group] = (row_group, end - rows - begins[row_group], rows)
+    return found

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -40,18 +39,14 @@ from mugrpo_megatron.stages.manifest import (
     write_manifest,
 )
 from mugrpo_megatron.stages.merge import covering, in_order
-from mugrpo_megatron.stages.route_column import add_routes, take_routes, without_routes
+from mugrpo_megatron.stages.route_column import take_routes, without_routes
 from mugrpo_megatron.stages.routes import of_stage, routes_path, with_routes, write_routes
-from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, to_table, training_columns
+from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, training_columns
+from mugrpo_megatron.stages.shards import COMPRESSION, Waiting, write_shard
 from mugrpo_megatron.stages.summary import StageStatistics
 
-SHARD_TOKENS = 1 << 20
-SHARD_RESPONSES = 4096
-SHARD_SECONDS = 10.0
-"""A shard is written when it has this many tokens or responses, or its oldest group has waited this long."""
 VISIBLE_SECONDS = 20.0
 """Longest delay until a shared file system shows one node what another has written."""
-COMPRESSION: Final = "zstd"
 REMEDY = "restore it from a copy, or remove the stage's directory to generate the stage again"
 
 
@@ -69,9 +64,7 @@ class StageStore:
         """
         self.directory, self.replay = directory, replay
         self._writer, self._origin = writer, origin
-        self._buffer: list[list[Sample]] = []
-        self._buffered_tokens = 0
-        self._buffered_since = 0.0
+        self._waiting = Waiting()
         self._groups: set[int] = set()
         """While this store writes: every group that it holds, on disk or buffered."""
         self._columns: tuple[str, ...] | None = None
@@ -156,38 +149,33 @@ class StageStore:
         index = group[0].group
         if index in self._groups:
             raise ValueError(f"group {index} is in {self.directory} already")
-        if not self._buffer:
-            self._buffered_since = time.monotonic()
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
             raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
         self._check_columns(optional_columns(group))
         self._groups.add(index)
-        self._buffer.append(group)
-        self._buffered_tokens += sum(sample.tokens for sample in group)
-        aged = time.monotonic() - self._buffered_since >= SHARD_SECONDS
-        if aged or self._buffered_tokens >= SHARD_TOKENS or len(self._buffer) * len(group) >= SHARD_RESPONSES:
+        self._waiting.add(group)
+        if self._waiting.due:
             self.flush()
 
     def flush(self) -> None:
         """Write the buffered groups as a shard, durably."""
-        if not self._buffer:
+        waiting = self._waiting.groups
+        if not waiting:
             return
         manifest = self._open_for_writing()
         number = 1 + max((shard.number for shard in manifest.shards), default=-1)
         path = self.directory / shard_name(self._writer, number)
         with durable_file(path) as file:
-            samples = [sample for group in self._buffer for sample in group]
-            pq.write_table(add_routes(to_table(samples), samples), file, compression=COMPRESSION)
-        groups = [group[0].group for group in self._buffer]
-        shard = Shard(path.name, number, groups, [len(group) for group in self._buffer], digest(path))
-        self._replace([*manifest.shards, shard])
-        self._buffer, self._buffered_tokens = [], 0
+            write_shard(file, waiting)
+        groups, rows = [group[0].group for group in waiting], [len(group) for group in waiting]
+        self._replace([*manifest.shards, Shard(path.name, number, groups, rows, digest(path))])
+        self._waiting = Waiting()
 
     def seal(self, updates: int, prompts_per_update: int) -> None:
         """Write the stage in its final form, one row group per update, and remove the shards of all writers.
 
-        Streams: memory holds SHARDS_IN_MEMORY shards and one update, whatever the stage's size. Raises ValueError when
-        groups are missing, UserError when a shard is damaged or the disk is full.
+        Streams: memory holds one update and a few row groups, whatever the stage's size. Raises ValueError when groups
+        are missing, UserError when a shard is damaged or the disk is full.
         """
         self.flush()
         self._open_for_writing()

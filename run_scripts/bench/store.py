@@ -1,6 +1,7 @@
 """Peak memory and time of the stage store for growing stages of synthetic responses.
 
-    python run_scripts/bench/store.py [--responses 1000 10000 100000] [--tokens 200] [--characters 4] [--directory DIR]
+    python run_scripts/bench/store.py [--responses 1000 10000 100000] [--tokens 200] [--characters 4] [--routes 0]
+                                      [--directory DIR]
 
 Each size runs in its own process: it appends groups out of order, seals the stage and reads every update back. Memory
 is the process's peak resident set after each of the three, minus that before the first append. The texts are cut out of
@@ -25,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet  # part of the baseline
 
-from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.samples import HeldRoutes, Sample
 from mugrpo_megatron.stages.store import StageStore
 
 GROUP, PROMPTS_PER_UPDATE = 8, 32
@@ -43,18 +44,20 @@ def main() -> None:
     parser.add_argument(
         "--characters", type=int, default=4, help="of text for each token; 0 leaves out text, gold, reason and row"
     )
+    parser.add_argument("--routes", type=int, default=0, help="layers of 8 chosen experts, a byte each, of every token")
     parser.add_argument("--directory", type=Path, help="where the stage is written; the temporary folder by default")
     options = parser.parse_args()
     print("responses  updates   append MiB / s    seal MiB / s    read MiB / ms an update    file MiB")
     for responses in options.responses:
         process = multiprocessing.get_context("spawn").Process(
-            target=measure, args=(responses, options.tokens, options.characters, options.directory)
+            target=measure,
+            args=(responses, options.tokens, options.characters, options.routes, options.directory),
         )
         process.start()
         process.join()
 
 
-def measure(responses: int, tokens: int, characters: int, parent: Path | None) -> None:
+def measure(responses: int, tokens: int, characters: int, layers: int, parent: Path | None) -> None:
     """Fill, seal and read one stage, and print a line."""
     updates = max(1, responses // (GROUP * PROMPTS_PER_UPDATE))
     order = list(range(updates * PROMPTS_PER_UPDATE))
@@ -68,7 +71,8 @@ def measure(responses: int, tokens: int, characters: int, parent: Path | None) -
         peaks = []
         store = StageStore(directory)
         for index in order:
-            store.append(told(synthetic_group(index, tokens, generator), characters, index))
+            group = told(synthetic_group(index, tokens, generator), characters, index)
+            store.append(routed(group, layers, generator) if layers else group)
         store.flush()
         marks.append(time.perf_counter())
         peaks.append(_peak_mib() - before)
@@ -86,6 +90,13 @@ def measure(responses: int, tokens: int, characters: int, parent: Path | None) -
         f"{updates * PROMPTS_PER_UPDATE * GROUP:9d}  {updates:7d}  {peaks[0]:10.0f} / {append:5.1f} "
         f"{peaks[1]:9.0f} / {seal:5.1f}  {peaks[2]:12.0f} / {1e3 * read / updates:5.1f}  {size:16.1f}"
     )
+
+
+def routed(group: list[Sample], layers: int, generator: np.random.Generator) -> list[Sample]:
+    """The group with random routes of that many layers."""
+    shapes = [(layers, sample.tokens - 1, 8) for sample in group]
+    held = [HeldRoutes(generator.integers(0, 128, shape, dtype=np.uint8)) for shape in shapes]
+    return [replace(sample, routes=routes) for sample, routes in zip(group, held, strict=True)]
 
 
 def told(group: list[Sample], characters: int, index: int) -> list[Sample]:

@@ -21,7 +21,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable as durable_module
 from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages import merge
+from mugrpo_megatron.stages import merge, shards
 from mugrpo_megatron.stages import store as store_module
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
@@ -36,8 +36,9 @@ SHARD = 4
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "SHARD_RESPONSES", SHARD * 4)
-    monkeypatch.setattr(merge, "SHARDS_IN_MEMORY", 2)
+    monkeypatch.setattr(shards, "SHARD_RESPONSES", SHARD * 4)
+    monkeypatch.setattr(merge, "ROW_GROUPS_IN_MEMORY", 2)
+    monkeypatch.setattr(shards, "ROW_GROUP_TOKENS", 40)
 
 
 def assert_same(found: Sequence[Sample], expected: Sequence[Sample], whole: bool = False) -> None:
@@ -103,7 +104,7 @@ def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(t
 def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = StageStore(tmp_path)
     store.append(group(0))
-    monkeypatch.setattr(store_module, "SHARD_SECONDS", 0.0)
+    monkeypatch.setattr(shards, "SHARD_SECONDS", 0.0)
     store.append(group(1))
     assert StageStore(tmp_path).present() == {0, 1}
 
@@ -321,7 +322,7 @@ def test_a_full_disk_is_said_in_one_sentence_and_leaves_nothing_torn(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store_module.pq, "write_table", full)
+        patch.setattr(shards.pq.ParquetWriter, "write_table", full)
         store.append(group(SHARD))
         with pytest.raises(UserError, match=r"no space left for shard-00001\.parquet"):
             store.flush()

@@ -1,0 +1,52 @@
+"""When a shard is due, and what of its file is read at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from io import BytesIO
+from itertools import accumulate
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.samples import HeldRoutes, Sample
+from mugrpo_megatron.stages import shards
+from mugrpo_megatron.stages.shards import Waiting, write_shard
+from tests.engine.tiny import group
+
+
+def routed(index: int, layers: int) -> list[Sample]:
+    """A group with one byte of routes for each token with routes and layer."""
+    held = (HeldRoutes(np.zeros((layers, sample.tokens - 1, 1), dtype=np.uint8)) for sample in group(index))
+    return [replace(sample, routes=routes) for sample, routes in zip(group(index), held, strict=True)]
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True), st.integers(1, 200))
+def test_a_row_group_has_whole_groups_up_to_its_limit(indices: list[int], limit: int) -> None:
+    groups = [routed(index, layers=3) for index in indices]
+    file = BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "ROW_GROUP_TOKENS", limit)
+        write_shard(file, groups)
+    found = pq.ParquetFile(BytesIO(file.getvalue()))
+    assert found.read(columns=["group"])["group"].to_pylist() == [s.group for own in groups for s in own]
+    ends = set(accumulate(len(own) for own in groups))
+    rows = [found.metadata.row_group(i).num_rows for i in range(found.num_row_groups)]
+    assert set(accumulate(rows)) <= ends, "no group is in two"
+    flat = [sample.tokens for own in groups for sample in own]
+    begins = [0, *accumulate(rows)]
+    for begin, count in zip(begins, rows, strict=False):
+        of_one_group = len({s.group for s in [s for own in groups for s in own][begin : begin + count]}) == 1
+        assert of_one_group or sum(flat[begin : begin + count]) <= limit
+
+
+def test_routes_make_a_shard_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = Waiting()
+    waiting.add(routed(0, layers=3))
+    assert waiting.routes == 3 * sum(sample.tokens - 1 for sample in group(0))
+    assert not waiting.due
+    monkeypatch.setattr(shards, "SHARD_ROUTES", waiting.routes)
+    assert waiting.due
