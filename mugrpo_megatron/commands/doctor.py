@@ -22,6 +22,8 @@ from rich.text import Text
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import devices, installed, usable_cores
 from mugrpo_megatron.observe.toolchain import Tool, driver_answers, tools_here
+from mugrpo_megatron.rewards.sandbox.check import check_jail
+from mugrpo_megatron.rewards.sandbox.limits import Limits, Mode
 
 SETUP = "run_scripts/setup.sh"
 
@@ -149,6 +151,7 @@ def findings() -> Generator[Finding, None, None]:
             error = next(errors) if package.module in present else ""
             yield _package(package, error, cuda)
     yield apex()
+    yield jail()
 
 
 def shown(finding: Finding) -> Group:
@@ -206,6 +209,27 @@ def apex() -> Finding:
         needed=False,
         remedy=f"pip uninstall apex; {remedy}",
     )
+
+
+def jail() -> Finding:
+    """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
+    use = 'reward.function = "code": programs of responses'
+    remedy = 'allow user namespaces to this user (docs/code-rewards.md); until then reward.code_sandbox = "limits"'
+    if _jailed("namespaces"):
+        return Finding("code sandbox", "ok", "namespaces", use, needed=False)
+    if _jailed("limits"):
+        return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
+    return Finding(
+        "code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/code-rewards.md"
+    )
+
+
+def _jailed(mode: Mode) -> bool:
+    try:
+        check_jail(Limits(mode))
+    except (UserError, OSError):
+        return False
+    return True
 
 
 def _machine() -> list[Finding]:
