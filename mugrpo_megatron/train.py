@@ -15,6 +15,7 @@ from mugrpo_megatron.phases.finish import finish, show_finished
 from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.phases.optimize import measure_mismatch, optimizing, record_update
 from mugrpo_megatron.phases.passes import record_behaviour, refresh_reference
+from mugrpo_megatron.phases.prefetch import offer_next_stage, take_offered_stage
 from mugrpo_megatron.phases.profile import profiled
 from mugrpo_megatron.phases.samples import read_update
 from mugrpo_megatron.phases.saves import save_if_due
@@ -44,7 +45,11 @@ def train(recipe: Recipe, found: Problems | None = None) -> None:
 
 
 def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """The engines generate all responses of the next µ updates with the learner's current weights."""
+    """The engines generate all responses of the next µ updates with the learner's current weights.
+
+    With `schedule.prefetch` other processes have begun while the stage before was trained on; the learner takes theirs.
+    """
+    take_offered_stage(run, learner, engines, cursor)
     stage = run.stage_store(cursor, engines.writer)
     while not stage.sealed:  # one pass, unless an engine fails and is restarted
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
@@ -74,6 +79,7 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
     """The updates from `start` to the stage's end, or to the next evaluation inside it."""
     schedule, cursor = run.recipe.schedule, start
     while True:
+        offer_next_stage(run, stage, cursor, resumed=cursor == start)  # where `schedule.prefetch` asks for it
         refresh_reference(run, learner, stage, cursor)
         samples = read_update(run, stage, cursor)
         rewards = training_rewards(samples, run.recipe.objective)

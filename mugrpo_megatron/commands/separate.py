@@ -8,6 +8,7 @@ from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases.finish import export
+from mugrpo_megatron.phases.prefetch import next_is_offered
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
@@ -35,6 +36,8 @@ def generate_alone(recipe: Recipe, stage: int | None, found: Problems | None = N
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
     """Take the updates of a sealed stage without an engine, and write the policy to `hf/`. Every rank runs this.
 
+    Where `schedule.prefetch` has offered the next stage, `hf/` stays as it is until that one is sampled.
+
     Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
 
     With `source`, another run's directory or a published stage, `run.dir` first becomes a branch of it at the start of
@@ -56,8 +59,12 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
     with open_run(recipe, generates=False) as (run, learner, engines, cursor):
-        export(run, learner, optimize_stage(run, learner, engines, cursor))
-    _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
+        after = optimize_stage(run, learner, engines, cursor)
+        if offered := next_is_offered(run, after):
+            holds = f"{run.directory.hf} holds the weights that sample stage {after.stage}"
+        else:
+            export(run, learner, after)
+    _say(f"stage {cursor.stage} is optimized; {holds if offered else f'Hugging Face checkpoint: {run.directory.hf}'}")
 
 
 def _standing(recipe: Recipe, stage: int | None) -> int:

@@ -51,13 +51,18 @@ def _takes_generate(parser: Parser) -> None:
         metavar="I/N",
         help="with --engine-only: the I-th of N processes, from 0; `mugrpo seal` closes the stage",
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="with --engine-only: every stage that a learner with schedule.prefetch offers, until the run's last",
+    )
 
 
 def _generate(options: Options) -> int:
     if options.engine_only:
         return _generate_share(options)
-    if options.shard:
-        raise UserError("--shard goes with --engine-only")
+    if options.shard or options.follow:
+        raise UserError(f"{'--shard' if options.shard else '--follow'} goes with --engine-only")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_run
@@ -75,13 +80,22 @@ def _generate_share(options: Options) -> int:
     from mugrpo_megatron.run.batch import parse_share
 
     share = parse_share(options.shard or "0/1")
+    if options.follow and options.stage is not None:
+        raise UserError("--follow takes the stages as the learner offers them; omit --stage")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_engine_only
 
+        if options.follow and not recipe.schedule.prefetch:
+            raise UserError("--follow waits for what a learner offers: set schedule.prefetch, or leave out --follow")
         recipe, found = check_engine_only(recipe, say)
-        from mugrpo_megatron.phases.generate_share import generate_share
+        from mugrpo_megatron.phases.generate_share import follow, generate_share
 
+        if options.follow:
+            say(
+                f"share {share}: no stage is left to offer, and the {follow(recipe, share, found)} before are generated"
+            )
+            return
         groups = generate_share(recipe, share, options.stage, found)
         say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
 

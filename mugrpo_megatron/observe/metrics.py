@@ -20,7 +20,7 @@ Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
     "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
-    "staleness of its responses in updates.",
+    "updates taken on its responses before.",
     "stage": "One stage's responses, written when the stage is sealed on disk.",
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
     "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
@@ -48,7 +48,8 @@ PLACE: dict[Kind, tuple[str, ...]] = {
 PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
     "sync": "The learner's weights are sent to the engine.",
-    "generate": "The engine samples the stage's responses; scoring overlaps with it.",
+    "generate": "The engine samples the stage's responses; scoring overlaps with it. With `schedule.prefetch` the "
+    "learner waits for what other processes have not generated yet, and seals the stage.",
     "score": "What remains of verification after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the mismatch with the engine, of "
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
@@ -93,6 +94,12 @@ def _sentence(text: str) -> str:
 
 METRICS: tuple[Metric, ...] = (
     *(Metric("update", name, unit or "1", _sentence(meaning)) for name, unit, meaning in diagnostics.METRICS),
+    Metric(
+        "update",
+        "staleness",
+        "updates",
+        "Updates between the weights that sampled the responses and these: the age, and with `schedule.prefetch` more.",
+    ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
     Metric("update", "own/SET", "any", "What `objective.diagnostics`, your own function, returns under the name SET."),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
@@ -100,7 +107,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
     Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
     Metric("update", "loss_scale", "1", "What the loss was multiplied by in float16."),
-    Metric("update", "reward_mean", "reward", "Mean reward of the update's responses, sampled when the stage began."),
+    Metric("update", "reward_mean", "reward", "Mean reward of the update's responses."),
     Metric("update", "reward/NAME", "reward", "The same for the update's responses as of a stage."),
     Metric(
         "update",
@@ -151,7 +158,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("stage", "zero_variance_fraction", "fraction", "Groups whose responses have equal rewards."),
     Metric("stage", "generated_tokens", "tokens", "Response tokens sampled."),
     Metric("stage", "responses", "responses", "Responses sampled."),
-    Metric("stage", "mismatch_mean", "nats", "Mean |log π_engine − log π_learner| over response tokens, same weights."),
+    Metric(
+        "stage",
+        "mismatch_mean",
+        "nats",
+        "Mean |log π_engine − log π_learner| over response tokens, same weights; "
+        "missing where `schedule.prefetch` has other weights sample the stage.",
+    ),
     Metric("stage", "mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
     Metric("stage", "mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),
     Metric("eval", "accuracy/SET", "fraction", "Share of the set's responses that are correct (mean@k)."),

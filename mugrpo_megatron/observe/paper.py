@@ -31,8 +31,9 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     ("model updates", "`update`", "Counted from 0 over the whole run."),
     (
         "µ, staleness",
-        "`schedule.updates_per_stage`, `age`",
-        "`age` is the number of updates taken on a stage before the current one, 0 to µ x `schedule.passes` − 1.",
+        "`schedule.updates_per_stage`, `staleness`",
+        "`age` is the number of updates taken on a stage before the current one, 0 to µ x `schedule.passes` − 1; "
+        "`staleness` is the same, and more by what `schedule.prefetch` samples early.",
     ),
     ("average accuracy, Avg.", "`accuracy/mean`", "Unweighted mean of `accuracy/<set>` over the held-out sets."),
     (

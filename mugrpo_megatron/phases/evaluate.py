@@ -45,9 +45,19 @@ def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
 
     Logs nothing when every engine has failed or the run is asked to stop: generation comes next and handles both.
     """
-    every = run.recipe.eval.every_stages
-    if (cursor.stage == 0 or (every and cursor.stage % every == 0)) and not _evaluated(run, cursor):
+    if _due_before_stage(run, cursor) and not _evaluated(run, cursor):
         _evaluate(run, engines.generator, cursor)
+
+
+def evaluate_meanwhile(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """`evaluate_before_stage` where other processes generate the stage, and the engines of this run sleep."""
+    if _due_before_stage(run, cursor):
+        evaluate_weights(run, learner, engines, cursor)
+
+
+def _due_before_stage(run: Run, cursor: Cursor) -> bool:
+    every = run.recipe.eval.every_stages
+    return cursor.stage == 0 or bool(every and cursor.stage % every == 0)
 
 
 def evaluate_inside_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from mugrpo_megatron.engine.placement import rank_of_environment
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.evaluate import evaluate_weights
+from mugrpo_megatron.phases.hf import check_own_hf
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, is_finished
-from mugrpo_megatron.run.record import MARK, check_hf, mark
+from mugrpo_megatron.run.record import MARK, mark
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.weights.hf import save_hf
 
@@ -42,14 +42,8 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
 
     Raises UserError, with the run's checkpoints kept, when something else has come to lie there.
     """
-    refusal = ""
-    if run.is_main:
-        try:
-            check_hf(run.directory.path)
-        except UserError as error:
-            refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
-    if refusal := run.world.broadcast(refusal):
-        raise UserError(refusal)
+    check_own_hf(run)
+    run.saver.wait()  # for one that is still written beside training
     kept = f"all updates are saved, {run.directory.hf} is not written yet"
     with run.log.phase("save", cursor.stage), run.stop.at_once(kept):
         chunks = [policy(chunk) for chunk in learner.chunks]

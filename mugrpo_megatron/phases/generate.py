@@ -66,11 +66,11 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         begun = sum(run.world.gather(left))
         report_failures(run, generator)
         written = run.world.gather(stage.written)
-        _check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
+        check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
         if run.is_main and not stopping and stage.named().issuperset(groups):
             stage.seal(updates, recipe.rollout.prompts_per_update)
     if any(run.world.any_rank(run.is_main and stage.sealed)):
-        _check_shared(run, stage, stage.wait_for(set(), sealed=True))
+        check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
         kept = f"{len(stage.present())} of {len(groups)} groups of this stage are on disk"
         save_and_stop(run, cursor, f"{kept}{f', and {begun:,} tokens of unfinished ones' if begun else ''}; ")
@@ -186,7 +186,7 @@ def _show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
         bar.advance(groups - bar.done, tokens - bar.tokens)
 
 
-def _check_shared(run: Run, stage: StageStore, seen: bool) -> None:
+def check_shared(run: Run, stage: StageStore, seen: bool) -> None:
     """UserError on every rank when one of them does not see what another has written. Collective."""
     blind = [rank for rank, sees in enumerate(run.world.gather(seen)) if not sees]
     if blind:

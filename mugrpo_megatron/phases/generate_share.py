@@ -6,8 +6,9 @@ and each may be killed and started again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
@@ -23,6 +24,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.batch import Share, Standing, begin, generating, mark_share
 from mugrpo_megatron.run.directory import RunDirectory, locked
+from mugrpo_megatron.run.following import has_begun, offered_stages
 from mugrpo_megatron.run.generator import first_start_problem
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening
@@ -30,9 +32,12 @@ from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
+LOOK_EVERY_S = 1.0
+"""How often a process that follows a run looks for the next weights."""
+
 
 def generate_share(recipe: Recipe, share: Share, stage: int | None, found: Problems) -> int:
-    """Sample and score what the stage lacks of the share; the number of its groups that are on disk at the end.
+    """Sample and score what the stage lacks of the share; the number of its groups, which are then all on disk.
 
     Groups go to disk as they are scored, so a process that was killed continues where it was. Raises UserError when
     `stage` is given and is not the run's next one, when another process generates the same share, or when the share was
@@ -43,22 +48,61 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, found: Probl
     directory, cursor = RunDirectory(recipe.run.dir), where.cursor
     if stage not in (None, cursor.stage):
         raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
-    store = StageStore(directory.stage(cursor.stage), share.writer, where.origin)
-    mine = share.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+    # While an offered stage is sampled, the learner holds the directory's lock; it generates nothing of that stage.
+    keep_learners_out = nullcontext() if where.offered else generating(directory)
+    with keep_learners_out, _only_one(directory, share), listening(is_main=True) as stop, open_display() as display:
+        return _generate_missing(recipe, share, where, found, display, stop)
+
+
+def follow(recipe: Recipe, share: Share, found: Problems) -> int:
+    """Generate the share of every stage that the run's learner offers, until its last; the number of these stages.
+
+    With `schedule.prefetch` a stage is offered while the learner still trains on the one before. The process may start
+    before the run does. Errors are those of `generate_share`.
+    """
+    directory, stages = RunDirectory(recipe.run.dir), 0
     with ExitStack() as stack:
-        stack.enter_context(generating(directory))
-        stack.enter_context(locked(directory.logs / f"share-{share.writer:04d}.lock"))
-        if store.sealed or mine <= store.present():
-            return len(mine)
-        check_stage(store.directory, where.origin)
-        mark_share(store.directory, share, where, found)
         display = stack.enter_context(open_display())
-        with listening(is_main=True) as stop:
-            missing = sorted(mine - store.present())
-            _generate(recipe, share, where, store, missing, found, display, stop)
-            if stop.asked:
-                raise stop.stopped(f"{len(mine & store.present())} of {len(mine)} groups of share {share} are on disk")
-    return len(mine & store.present())
+        stop = stack.enter_context(listening(is_main=True))
+
+        def wait() -> bool:
+            time.sleep(LOOK_EVERY_S)
+            return not stop.heard()
+
+        display.say(f"share {share}: waits for weights in {directory.hf}")
+        while not has_begun(directory) and wait():
+            pass
+        if not stop.asked:
+            stack.enter_context(_only_one(directory, share))
+        for where, own in offered_stages(recipe, found, wait):
+            groups = _generate_missing(own, share, where, found, display, stop)
+            display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
+            stages += 1
+        if stop.asked:
+            raise stop.stopped(f"share {share} waited for the weights of the next stage")
+    return stages
+
+
+def _only_one(directory: RunDirectory, share: Share) -> AbstractContextManager[None]:
+    """Keeps a second process from the same share."""
+    return locked(directory.logs / f"share-{share.writer:04d}.lock")
+
+
+def _generate_missing(
+    recipe: Recipe, share: Share, where: Standing, found: Problems, display: Display, stop: StopRequest
+) -> int:
+    """Generate what the stage lacks of the share; the number of its groups. Raises Stopped when asked to stop."""
+    cursor = where.cursor
+    store = StageStore(RunDirectory(recipe.run.dir).stage(cursor.stage), share.writer, where.origin)
+    mine = share.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+    if store.sealed or mine <= store.present():
+        return len(mine)
+    check_stage(store.directory, where.origin)
+    mark_share(store.directory, share, where, found)
+    _generate(recipe, share, where, store, sorted(mine - store.present()), found, display, stop)
+    if stop.asked:
+        raise stop.stopped(f"{len(mine & store.present())} of {len(mine)} groups of share {share} are on disk")
+    return len(mine)
 
 
 def _generate(
@@ -75,7 +119,7 @@ def _generate(
     problems = prepare(recipe.data, recipe.reward, tokenizer, found)
     log = RunDirectory(recipe.run.dir).logs / f"engine-share-{share.writer:04d}.log"
     how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
-    held = Unfinished(store.directory, share.writer, sampled_with(recipe, how, where.cursor.updates), store.named())
+    held = Unfinished(store.directory, share.writer, sampled_with(recipe, how, where.version), store.named())
     with _engine(recipe, share, where.weights, log, stop) as engine, Verifier(recipe.reward) as verifier:
         with display.waiting(f"waiting for the engine, see {log}"):
             if problem := first_start_problem(engine):
@@ -87,7 +131,7 @@ def _generate(
                 scorer = Scorer(verifier, tokenizer)
                 try:
                     engine.wait_ready()
-                    engine.set_version(where.cursor.updates)
+                    engine.set_version(where.version)
                     with closing(engine.generate(_prompts(recipe, problems, where, left), n, how, held)) as groups:
                         for group in scorer.during(_until(groups, stop)):
                             _keep(store, group, recipe, left, bar, held)

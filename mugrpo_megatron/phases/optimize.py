@@ -28,24 +28,33 @@ from mugrpo_megatron.weights.flops import model_flops
 
 
 def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Log a new stage's statistics, and by how much engine and learner differ on the same weights."""
+    """Log a new stage's statistics, and by how much engine and learner differ on the same weights.
+
+    A stage that other weights have sampled (`schedule.prefetch`) has no such figure: the learner's are later ones.
+    """
     if cursor.age > 0:
         return  # the weights have changed; it was measured at the stage's start
     samples = stage.read_update(0)[:MISMATCH_RESPONSES]
+    same = samples[0].weight_version == cursor.updates
+    run.log.stage(cursor.stage, stage.statistics() | (_mismatch(run, learner, samples, cursor) if same else {}))
+    if run.is_main and run.recipe.track.wandb_project:
+        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
+    probe(run, learner, cursor, age=0)
+
+
+def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
+    """By how much engine and learner differ; empty for responses that were imported without logprobs."""
     with run.log.phase("logprobs", cursor.stage):
         own = np.concatenate(token_logprobs(learner, samples))
     engines = np.concatenate([sample.behaviour_logprobs for sample in samples])
+    if np.isnan(engines).any():
+        return {}
     distance = np.abs(engines - own)
-    mismatch = {
+    return {
         "mismatch_mean": float(distance.mean()),
         "mismatch_p99": float(np.quantile(distance, 0.99)),
         "mismatch_max": float(distance.max()),
     }
-    known = not np.isnan(engines).any()  # unless the responses were imported without logprobs
-    run.log.stage(cursor.stage, stage.statistics() | (mismatch if known else {}))
-    if run.is_main and run.recipe.track.wandb_project:
-        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
-    probe(run, learner, cursor, age=0)
 
 
 def _shown(samples: Sequence[Sample]) -> list[dict[str, Any]]:
@@ -76,7 +85,9 @@ def record_update(
     """Log one update and advance the bar; TrainingFailure after `optimizer.max_skipped` skipped updates in a row."""
     reward = float(np.mean([sample.reward for sample in samples]))
     parts = component_means(sample.components for sample in samples)
-    found = {**metrics, "reward_mean": reward, **parts, **_utilization(learner, samples, metrics)}
+    staleness = cursor.updates - samples[0].weight_version
+    found = {"staleness": staleness, **metrics, "reward_mean": reward, **parts}
+    found |= _utilization(learner, samples, metrics)
     run.log.update(cursor.stage, cursor.updates, cursor.age, found)
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])
     if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+from mugrpo_megatron.phases.hf import write_hf
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
@@ -14,8 +15,8 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
     every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
-    in a run that takes one stage's updates, always at its end. Raises Stopped, with everything saved, when the
-    run was asked to stop.
+    in a run that takes one stage's updates, always at its end. A save at a stage's end writes `hf/`, too. Raises
+    Stopped, with everything saved, when the run was asked to stop.
 
     The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
     """
@@ -26,18 +27,25 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
     if stopping or overdue or due:
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
+            if stage_ends and not last and section.hf and not run.recipe.schedule.prefetch:
+                write_hf(run, cursor)  # with prefetch hf/ holds the weights that sample the next stage
     if stopping:
         save_and_stop(run, cursor)
 
 
-def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
-    """Save the learner unless it is saved at `cursor`, where the run will resume, and raise Stopped. Collective.
-
-    `kept` says what else is kept or dropped.
-    """
+def save_now(run: Run, cursor: Cursor) -> None:
+    """Save the learner, durably, unless it is saved at `cursor`, where the run will resume. Collective."""
     run.saver.wait()
     if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
         with run.log.phase("save", cursor.stage):
             run.saver.save(cursor)
         run.saver.wait()
+
+
+def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
+    """`save_now`, and raise Stopped. Collective.
+
+    `kept` says what else is kept or dropped.
+    """
+    save_now(run, cursor)
     raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")

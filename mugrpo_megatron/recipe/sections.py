@@ -203,6 +203,9 @@ class CheckpointSection(Section):
     """Copy the state to host memory and write it while training continues; false waits for the disk."""
     keep: PositiveInt = 2
     """Number of newest complete checkpoints to keep."""
+    hf: bool = True
+    """Also write `hf/` when a stage's end is saved, for `mugrpo generate --engine-only`; `asynchronous` holds the whole
+    model on the first rank's host meanwhile. False writes it at the run's end alone."""
 
 
 class TrackSection(Section):

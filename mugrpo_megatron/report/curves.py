@@ -83,8 +83,8 @@ MAX_AGES = 256
 
 
 def ages_of(updates: Iterable[Row]) -> range:
-    """The first age of each point of the axis `age`."""
-    count = 1 + max((row["age"] for row in updates), default=0)
+    """The first age of each point of the axis `age`: that of the data, in updates."""
+    count = 1 + max((staleness(row) for row in updates), default=0)
     return range(0, count, -(-count // MAX_AGES))
 
 
@@ -92,8 +92,14 @@ def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
     """The updates that each point of `ages` stands for, over all stages."""
     found: list[list[Row]] = [[] for _ in ages]
     for row in updates:
-        found[row["age"] // ages.step].append(row)
+        found[staleness(row) // ages.step].append(row)
     return found
+
+
+def staleness(update: Row) -> int:
+    """Updates since the update's responses were sampled; a log of before the metric has the same in `age`."""
+    found = update.get("staleness")
+    return int(update["age"] if found is None else found)
 
 
 def column(rows: Iterable[Row], metric: str) -> Values:

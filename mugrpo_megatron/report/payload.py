@@ -11,7 +11,7 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.atlas import AXIS, atlas_ages, trigger_axes
 from mugrpo_megatron.report.charts import charts
-from mugrpo_megatron.report.curves import Chart, ages_of
+from mugrpo_megatron.report.curves import Chart, ages_of, staleness
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
 from mugrpo_megatron.report.probes import followed, objective_of
@@ -72,7 +72,7 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
         end={
             "u": run.updates[-1]["update"] + 1 if run.updates else 1,
             "t": run.seconds,
-            "age": max([1, *(row["age"] for row in run.updates), *axes[AXIS]["u"]]),
+            "age": max([1, *(staleness(row) for row in run.updates), *axes[AXIS]["u"]]),
             "length": longest,
             "reward": last,
         },

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,14 @@ from mugrpo_megatron.files.checkpoint import STATE, read_state
 from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.recipe.sections import CheckpointSection
+from mugrpo_megatron.run.background import Background
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.weights.hf import gather_hf, save_hf
 
 NAME = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 GRACE_S = 10.0
@@ -37,8 +41,7 @@ class Saver:
         """`run` is the id that the checkpoints carry."""
         self._learner, self._directory, self._section, self._run = learner, directory, section, run
         self._group = dist.new_group(backend="gloo") if section.asynchronous else None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._checkpoint, self._hf = Background("checkpoint"), Background("hf")
         self._began = time.monotonic()
 
     @property
@@ -53,36 +56,45 @@ class Saver:
         With `checkpoint.asynchronous` this returns when the state is copied. Raises what the previous save raised, so
         a full disk ends the run at the next save at the latest.
         """
-        self.wait()
+        self._checkpoint.wait()
         self._began = time.monotonic()
         path = self._directory / checkpoint_name(cursor)
         place = {"run": self._run, "cursor": asdict(cursor)}
         write = checkpoint.begin_save(self._learner, path, place, self._group, copy=self._section.asynchronous)
         if self._section.asynchronous:
-            self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
-            self._thread.start()
+            self._checkpoint.start(lambda: self._write(write))
         else:
             write()
             self._remove_old()
 
+    def save_hf(self, like: Path, out: Path, notes: Mapping[str, Any]) -> None:
+        """Write the policy as a Hugging Face checkpoint, `out`, in place of an earlier one; as `save` does. Collective.
+
+        Config and tokenizer are those of `like`; `notes` are JSON objects to write with them, by file name.
+        """
+        self._hf.wait()
+        chunks = [policy(chunk) for chunk in self._learner.chunks]
+        model = self._learner.architecture
+        if not self._section.asynchronous:
+            save_hf(chunks, model, like, out, replace=True, notes=notes)
+            return
+        cuda = self._learner.ranks.device.type == "cuda"
+        keep: Callable[[torch.Tensor], torch.Tensor] = Staging(pinned=True).to_host if cuda else torch.clone
+        self._hf.start(gather_hf(chunks, model, like, out, keep, notes))
+
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last save is durable; raises what it raised."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        """Wait until the last saves are durable; raises what one of them raised."""
+        try:
+            self._checkpoint.wait(timeout_s)
+        finally:
+            self._hf.wait(timeout_s)
 
     def _write(self, write: Callable[[], None]) -> None:
-        try:
-            if self._learner.ranks.device.type == "cuda":
-                # A new thread has device 0, where the writer's streams would take memory from another rank.
-                torch.cuda.set_device(self._learner.ranks.device)
-            write()
-            self._remove_old()
-        except BaseException as error:
-            self._failure = error
+        if self._learner.ranks.device.type == "cuda":
+            # A new thread has device 0, where the writer's streams would take memory from another rank.
+            torch.cuda.set_device(self._learner.ranks.device)
+        write()
+        self._remove_old()
 
     def _remove_old(self) -> None:
         if self._learner.ranks.rank == 0:

@@ -12,9 +12,10 @@ from mugrpo_megatron.recipe.sections import ScheduleSection
 class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
-    `age` counts the updates already taken on the stage's responses, so it is also how stale they are. Each of the
-    stage's µ updates is taken `schedule.passes` times. A run is finished after S µ x passes updates; where stages end
-    early, it takes more than S stages to get there.
+    `age` counts the updates already taken on the stage's responses, so it is also how stale they are, but for those
+    that were sampled before the stage began (`schedule.prefetch`). Each of the stage's µ updates is taken
+    `schedule.passes` times. A run is finished after S µ x passes updates; where stages end early, it takes more than S
+    stages to get there.
     """
 
     stage: int = 0
@@ -52,6 +53,25 @@ class Cursor:
             repeated = max(0, self.age + 1 - held)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated)
+
+    def next_stage(self, schedule: ScheduleSection, held: int) -> Cursor:
+        """The start of the stage after this one, which holds the responses of `held` updates and ends with its last."""
+        length = self.stage_length(schedule, held)
+        return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - held))
+
+    def offers(self, schedule: ScheduleSection, held: int) -> Cursor | None:
+        """The start of the next stage, if the weights at this cursor may sample it: `schedule.prefetch`; else None.
+
+        They may from that many updates before the stage's end on, from its start where it is shorter.
+        """
+        following = self.next_stage(schedule, held)
+        due = following.updates - self.updates <= schedule.prefetch
+        return following if due and not following.finished(schedule) else None
+
+    def begins_offer(self, schedule: ScheduleSection, held: int) -> bool:
+        """Whether this is the first cursor of the stage at which `offers` names the next one."""
+        left = self.stage_length(schedule, held) - self.age
+        return left == schedule.prefetch or (self.age == 0 and left < schedule.prefetch)
 
     def of_stage(self, schedule: ScheduleSection, held: int) -> float:
         """The part of the stage's updates that are taken, from 0 to below 1."""

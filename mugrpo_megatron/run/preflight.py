@@ -45,8 +45,6 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     """
     if rank_of_environment() == 0:  # the others would see what rank 0 is writing
         check_directory(recipe)
-    if recipe.schedule.prefetch:
-        raise UserError("schedule.prefetch: `mugrpo plan` knows it, and this version cannot train with it; set it to 0")
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
     check_extra(recipe.engine.extra)

@@ -23,11 +23,12 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
+from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.run.world import World, open_world, telling_failures
-from mugrpo_megatron.stages.manifest import Origin, check_stage
+from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
 
@@ -62,7 +63,8 @@ class Run:
     def stage_store(self, cursor: Cursor, writer: int = 0) -> StageStore:
         """The cursor's stage on disk; each rank that generates into it is a `writer` of its own."""
         replay = self.recipe.learner.routing_replay
-        return StageStore(self.directory.stage(cursor.stage), writer, origin(self.record, cursor), replay)
+        origin = stage_origin(self.directory, self.record, cursor, self.recipe.schedule)
+        return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     @contextmanager
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
@@ -122,7 +124,7 @@ def open_run(
         if is_main and found:
             record_data(directory.path, found)
         if record:
-            check_stage(directory.stage(standing.stage), origin(record, standing))
+            check_stage(directory.stage(standing.stage), stage_origin(directory, record, standing, recipe.schedule))
         tracked = open_log(
             directory.path,
             recipe.track,
@@ -166,11 +168,6 @@ def open_run(
         run = Run(recipe, directory, world, log, display, saver, record)
         with telling_failures(learner.ranks):
             yield run, learner, Engines(bridge, generator), cursor
-
-
-def origin(record: Record, cursor: Cursor) -> Origin:
-    """Where the stage at which the cursor stands has to come from."""
-    return Origin(record.of_stage(cursor.stage), cursor.stage, cursor.updates - cursor.age)
 
 
 def restore(learner: Learner, directory: RunDirectory, record: Record, log: MetricLog, display: Display) -> Cursor:

@@ -31,8 +31,9 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, start
+from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, origin, restore
+from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, restore
 from mugrpo_megatron.run.stopping import listening
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
@@ -72,7 +73,8 @@ class Workshop:
             assert record is not None
             standing = self.world.broadcast(newest_cursor(directory.checkpoints) if self.is_main else Cursor())
             if self.is_main:
-                check_stage(directory.stage(standing.stage), origin(record, standing))
+                origin = stage_origin(directory, record, standing, recipe.schedule)
+                check_stage(directory.stage(standing.stage), origin)
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(

@@ -80,7 +80,8 @@ class Origin:
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """Optimizer updates before the stage: the version of the weights that sampled its responses."""
+    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer by
+    `schedule.prefetch`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,13 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
             )
     for name in manifests:
         check_origin(directory, read_manifest(directory, name), origin)
+
+
+def origins(directory: Path) -> list[Origin]:
+    """What the stage's manifests say of where it belongs."""
+    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
+    found = (read_manifest(directory, name).origin for name in names)
+    return [origin for origin in found if origin]
 
 
 def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:

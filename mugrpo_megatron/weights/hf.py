@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,38 @@ def save_hf(
     dist.broadcast_object_list(failure)
     if failure[0] is not None:
         raise failure[0]
+
+
+@torch.no_grad()
+def gather_hf(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    like: Path,
+    out: Path,
+    keep: Callable[[torch.Tensor], torch.Tensor],
+    notes: Mapping[str, Any],
+) -> Callable[[], None]:
+    """Gather the learner's weights on rank 0's host, and return the function that writes them as `save_hf` does.
+
+    Collective; `keep` copies a tensor to the host. The function communicates with no rank, so training may continue
+    before it is called, in any thread; on other ranks than 0 it does nothing. It replaces an earlier `out`, and raises
+    UserError when that cannot be written. Rank 0's host holds the whole model until then.
+    """
+    plan = build_plan(chunks, architecture, BUCKET_BYTES)
+    is_main = dist.get_rank() == 0
+    tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
+    held = [keep(tensor) for tensor in tensors if is_main]
+    if not is_main:
+        return lambda: None
+    specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
+
+    def write() -> None:
+        try:
+            _write(out, divide(specs, SHARD_BYTES), iter(held), like, specs[0].dtype, notes)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror})") from None
+
+    return write
 
 
 def _write(

@@ -23,10 +23,9 @@ from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
 from mugrpo_megatron.run.record import MARK, mark, read_record
-from mugrpo_megatron.run.run import origin
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.logprobs import read_logprobs, write_logprobs
-from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 
 UPDATES, PROMPTS = 2, 2
@@ -52,7 +51,7 @@ def group(index: int, version: int) -> list[Sample]:
 def stage_of(directory: RunDirectory, number: int) -> StageStore:
     record = read_record(directory.path)
     assert record
-    return StageStore(directory.stage(number), origin=origin(record, Cursor(number, 0, number * UPDATES)))
+    return StageStore(directory.stage(number), origin=Origin(record.of_stage(number), number, number * UPDATES))
 
 
 def fill(store: StageStore, number: int, groups: range = range(GROUPS)) -> None:

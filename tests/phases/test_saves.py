@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +16,36 @@ from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import MARK, Record
 from tests.tiny import FINISHED, mugrpo, write_run
 
 
-def saves(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> list[tuple[int, int]]:
-    """(stage, age) at each save of a run."""
-    recipe = Recipe.model_validate(
-        {"schedule": {"stages": stages, "updates_per_stage": updates}, "checkpoint": checkpoint}
+@dataclass
+class Saves:
+    """(stage, age) of each."""
+
+    learner: list[tuple[int, int]]
+    hf: list[tuple[int, int]]
+
+    def add_hf(self, like: Path, out: Path, notes: dict[str, Any]) -> None:
+        cursor = notes[MARK]["cursor"]
+        self.hf.append((cursor["stage"], cursor["age"]))
+
+
+def saves(stages: int, updates: int, engines: int = 1, prefetch: int = 0, **checkpoint: int) -> Saves:
+    """Where a run saves, and where it writes `hf/` besides."""
+    schedule = {"stages": stages, "updates_per_stage": updates, "prefetch": prefetch}
+    recipe = Recipe.model_validate({"schedule": schedule, "checkpoint": checkpoint})
+    found = Saves([], [])
+    saver = SimpleNamespace(
+        overdue=False, save=lambda cursor: found.learner.append((cursor.stage, cursor.age)), save_hf=found.add_hf
     )
-    found: list[tuple[int, int]] = []
-    saver = SimpleNamespace(overdue=False, save=lambda cursor: found.append((cursor.stage, cursor.age)))
     world = SimpleNamespace(any_rank=lambda *flags: list(flags), engines=engines)
     log, stop = SimpleNamespace(phase=lambda *_: nullcontext()), SimpleNamespace(asked=False)
-    run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=True)
+    world.broadcast = lambda value: value
+    run: Any = SimpleNamespace(recipe=recipe, world=world, saver=saver, log=log, stop=stop, is_main=False)
+    run.directory, run.record = RunDirectory(recipe.run.dir), Record("r")
     cursor = Cursor()
     while not cursor.finished(recipe.schedule):
         cursor = cursor.advanced(recipe.schedule, cursor.stage_updates(recipe.schedule))
@@ -48,11 +66,19 @@ def saves(stages: int, updates: int, engines: int = 1, **checkpoint: int) -> lis
 def test_saves_at_the_ends_of_every_nth_stage_and_of_the_last(
     checkpoint: dict[str, int], expected: list[tuple[int, int]]
 ) -> None:
-    assert saves(5, 4, **checkpoint) == expected
+    found = saves(5, 4, **checkpoint)
+    assert found.learner == expected
+    assert found.hf == [(stage, age) for stage, age in expected[:-1] if age == 0], "the last is written when it is over"
+
+
+def test_hf_is_written_inside_a_run_only_where_it_may_be() -> None:
+    assert saves(3, 2).hf == [(1, 0), (2, 0)]
+    assert saves(3, 2, hf=False) == Saves([(1, 0), (2, 0), (3, 0)], [])
+    assert saves(3, 2, prefetch=1) == Saves([(1, 0), (2, 0), (3, 0)], []), "it holds what samples the next stage"
 
 
 def test_a_stage_optimized_by_its_own_command_is_always_saved() -> None:
-    assert saves(3, 2, engines=0, every_stages=9) == [(1, 0), (2, 0), (3, 0)]
+    assert saves(3, 2, engines=0, every_stages=9).learner == [(1, 0), (2, 0), (3, 0)]
 
 
 @pytest.mark.process
