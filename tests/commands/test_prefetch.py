@@ -70,7 +70,7 @@ def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> No
 @pytest.mark.night
 def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> None:
     """Before the offer, while both sides work, while the learner waits, and between the last group and the seal."""
-    recipe = recipe_of(tmp_path / "early", stages=3, prefetch=1, prompts=500, checkpoint={"every_updates": 1})
+    recipe = recipe_of(tmp_path / "early", stages=3, prefetch=1, prompts=1200, checkpoint={"every_updates": 1})
     run = recipe.parent / "run"
     directory = RunDirectory(run)
 
@@ -95,17 +95,17 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         learner = start("train", recipe)
         until(followers[1], lambda: groups(1) > 0)
         end(followers[1], signal.SIGKILL)
-        assert 0 < groups(1) < 1000
+        assert 0 < groups(1) < 2400
         until(learner, lambda: newest_cursor(directory.checkpoints) == Cursor(1, 0, 4))
         end(learner, signal.SIGKILL)
         followers[1] = start(*follows(recipe, "1/2"))
-        until(followers[0], lambda: groups(0) + groups(1) == 2000)
+        until(followers[0], lambda: groups(0) + groups(1) == 4800)
         assert not StageStore(directory.stage(1)).sealed
         learner = start("train", recipe)
         for command in (learner, *followers):
             assert command.wait() == 0, command.said
     check_run(run, stages=3, prefetch=1)
-    usual = recipe_of(tmp_path / "usual", stages=3, prefetch=0, prompts=500)
+    usual = recipe_of(tmp_path / "usual", stages=3, prefetch=0, prompts=1200)
     mugrpo("train", usual)
     for stage in range(3):
         assert problems(directory.stage(stage)) == problems(usual.parent / "run" / "stages" / f"{stage:05d}")
