@@ -6,6 +6,7 @@ import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prepare import Problems
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
@@ -26,18 +27,18 @@ from mugrpo_megatron.run.run import Engines, Run, open_run
 from mugrpo_megatron.stages.store import StageStore
 
 
-def train(recipe: Recipe, found: Problems | None = None) -> None:
+def train(recipe: Recipe, found: Problems | None = None, ahead: HostProcess | None = None) -> None:
     """S stages of µ updates each, with one objective.
 
     Schedule and objective together make the method: mu-GRPO is S=4, µ=1024 with the objective `mu_grpo`, ordinary GRPO
     S=1024, µ=4 with `grpo`. GRPO's objective at µ=1024 is the paper's failing baseline (arXiv 2605.17570, Table 1).
 
     Every rank of the world runs this function. A run directory that holds an unfinished run is continued. `found` are
-    the problems where they were read before.
+    the problems where they were read before, `ahead` the engine's process where it was started before.
     """
     if show_finished(recipe):
         return
-    with open_run(recipe, found=found) as (run, learner, engines, cursor):
+    with open_run(recipe, found=found, ahead=ahead) as (run, learner, engines, cursor):
         while not cursor.finished(recipe.schedule):
             generate_stage(run, learner, engines, cursor)
             cursor = optimize_stage(run, learner, engines, cursor)

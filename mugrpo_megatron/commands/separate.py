@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.placement import rank_of_environment
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases.finish import export
 from mugrpo_megatron.phases.prefetch import next_is_offered
@@ -19,16 +20,18 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import generate_stage, optimize_stage
 
 
-def generate_alone(recipe: Recipe, stage: int | None, found: Problems | None = None) -> None:
+def generate_alone(
+    recipe: Recipe, stage: int | None, found: Problems | None = None, ahead: HostProcess | None = None
+) -> None:
     """Generate, score and seal the run's current stage. Every rank runs this.
 
-    `found` are the problems if they were read already. Raises UserError when `stage` is given and is not the current
-    one.
+    `found` are the problems if they were read already, `ahead` the engine's process if it was started. Raises UserError
+    when `stage` is given and is not the current one.
     """
     if _sealed(recipe, _standing(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    with open_run(recipe, found=found) as (run, learner, engines, cursor):
+    with open_run(recipe, found=found, ahead=ahead) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 from mugrpo_megatron import __version__
@@ -22,14 +23,17 @@ from mugrpo_megatron.recipe import Recipe
 
 def _train(options: Options) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.engine.ahead import host_ahead
         from mugrpo_megatron.run.directory import is_finished
         from mugrpo_megatron.run.preflight import check_run
 
-        recipe, found = (recipe, None) if is_finished(recipe) else check_run(recipe, say)
-        say(IMPORTING)
-        from mugrpo_megatron.train import train
+        finished = is_finished(recipe)
+        recipe, found = (recipe, None) if finished else check_run(recipe, say)
+        with nullcontext() if finished else host_ahead(recipe) as ahead:
+            say(IMPORTING)
+            from mugrpo_megatron.train import train
 
-        train(recipe, found)
+            train(recipe, found, ahead)
 
     return with_recipe(options, run)
 
@@ -65,13 +69,15 @@ def _generate(options: Options) -> int:
         raise UserError(f"{'--shard' if options.shard else '--follow'} goes with --engine-only")
 
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.engine.ahead import host_ahead
         from mugrpo_megatron.run.preflight import check_run
 
         recipe, found = check_run(recipe, say)
-        say(IMPORTING)
-        from mugrpo_megatron.commands.separate import generate_alone
+        with host_ahead(recipe) as ahead:
+            say(IMPORTING)
+            from mugrpo_megatron.commands.separate import generate_alone
 
-        generate_alone(recipe, options.stage, found)
+            generate_alone(recipe, options.stage, found, ahead)
 
     return with_recipe(options, run)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mugrpo_megatron.engine.flights import Flights
-from mugrpo_megatron.engine.launch import COMPILED, engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
@@ -49,18 +49,19 @@ class Engine:
         log: Path,
         slot: EngineSlot = ALONE,
         cancelled: Callable[[], bool] = lambda: False,
+        ahead: HostProcess | None = None,
     ) -> None:
         """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served.
 
-        Every wait calls `cancelled` repeatedly; once that is True, the call ends the engine and raises EngineStopped.
+        Its first process is `ahead`, if that was started for this recipe on this device. Every wait calls `cancelled`
+        repeatedly; once that is True, the call ends the engine and raises EngineStopped.
         """
         self._recipe, self._section, self._cancelled = recipe, recipe.engine, cancelled
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
-        if not self._cuda:
-            self._arguments[COMPILED] = recipe.engine.compiled
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
         self.log = log
+        self._ahead = ahead
         self._host: HostProcess | None = None
         self._ready = False
         self._asleep: set[Tag] = set()
@@ -82,9 +83,10 @@ class Engine:
         log: Path,
         slot: EngineSlot = ALONE,
         cancelled: Callable[[], bool] = lambda: False,
+        ahead: HostProcess | None = None,
     ) -> Engine:
         """Launch an engine and return at once; the arguments are those of the class."""
-        engine = cls(recipe, model_dir, log, slot, cancelled)
+        engine = cls(recipe, model_dir, log, slot, cancelled, ahead)
         engine.restart()
         return engine
 
@@ -94,7 +96,11 @@ class Engine:
         # A restarted engine must not repeat the random stream that it began with.
         seed = self._arguments["random_seed"] + 1_000_003 * self._starts
         arguments = {**self._arguments, "random_seed": seed}
-        self._host = HostProcess(arguments, self._environment, self.log, self._ends)
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.cuda != self._cuda:
+            ahead = HostProcess(self._environment, self._cuda, self._section.compiled)
+        self._host = ahead
+        self._host.load(arguments, self.log, self._ends)
         self._starts += 1
 
     @property

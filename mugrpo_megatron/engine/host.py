@@ -1,9 +1,10 @@
-"""The engine's own process: `python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID`.
+"""The engine's own process: `python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda compiled|plain`.
 
-Its main thread waits for a command, carries it out with SGLang's public calls, answers, and waits again. While it
-generates, SGLang's event loop runs and reads the socket as one more event source, so prompts arrive and groups leave
-without a pause. It leads a process group of its own. A guard kills the whole group when this process ends, for any
-reason, and this process ends with its parent: nothing outlives a killed learner.
+It imports SGLang before it is told what to load. Its main thread then waits for a command, carries it out with SGLang's
+public calls, answers, and waits again. While it generates, SGLang's event loop runs and reads the socket as one more
+event source, so prompts arrive and groups leave without a pause. It leads a process group of its own. A guard kills the
+whole group when this process ends, for any reason, and this process ends with its parent: nothing outlives a killed
+learner.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from mugrpo_megatron.engine.channel import Channel
-from mugrpo_megatron.engine.cpu_build import Build
-from mugrpo_megatron.engine.launch import COMPILED, SUMMING
+from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.load import read_load
+from mugrpo_megatron.engine.loading import engine_type, log_to
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
@@ -259,22 +261,8 @@ class Host:
         return self._version
 
 
-def load_engine(arguments: dict[str, Any]) -> Any:
-    """SGLang's engine with these arguments, in this process; on CPU, `cpu.CpuEngine`."""
-    # Imported here, so that the guard runs before the slow imports.
-    compiled = arguments.pop(COMPILED, False)
-    if arguments["device"] == "cpu":
-        build = Build() if compiled else None
-        from mugrpo_megatron.engine.cpu import CpuEngine
-
-        return CpuEngine(build.wait() if build else None, **arguments)
-    from sglang.srt.entrypoints.engine import Engine
-
-    return Engine(**arguments)
-
-
 def main() -> None:
-    descriptor, parent = map(int, sys.argv[1:])
+    descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     guard = start_guard()  # first: it cleans up even if the parent is gone already
     die_with_parent(parent)
     # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.
@@ -283,10 +271,12 @@ def main() -> None:
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
-    kind, arguments = connection.receive()
-    assert kind == "start"
     try:
-        engine = load_engine(arguments)
+        make = engine_type(device, compiled=sys.argv[4] == "compiled")
+        kind, (arguments, log) = connection.receive()
+        assert kind == "start"
+        log_to(Path(log))
+        engine = make(**arguments)
         engine.freeze_gc()
         connection.send(("ready", None))
         Host(engine, connection).serve()

@@ -8,12 +8,9 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
-from mugrpo_megatron.engine.sums import write_sums
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
@@ -21,6 +18,9 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
 from mugrpo_megatron.recipe.engines import BLOCK, check_deterministic_engine
 from mugrpo_megatron.recipe.layouts import experts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FP8 = {
     # As the weights come, they are multiplied; the backends that SGLang would choose rearrange scales once, at a start.
@@ -33,10 +33,8 @@ CPU_KV_BYTES = 1 << 29
 """Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
-SUMMING = f"{write_sums.__module__}.{write_sums.__name__}"
+SUMMING = "mugrpo_megatron.engine.sums.write_sums"
 """Import path of the "loader of weights" that takes their checksums."""
-COMPILED = "compiled"
-"""Argument of the host next to those of SGLang's server: whether a CPU engine compiles its kernels."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
 LENGTH_MARGIN = 8

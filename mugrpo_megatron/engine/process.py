@@ -40,31 +40,42 @@ class HostProcess:
     kills it as well when the thread that made it ends: make it in one that outlives it.
     """
 
-    def __init__(
-        self, arguments: dict[str, Any], environment: dict[str, str], log: Path, cancelled: Callable[[], bool]
-    ) -> None:
-        """Start it on `sglang.Engine(**arguments)`, output appended to `log`; returns before anything is loaded.
+    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool = False) -> None:
+        """Start it in `environment`; returns at once. It imports SGLang, then waits for `load`.
 
-        `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
+        compiled: on CPU, it compiles the engine's functions in C meanwhile.
         """
-        self._log, self._cancelled = log, cancelled
+        self.cuda = cuda
         self._scratch = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
+        self._log, self._cancelled = self._scratch / "engine.log", _never
+        # No name on disk, so that what it says before it has a log outlives it, whatever ends it.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
-        log.parent.mkdir(parents=True, exist_ok=True)
         # -P: a file in the current directory that is named like a package is not imported.
-        command = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host", str(theirs.fileno()), str(os.getpid())]
-        with theirs, log.open("ab") as output:
+        command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
+        with theirs:
             self._process = subprocess.Popen(
-                command,
+                [*command, str(theirs.fileno()), str(os.getpid()), device, "compiled" if compiled else "plain"],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=self._said,
+                stderr=self._said,
                 env=_same_package(environment) | _places(self._scratch),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         self._channel = Channel(ours)
-        self._channel.send(("start", arguments))
+        self._ended = False
+
+    def load(self, arguments: dict[str, Any], log: Path, cancelled: Callable[[], bool]) -> None:
+        """Have it load `sglang.Engine(**arguments)`, and append its output to `log`; returns at once.
+
+        `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
+        """
+        self._log, self._cancelled = log, cancelled
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        with suppress(OSError):  # it is gone; the next message that is waited for says why
+            self._channel.send(("start", (arguments, str(log))))
 
     @property
     def pid(self) -> int:
@@ -114,8 +125,12 @@ class HostProcess:
     def end(self, patience_s: float = 0.0) -> None:
         """Kill the process group, after `patience_s` for it to leave by itself, and remove what it left on disk.
 
-        Returns once the group is gone: only then is its memory free.
+        Returns once the group is gone: only then is its memory free. Another call does nothing: the group's number may
+        be that of others by then.
         """
+        if self._ended:
+            return
+        self._ended = True
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
         with suppress(ProcessLookupError):  # raised when no process of the group is left
@@ -126,10 +141,19 @@ class HostProcess:
         while any(_group_states(self._process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._channel.close()
+        self._keep_what_it_said()
         with suppress(FileNotFoundError):  # it failed before SGLang made any, or the guard was here first
             for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 Path(name).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _keep_what_it_said(self) -> None:
+        """Append to the log what a process said that ended before it heard of the log."""
+        self._said.seek(0)
+        if self._log.exists() and (said := self._said.read()):
+            with self._log.open("ab") as file:
+                file.write(said)
+        self._said.close()
 
     def _hung(self, how: str, timeout_s: float, doing: str) -> EngineFailure:
         states = "; ".join(_group_states(self._process.pid))
@@ -147,6 +171,10 @@ class HostProcess:
         self.end()
         tail = self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return EngineFailure("\n".join([cause, f"end of {self._log}:", *tail]))
+
+
+def _never() -> bool:
+    return False
 
 
 def _same_package(environment: dict[str, str]) -> dict[str, str]:

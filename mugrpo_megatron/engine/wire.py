@@ -4,8 +4,8 @@ Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that o
 (engine/channel.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
 cost of a short response at a few microseconds. So do the experts of a mixture's tokens, as small as they are stored.
 
-Client to host:  `start` arguments · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work] · `close`
-                 · `stop`
+Client to host:  `start` (arguments, log) · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work]
+                 · `close` · `stop`
 Host to client:  `ready` · `result` value · `groups` Groups · `begun` (places, Groups) · `progress` Load · `done`
                  · `error` text
 """

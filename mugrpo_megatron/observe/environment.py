@@ -57,6 +57,11 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return cores
 
 
+def may_find_cuda() -> bool:
+    """False only where `finds_cuda` is, as no driver has made a device; imports nothing."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
 def finds_cuda() -> bool:
     """Whether torch finds a CUDA device.
 

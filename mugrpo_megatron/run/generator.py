@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe
@@ -44,14 +45,20 @@ class Generator:
 
 
 def start(
-    recipe: Recipe, logs: Path, slot: EngineSlot, stack: ExitStack, stopping: Callable[[], bool]
+    recipe: Recipe,
+    logs: Path,
+    slot: EngineSlot,
+    stack: ExitStack,
+    stopping: Callable[[], bool],
+    ahead: HostProcess | None = None,
 ) -> tuple[EngineSlot, Engine, Verifier]:
     """Launch the slot's engine, which loads while this returns, and a verifier with its share of the node's cores.
 
-    `stack` ends them. Once `stopping()` is True, no call waits for the engine.
+    `stack` ends them. The engine takes the process `ahead` if it can. Once `stopping()` is True, no call waits for the
+    engine.
     """
     name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
-    engine = Engine.start(recipe, recipe.model.directory, logs / name, slot, stopping)
+    engine = Engine.start(recipe, recipe.model.directory, logs / name, slot, stopping, ahead)
     stack.callback(engine.stop)
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))

@@ -10,6 +10,7 @@ from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
+from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -99,13 +100,13 @@ class Engines:
 
 @contextmanager
 def open_run(
-    recipe: Recipe, generates: bool = True, found: Problems | None = None
+    recipe: Recipe, generates: bool = True, found: Problems | None = None, ahead: HostProcess | None = None
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
     """Check what can be checked before anything starts, start engines and learner, resume at the newest checkpoint.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
     With `generates` false there is neither engine nor verifier, and no problems are read; `found` are the problems if
-    `check_run` has read them before.
+    `check_run` has read them before, `ahead` the engine's process if it was started before (`engine.ahead`).
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
     is_main = rank_of_environment() == 0
@@ -138,7 +139,7 @@ def open_run(
         stop = stack.enter_context(listening(is_main))
         with log.phase("start", 0), stop.at_once("the run was still starting, and what it has on disk is as it was"):
             leads = slot if slot and slot.leads_engine else None
-            equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads and not cuda else None
+            equipment = start(recipe, directory.logs, leads, stack, stop.heard, ahead) if leads and not cuda else None
             with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
                 learner = build_learner(recipe)
             stack.enter_context(joined(learner.ranks))

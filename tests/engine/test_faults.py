@@ -71,8 +71,9 @@ def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_pat
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> None:
     """More is sent than the socket holds. The host is frozen at its start and loads nothing."""
-    host = HostProcess({}, dict(os.environ), tmp_path / "engine.log", lambda: cancelled)
+    host = HostProcess(dict(os.environ), cuda=False)
     os.kill(host._process.pid, signal.SIGSTOP)
+    host.load({}, tmp_path / "engine.log", lambda: cancelled)
     expected = EngineStopped if cancelled else EngineFailure
     with pytest.raises(expected, match=r"asked to stop during" if cancelled else r"read nothing for 1 s .*stopped"):
         host.send(("prompts", [b"x" * (16 << 20)]), 600 if cancelled else 1, "generate")
