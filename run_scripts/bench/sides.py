@@ -12,6 +12,7 @@ TRL is not a dependency; it is found on PYTHONPATH:
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -71,8 +72,8 @@ class Result:
     """Part -> wall-clock seconds."""
 
 
-def run_ours(job: Job, objective: str) -> Result:
-    """Run `mugrpo train` as a user would."""
+def run_ours(job: Job, objective: str, checkout: Path = ROOT) -> Result:
+    """Run `mugrpo train` as a user would, with the code of a checkout of this project."""
     stages = job.updates // job.mu
     with TemporaryDirectory() as folder:
         directory = Path(folder) / "run"
@@ -87,7 +88,13 @@ def run_ours(job: Job, objective: str) -> Result:
         ]
         command = ["-m", "mugrpo_megatron", "train", job.base, *[word for one in settings for word in ("--set", one)]]
         directory.mkdir()
-        process = subprocess.Popen([sys.executable, *command], stdout=subprocess.DEVNULL, cwd=ROOT)
+        places = filter(None, [str(checkout), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=subprocess.DEVNULL,
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
+        )
         meter = CpuMeter(psutil.Process(process.pid), directory / CPU_FILE)
         while process.poll() is None:
             time.sleep(0.5)
