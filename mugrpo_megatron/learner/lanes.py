@@ -1,10 +1,9 @@
 """Several micro-batches at once on CPU, each in a thread of its own.
 
-A small model's update is thousands of operations of a tenth of a millisecond. Sharing each of them among the cores
-means waking the other cores thousands of times, which costs as much as the work; on a busy machine every operation
-also waits for its slowest thread. So each thread takes a whole micro-batch, forward and backward, alone. It returns the
-gradients of its micro-batch instead of accumulating them, and they are added in the order of the micro-batches: the sum
-does not depend on which thread was faster.
+A small model's update is many operations of less than a millisecond. Sharing each of them among the cores means waking
+the other cores as often; on a busy machine every operation also waits for its slowest thread. So each thread takes a
+whole micro-batch, forward and backward, alone. It returns the gradients of its micro-batch instead of accumulating
+them, and they are added in the order of the micro-batches: the sum does not depend on which thread was faster.
 
 Only where micro-batches are independent computations of one process: without tensor, pipeline and context parallelism,
 experts and recomputation, whose state Megatron keeps for one micro-batch at a time. Megatron's schedule runs the rest.
@@ -27,7 +26,9 @@ Found = tuple[torch.Tensor, Sequence[torch.Tensor | None]]
 """What a micro-batch returns, and its gradients by parameter."""
 
 MOST_LANES = 4
-"""Python runs in one thread at a time, about a twentieth of a micro-batch."""
+"""Python runs in one thread at a time, so more lanes would wait for each other; measured with two."""
+LANES_FROM = 8192
+"""Tokens of a rank's update from which it is split for lanes; 3,000 are done sooner as one micro-batch."""
 MOST_PARAMETERS = 64 * 2**20
 """Each lane has gradients of its own; larger models keep the cores busy within each operation."""
 

@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.learner.lanes import lanes, run_lanes
+from mugrpo_megatron.learner.lanes import LANES_FROM, lanes, run_lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
@@ -30,9 +30,11 @@ Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 
 def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
     """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
-    ranks, recipe, at_once = learner.ranks, learner.recipe, lanes(learner)
+    ranks, recipe = learner.ranks, learner.recipe
+    lengths = [len(s.ids) for s in sequences]
+    at_once = lanes(learner) if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
     return plan(
-        [len(s.ids) for s in sequences],
+        lengths,
         ranks.dp_size,
         -(-recipe.learner.micro_batch_tokens // at_once),
         multiple=row_multiple(recipe, ranks),
@@ -128,7 +130,7 @@ def gather_tokens(
 
 
 def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: bool) -> list[torch.Tensor]:
-    if lanes(learner) > 1:
+    if lanes(learner) > 1 and len(batches) > 1:
         return run_lanes(learner, batches, read, forward_only)
     iterators = [iter(batches) for _ in learner.chunks]
     found = get_forward_backward_func()(
