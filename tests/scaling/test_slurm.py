@@ -100,7 +100,9 @@ def test_a_finished_run_a_failure_and_a_mistake_end_the_job(site: Site, code: in
     site.submit("--gpus-per-node=1", "run_scripts/slurm.sbatch", "train", "r")
     site.slurm.run()
     (job,) = site.slurm.jobs
-    assert (job.state, job.restarts, job.codes) == ("FAILED" if code else "COMPLETED", 0, [code])
+    assert (job.state, job.restarts) == ("FAILED" if code else "COMPLETED", 0)
+    # srun ends with the highest code: 137 if the other node was still starting, and was killed.
+    assert job.codes in ([code], [137] if code else [0])
 
 
 def test_a_cancelled_job_is_not_queued_again(site: Site) -> None:
