@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.stages.manifest import Shard, intact, verify
 
-ROW_GROUPS_IN_MEMORY = 8
+ROW_GROUPS_IN_MEMORY = 32
 """Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
 
 

@@ -125,3 +125,23 @@ def test_a_masked_token_is_as_if_it_were_not_there(name: str, tmp_path: Path) ->
     assert found["fewer"] == pytest.approx(found["shorter"], rel=1e-4, abs=1e-7)
     assert found["half in many rows"] == pytest.approx(found["half"], rel=1e-4, abs=1e-7)
     assert found["half"][0] == pytest.approx(found["half by hand"][0], rel=1e-4, abs=1e-7)
+
+
+def of_half(model: str, parallel: dict[str, Any]) -> tuple[float, float]:
+    """Loss and gradient norm of an update in several micro-batches, whose masks leave out half of the tokens."""
+    learner = build_learner(recipe(Path(model), optimizer=STILL, parallel=parallel))
+    return updated(learner, masked(samples(), "half"), budget=160)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "parallel",
+    [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}, {}],
+    ids=["tp2", "tp2 sp", "cp2", "pp2", "dp2"],
+)
+def test_masks_are_the_same_in_every_layout(parallel: dict[str, Any], tmp_path: Path) -> None:
+    """A rank holds a part of the vocabulary, of the rows or of the layers; the tokens trained on are those of one."""
+    model = str(save_model(tmp_path / "model"))
+    [alone] = run_ranks(1, of_half, model, {})
+    for rank in run_ranks(2, of_half, model, parallel):
+        assert rank == pytest.approx(alone, rel=1e-4)
