@@ -1,10 +1,12 @@
-"""Compares responses per second of the project's engine process with `sglang.Engine.generate` on one batch.
+"""Compares responses per second of the project's engine process with SGLang's engines on one batch.
 
-    python -m run_scripts.bench.engine [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7]
+    python -m run_scripts.bench.engine [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7] [--sides ...]
 
-Both engines have the same arguments and take turns, so that a busy machine slows both; CPU time is affected least. The
-bare engine gets all prompts, repeated n times, in one call and returns Python objects. Ours streams groups of n back as
-arrays, and the client's time counts. Without --model the model is a random Qwen2 of 115k parameters.
+`ours` is the client with the engine that a run has, `torch` the same with `engine.compiled = false`. `same` is that
+engine without host process and client, so that `ours` against it is what these cost; `bare` is `sglang.Engine`. All
+have the same arguments and take turns, so that a busy machine slows all; CPU time is affected least. `same` and `bare`
+get all prompts, repeated n times, in one call and return Python objects. Ours streams groups of n back as arrays, and
+the client's time counts. Without --model the model is a random Qwen2 of 115k parameters.
 """
 
 from __future__ import annotations
@@ -14,16 +16,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.host import load_engine
+from mugrpo_megatron.engine.launch import COMPILED, engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.models import save_model
 
@@ -42,61 +45,82 @@ def main() -> None:
         )
         cuda = runs_on_cuda(recipe)
         os.environ.update(engine_environment(recipe, model, cuda))
-        import sglang  # reads the environment at import
-
-        bare = sglang.Engine(**engine_arguments(recipe, model, cuda))
-        bare.freeze_gc()
-        engine = Engine.start(recipe, model, Path(folder) / "engine.log")
-        engine.wait_ready()
-        prompts = [Prompt(i, Problem(str(i), "", ""), _prompt_ids(i)) for i in range(options.prompts)]
-        requests = options.prompts * options.n
-        me = psutil.Process()
-        host = next(child for child in me.children() if "mugrpo_megatron.engine.host" in child.cmdline())
-        theirs = [me, *(child for child in me.children(recursive=True) if child.ppid() == me.pid and child != host)]
-        sides: dict[str, tuple[Callable[[], None], list[psutil.Process]]] = {
-            "bare": (lambda: _bare_round(bare, prompts, options.n, options.tokens), theirs),
-            "ours": (lambda: _our_round(engine, prompts, options.n, options.tokens), [me, host, *host.children()]),
-        }
+        prompts = [Prompt(i, Problem(str(i), "", ""), _prompt_ids(i, model)) for i in range(options.prompts)]
+        sides = {name: _Side(name, recipe, model, cuda, Path(folder)) for name in options.sides}
         wall: dict[str, list[float]] = {name: [] for name in sides}
         cpu: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(options.rounds + 1):
-            for name, (one_round, processes) in sides.items():
-                used, start = _cpu_seconds(processes), time.perf_counter()
-                one_round()
+            for name, side in sides.items():
+                used, start = side.cpu_seconds(), time.perf_counter()
+                side.generate(prompts, options.n, options.tokens)
                 wall[name].append(time.perf_counter() - start)
-                cpu[name].append(_cpu_seconds(processes) - used)
-        engine.stop()
-        bare.shutdown()
+                cpu[name].append(side.cpu_seconds() - used)
+                print(f"  {name}: {wall[name][-1]:.2f} s, {cpu[name][-1]:.2f} CPU s", flush=True)
+        for side in sides.values():
+            side.stop()
+    requests = options.prompts * options.n
     for name in sides:  # the first round warms up
         rates = [requests / seconds for seconds in wall[name][1:]]
         milliseconds = 1e3 * statistics.median(cpu[name][1:]) / requests
         print(f"{name}: median {statistics.median(rates):.0f} requests/s, best {max(rates):.0f}; ", end="")
         print(f"{options.tokens * statistics.median(rates):.0f} tokens/s; {milliseconds:.3f} CPU ms a request")
-    for what, figures in (("rate", wall), ("CPU time", cpu)):
-        ratios = [bare / ours for bare, ours in zip(figures["bare"][1:], figures["ours"][1:], strict=True)]
-        print(f"{what}, bare / ours: median {statistics.median(ratios):.3f} of {' '.join(f'{r:.2f}' for r in ratios)}")
+    first, *others = sides
+    for other in others:
+        for what, figures in (("rate", wall), ("CPU time", cpu)):
+            ratios = [a / b for a, b in zip(figures[first][1:], figures[other][1:], strict=True)]
+            print(f"{what}, {first} / {other}: median {statistics.median(ratios):.3f} of ", end="")
+            print(" ".join(f"{ratio:.2f}" for ratio in ratios))
 
 
-def _cpu_seconds(processes: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
+class _Side:
+    """One engine and its processes; this process is part of every side, and works for one at a time."""
+
+    def __init__(self, name: str, recipe: Recipe, model: Path, cuda: bool, folder: Path) -> None:
+        me = psutil.Process()
+        before = me.children(recursive=True)
+        compiled = {"engine": recipe.engine.model_copy(update={"compiled": name != "torch"})}
+        if name in ("ours", "torch"):
+            self._ours = Engine.start(recipe.model_copy(update=compiled), model, folder / f"{name}.log")
+            self._ours.wait_ready()
+        else:
+            self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda))
+            self._bare.freeze_gc()
+        self._client = name in ("ours", "torch")
+        self._processes = [me, *(child for child in me.children(recursive=True) if child not in before)]
+
+    @staticmethod
+    def _start_bare(name: str, arguments: dict[str, Any]) -> Any:
+        if name == "same":
+            return load_engine({**arguments, COMPILED: True})
+        import sglang  # reads the environment at import
+
+        return sglang.Engine(**arguments)
+
+    def generate(self, prompts: list[Prompt], n: int, tokens: int) -> None:
+        if self._client:
+            groups = list(self._ours.generate(prompts, n, Sampling(1.0, 1.0, tokens, ())))
+            assert sum(len(responses) for _, responses in groups) == n * len(prompts)
+        else:
+            outputs = self._bare.generate(
+                input_ids=[prompt.ids for prompt in prompts for _ in range(n)],
+                sampling_params={"temperature": 1.0, "top_p": 1.0, "max_new_tokens": tokens},
+                return_logprob=True,
+            )
+            assert len(outputs) == n * len(prompts)
+
+    def cpu_seconds(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes if process.is_running())
+
+    def stop(self) -> None:
+        if self._client:
+            self._ours.stop()
+        else:
+            self._bare.shutdown()
 
 
-def _bare_round(engine: Any, prompts: list[Prompt], n: int, tokens: int) -> None:
-    outputs = engine.generate(
-        input_ids=[prompt.ids for prompt in prompts for _ in range(n)],
-        sampling_params={"temperature": 1.0, "top_p": 1.0, "max_new_tokens": tokens},
-        return_logprob=True,
-    )
-    assert len(outputs) == n * len(prompts)
-
-
-def _our_round(engine: Engine, prompts: list[Prompt], n: int, tokens: int) -> None:
-    groups = list(engine.generate(prompts, n, Sampling(1.0, 1.0, tokens, ())))
-    assert sum(len(responses) for _, responses in groups) == n * len(prompts)
-
-
-def _prompt_ids(index: int) -> list[int]:
-    return [3 + (index * step) % 500 for step in (1, 7, 31, 57, 111)]
+def _prompt_ids(index: int, model: Path) -> list[int]:
+    others = min(500, (read_model_config(model)["vocab_size"] or 0) - 12)
+    return [3 + (index * step) % others for step in (1, 7, 31, 57, 111)]
 
 
 def _small_model(directory: Path) -> Path:
@@ -123,6 +147,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8, help="tokens per response")
     parser.add_argument("--running", type=int, default=1024, help="engine.max_running_requests")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--sides", nargs="+", default=["same", "ours"], choices=["same", "bare", "ours", "torch"])
     return parser.parse_args()
 
 
