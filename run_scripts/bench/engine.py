@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.host import load_engine
@@ -49,13 +50,15 @@ def main() -> None:
         sides = {name: _Side(name, recipe, model, cuda, Path(folder)) for name in options.sides}
         wall: dict[str, list[float]] = {name: [] for name in sides}
         cpu: dict[str, list[float]] = {name: [] for name in sides}
+        tokens: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(options.rounds + 1):
             for name, side in sides.items():
                 used, start = side.cpu_seconds(), time.perf_counter()
-                side.generate(prompts, options.n, options.tokens)
+                generated = side.generate(prompts, options.n, options.tokens)
                 wall[name].append(time.perf_counter() - start)
                 cpu[name].append(side.cpu_seconds() - used)
-                print(f"  {name}: {wall[name][-1]:.2f} s, {cpu[name][-1]:.2f} CPU s", flush=True)
+                print(f"  {name}: {wall[name][-1]:.2f} s, {cpu[name][-1]:.2f} CPU s, {generated} tokens", flush=True)
+                tokens[name].append(generated / wall[name][-1])
         for side in sides.values():
             side.stop()
     requests = options.prompts * options.n
@@ -63,7 +66,7 @@ def main() -> None:
         rates = [requests / seconds for seconds in wall[name][1:]]
         milliseconds = 1e3 * statistics.median(cpu[name][1:]) / requests
         print(f"{name}: median {statistics.median(rates):.0f} requests/s, best {max(rates):.0f}; ", end="")
-        print(f"{options.tokens * statistics.median(rates):.0f} tokens/s; {milliseconds:.3f} CPU ms a request")
+        print(f"{statistics.median(tokens[name][1:]):.0f} tokens/s; {milliseconds:.3f} CPU ms a request")
     first, *others = sides
     for other in others:
         for what, figures in (("rate", wall), ("CPU time", cpu)):
@@ -83,30 +86,34 @@ class _Side:
             self._ours = Engine.start(recipe.model_copy(update=compiled), model, folder / f"{name}.log")
             self._ours.wait_ready()
         else:
-            self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda))
+            self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda), recipe.engine.threads)
             self._bare.freeze_gc()
         self._client = name in ("ours", "torch")
         self._processes = [me, *(child for child in me.children(recursive=True) if child not in before)]
 
     @staticmethod
-    def _start_bare(name: str, arguments: dict[str, Any]) -> Any:
+    def _start_bare(name: str, arguments: dict[str, Any], threads: int) -> Any:
         if name == "same":
+            torch.set_num_threads(threads)  # its processes are forked, and this one has read the environment already
             return load_engine({**arguments, COMPILED: True})
         import sglang  # reads the environment at import
 
         return sglang.Engine(**arguments)
 
-    def generate(self, prompts: list[Prompt], n: int, tokens: int) -> None:
+    def generate(self, prompts: list[Prompt], n: int, tokens: int) -> int:
+        """Tokens that were generated."""
         if self._client:
             groups = list(self._ours.generate(prompts, n, Sampling(1.0, 1.0, tokens, ())))
-            assert sum(len(responses) for _, responses in groups) == n * len(prompts)
+            lengths = [len(response.ids) for _, responses in groups for response in responses]
         else:
             outputs = self._bare.generate(
                 input_ids=[prompt.ids for prompt in prompts for _ in range(n)],
                 sampling_params={"temperature": 1.0, "top_p": 1.0, "max_new_tokens": tokens},
                 return_logprob=True,
             )
-            assert len(outputs) == n * len(prompts)
+            lengths = [len(output["output_ids"]) for output in outputs]
+        assert len(lengths) == n * len(prompts)
+        return sum(lengths)
 
     def cpu_seconds(self) -> float:
         return sum(sum(process.cpu_times()[:2]) for process in self._processes if process.is_running())
