@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.host import load_engine
-from mugrpo_megatron.engine.launch import COMPILED, engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.loading import engine_type
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
@@ -95,7 +95,7 @@ class _Side:
     def _start_bare(name: str, arguments: dict[str, Any], threads: int) -> Any:
         if name == "same":
             torch.set_num_threads(threads)  # its processes are forked, and this one has read the environment already
-            return load_engine({**arguments, COMPILED: True})
+            return engine_type(arguments["device"], compiled=True)(**arguments)
         import sglang  # reads the environment at import
 
         return sglang.Engine(**arguments)
