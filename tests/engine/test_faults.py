@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -150,11 +151,18 @@ def test_nothing_outlives_the_client_or_the_host(
 def _members_with_scheduler(host: int) -> list[psutil.Process]:
     """The group's processes as soon as SGLang has forked its first child, which takes SGLang's name a little later."""
     members: list[psutil.Process] = []
-    while not any(p.name().startswith(("python", "sglang")) and p.ppid() == host for p in members):
+    while not any(_is_forked(process, host) for process in members):
         # Wait a moment for the host to end; it does not.
         psutil.wait_procs([psutil.Process(host)], timeout=0.1)
         members = group_processes(host)
     return members
+
+
+def _is_forked(process: psutil.Process, host: int) -> bool:
+    """Whether it is a child of the host, and not its compiler, which may have ended meanwhile."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name().startswith(("python", "sglang")) and process.ppid() == host
+    return False
 
 
 def _host(engine: Engine) -> int:

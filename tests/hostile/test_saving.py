@@ -14,6 +14,8 @@ from tests.hostile.places import disk
 from tests.learner.tiny import recipe, save_model
 from tests.ranks import run_ranks
 
+START = {"stage": 0, "age": 0, "updates": 0}
+
 pytestmark = pytest.mark.process
 
 PAGE = 4096
@@ -30,7 +32,9 @@ def save_on_disks_of(pages: list[int], model: Path, folder: Path) -> list[tuple[
             said = ""
             try:
                 for name in (FIRST, SECOND):
-                    checkpoint.begin_save(learner, place / name, {"run": "run", "cursor": {"stage": 0}})()
+                    checkpoint.begin_save(
+                        learner, place / name, {"run": "run", "cursor": {"stage": 0, "age": 0, "updates": 0}}
+                    )()
             except UserError as error:
                 said = str(error)
             whole = [path.name for path in complete(place)]

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
-CURSOR = {"stage": 3, "update": 2}
+CURSOR = {"stage": 3, "age": 2, "updates": 14}
 Sections = dict[str, dict[str, Any]]
 
 

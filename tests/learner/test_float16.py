@@ -63,7 +63,9 @@ def overflowing(model: str, directory: str) -> dict[str, Any]:
     set_scaler_state(learner.optimizer, {"scale": 64.0, "growth_tracker": 7, "hysteresis_tracker": 1})
     found["taken"] = on_policy(learner)
     found["saved"] = scaler_state(learner.optimizer)
-    checkpoint.begin_save(learner, Path(directory) / "checkpoint", {"run": "r", "cursor": {}})()
+    checkpoint.begin_save(
+        learner, Path(directory) / "checkpoint", {"run": "r", "cursor": {"stage": 0, "age": 0, "updates": 0}}
+    )()
     on_policy(learner)
     found["after"] = weights(learner).numpy()
     set_scaler_state(learner.optimizer, {"scale": 2.0, "growth_tracker": 0, "hysteresis_tracker": 1})

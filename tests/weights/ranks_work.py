@@ -124,7 +124,7 @@ def reload_megatron(cases: list[tuple[Path, Path, Path]], layout: Layout) -> Non
 def save_training_checkpoint(source: Path, target: Path, layout: Layout) -> None:
     """Hugging Face -> learner in the layout -> its training checkpoint, optimizer included."""
     learner = build_learner(recipe(source, **layout))
-    checkpoint.begin_save(learner, target, {"run": "r", "cursor": {}})()
+    checkpoint.begin_save(learner, target, {"run": "r", "cursor": {"stage": 0, "age": 0, "updates": 0}})()
 
 
 Shapes = dict[str, tuple[int, ...]]
