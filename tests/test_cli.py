@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
+from mugrpo_megatron.engine import ahead
 from tests.tiny import save_model, write_recipe
 
 
@@ -45,7 +47,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: P
         ("model.path=/nowhere", "not a Hugging Face checkpoint (no config.json there)"),
         ("data.train=/nowhere.jsonl", "/nowhere.jsonl"),
         ("rollout.max_response_tokens=100000", "exceeds the model's 1024 positions"),
-        ("data.max_prompt_tokens=2", "prompts of arithmetic are longer than data.max_prompt_tokens"),
+        pytest.param(
+            "data.max_prompt_tokens=2",
+            "prompts of arithmetic are longer than data.max_prompt_tokens",
+            marks=pytest.mark.process,  # the tokenizer counts them while the engine's process imports SGLang
+        ),
         ("eval.sets.math500.samples=4", "[eval.sets.math500] names no held-out set: those in data.eval are arithmetic"),
         ("eval.sets.arithmetic.max_tokens=100000", "eval's max_tokens = 100032 exceeds the model's 1024 positions"),
         ("data.eval=arithmetic,arithmetic", "data.eval names arithmetic 2 times"),
@@ -144,8 +150,9 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
 ) -> None:
     received: list[Any] = []
     stand_in = ModuleType("mugrpo_megatron.train")
-    stand_in.train = lambda recipe, found: received.append((capsys.readouterr().out, found))  # type: ignore[attr-defined]
+    stand_in.train = lambda recipe, found, ahead: received.append((capsys.readouterr().out, found))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "mugrpo_megatron.train", stand_in)
+    monkeypatch.setattr(ahead, "host_ahead", nullcontext)  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"generated_problems": 70})
     assert main(["train", str(recipe)]) == 0
     ((printed, found),) = received
@@ -167,6 +174,7 @@ def test_every_phase_is_checked_first(
 ) -> None:
     for name in ("mugrpo_megatron.commands.separate", "mugrpo_megatron.commands.sft"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))  # importing from it fails
+    monkeypatch.setattr(ahead, "host_ahead", nullcontext)  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     wrong = "data.train=/nowhere.jsonl" if command == "sft" else "parallel.tensor=3"
     assert main([command, str(recipe), "--set", wrong]) == 2

@@ -71,8 +71,8 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(loss_path, "predicting", lambda model, hidden, batch: hidden.index_select(0, batch.rows))
     learner: Any = SimpleNamespace(
         recipe=recipe(Path("unused")),
-        architecture=SimpleNamespace(vocab_size=VOCAB),
-        ranks=SimpleNamespace(tp_size=1, device=CPU),
+        architecture=SimpleNamespace(vocab_size=VOCAB, experts=0),
+        ranks=SimpleNamespace(tp_size=1, pp_size=1, cp_size=2, device=CPU),  # as on a GPU, nothing runs in lanes
         optimizer=SimpleNamespace(grad_scaler=None),
     )
     loss = objective.loss(learner, None)
