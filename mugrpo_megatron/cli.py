@@ -13,7 +13,9 @@ from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.command import Command, say
 from mugrpo_megatron.commands.table import COMMANDS
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
+from mugrpo_megatron.observe.environment import may_find_cuda
 from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.run.heap import keep_freed_memory
 from mugrpo_megatron.run.stopping import Stopped
 
 LINE_BREAK = re.compile(r"\s*\n\s*")
@@ -24,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Any other failure is a bug: traceback and 1.
     """
+    if not may_find_cuda():
+        keep_freed_memory()
     options = _parser().parse_args(arguments)
     # Megatron and torch warn of what `mugrpo doctor` reports in full.
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")

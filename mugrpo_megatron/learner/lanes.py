@@ -29,6 +29,9 @@ MOST_LANES = 4
 """Python runs in one thread at a time, so more lanes would wait for each other; measured with two."""
 LANES_FROM = 8192
 """Tokens of a rank's update from which it is split for lanes; 3,000 are done sooner as one micro-batch."""
+LANE_TOKENS = 4096
+"""Most tokens of a lane's micro-batch, unless one response is longer: measured with a model of 0.8M parameters, whose
+activations of 8,192 are out of the cache again before the backward pass reads them."""
 MOST_PARAMETERS = 64 * 2**20
 """Each lane has gradients of its own; larger models keep the cores busy within each operation."""
 

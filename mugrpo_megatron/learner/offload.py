@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from typing import Literal
 
 import torch
@@ -15,8 +13,6 @@ from mugrpo_megatron.learner.pinned import copy_back, move_to_host
 Part = Literal["optimizer", "weights"]
 """`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
-RELEASE_EVERY = 16
-"""Updates between two calls that return freed host memory to the system."""
 
 
 def offload(learner: Learner, part: Part) -> None:
@@ -39,18 +35,6 @@ def reload(learner: Learner) -> None:
     for copies in learner.offloaded.values():
         copy_back(copies)
     learner.offloaded.clear()
-
-
-def trim_host_memory(learner: Learner) -> None:
-    """Return freed host memory to the system, every `RELEASE_EVERY` updates on CPU.
-
-    The tensors of an update have as many sizes as its packed rows, so the C library's heap fragments: without this the
-    process grew by a third of a MiB an update throughout a stage. Memory that was returned must be faulted in again
-    page by page, so this does not run after every update.
-    """
-    due = learner.updates_done % RELEASE_EVERY == 0
-    if due and learner.ranks.device.type == "cpu" and sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:

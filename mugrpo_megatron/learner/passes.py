@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.learner.lanes import LANES_FROM, lanes, run_lanes
+from mugrpo_megatron.learner.lanes import LANE_TOKENS, LANES_FROM, lanes, run_lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy
@@ -33,10 +33,11 @@ def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
     ranks, recipe = learner.ranks, learner.recipe
     lengths = [len(s.ids) for s in sequences]
     at_once = lanes(learner) if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
+    row = -(-recipe.learner.micro_batch_tokens // at_once)
     return plan(
         lengths,
         ranks.dp_size,
-        -(-recipe.learner.micro_batch_tokens // at_once),
+        min(row, LANE_TOKENS) if at_once > 1 else row,
         multiple=row_multiple(recipe, ranks),
         count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else at_once,
     )

@@ -13,7 +13,6 @@ from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statis
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
-from mugrpo_megatron.learner.offload import trim_host_memory
 from mugrpo_megatron.learner.optimizer import Step, learning_rate, loss_scale, take_step
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens, sequence_of
 from mugrpo_megatron.learner.passes import forward_backward, gather_tokens, pack_share, plan_update, scores
@@ -54,7 +53,6 @@ def update(
             anchor=objective.anchor,
             entropy=entropy,
         )
-    trim_host_memory(learner)
     return {
         **metrics,
         "loss": float(loss),

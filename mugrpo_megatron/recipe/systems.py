@@ -33,7 +33,7 @@ class LearnerSection(Section):
 
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone.
-    Micro-batches that CPU threads run at once share it."""
+    Micro-batches that CPU threads run at once share it, with at most 4,096 each."""
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU."""
     recompute: Literal["none", "selective", "full"] = "none"

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mugrpo_megatron.run.heap import keep_freed_memory
 from mugrpo_megatron.samples import Sample
 
 SHAPES = {
@@ -41,6 +42,7 @@ CLIP = (0.8, 1.2)
 def main() -> None:
     options = _options()
     if options.one:
+        keep_freed_memory()  # as the command does, here for both sides
         print(json.dumps(_measure(options)))
         return
     print(f"torch {torch.__version__}, {options.threads} threads, {options.repeats} updates after two; median seconds")

@@ -13,7 +13,8 @@ import torch
 from mugrpo_megatron.learner.lanes import lanes
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.packing import sequence_of
+from mugrpo_megatron.learner.packing import Tokens, sequence_of
+from mugrpo_megatron.learner.passes import plan_update
 from mugrpo_megatron.learner.update import optimize, token_logprobs, update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
@@ -96,3 +97,19 @@ def at_once(model: str, sections: dict[str, Any]) -> int:
 )
 def test_megatrons_schedule_runs_what_shares_state(model: str, world: int, sections: dict[str, Any]) -> None:
     assert set(run_ranks(world, at_once, model, sections)) == {1}
+
+
+def row(model: str, threads: int, responses: int) -> int:
+    """Tokens of a micro-batch of an update of responses of 100 tokens."""
+    learner = build_learner(recipe(Path(model), learner={"threads": threads, "micro_batch_tokens": 16384}))
+    return plan_update(learner, [Tokens(np.zeros(100, dtype=np.int32), 99)] * responses).length
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("threads", "responses", "expected"),
+    [(1, 150, 15_000), (2, 150, 3_800), (2, 80, 8_000), (2, 82, 2_100)],
+)
+def test_a_lane_gets_rows_that_stay_in_the_cache(model: str, threads: int, responses: int, expected: int) -> None:
+    [length] = run_ranks(1, row, model, threads, responses)
+    assert length == expected
