@@ -20,8 +20,10 @@ def keep_freed_memory() -> None:
     Call it first of all: heaps that other threads have by then stay in use, as that of the thread which PyArrow starts
     when it is imported.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if not hasattr(library, "mallopt"):  # other C libraries have no such parameters
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):  # another C library than glibc
         return
     library.mallopt(M_ARENA_MAX, 1)
     library.mallopt(M_MMAP_MAX, 0)
