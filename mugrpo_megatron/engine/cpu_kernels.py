@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,7 +11,7 @@ LARGE_PAGE = 1 << 21
 MADV_HUGEPAGE = 14
 """Linux's number for this advice."""
 SHARED_WORK = 1 << 17
-"""Elements from which threads share a call; handing one over takes about 30 µs."""
+"""Elements from which threads share a call."""
 
 
 class Kernels:
@@ -21,7 +19,6 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._pool: ThreadPoolExecutor | None = None
         for name in ("decode", "rms_norm", "silu_and_mul", "rotate"):
             getattr(library, name).restype = None
 
@@ -44,16 +41,13 @@ class Kernels:
         kv_heads = keys.shape[1]
         out = query.new_empty(query.shape)
         longest = int(lengths.max())
-
-        def part(first: int, last: int) -> None:
-            scores = torch.empty(heads * (longest + 15))
-            self._library.decode(
-                _n(first), _n(last), _p(query), _n(query.stride(0)), _p(keys), _p(values), _p(slots),
-                _n(slots.stride(0)), _p(requests), _p(lengths), _n(kv_heads), _n(heads // kv_heads), _n(width),
-                ctypes.c_float(scale), _p(scores), _p(out),
-            )  # fmt: skip
-
-        self._share(part, sequences, 2 * longest * kv_heads * width)
+        room = heads * (longest + 15)
+        scores = torch.empty(torch.get_num_threads() * room)
+        self._library.decode(
+            *_rows(sequences, 2 * longest * kv_heads * width), _p(query), _n(query.stride(0)), _p(keys), _p(values),
+            _p(slots), _n(slots.stride(0)), _p(requests), _p(lengths), _n(kv_heads), _n(heads // kv_heads), _n(width),
+            ctypes.c_float(scale), _p(scores), _n(room), _p(out),
+        )  # fmt: skip
         return out
 
     def rms_norm(
@@ -63,50 +57,24 @@ class Kernels:
         out = torch.empty_like(x)
         width = x.shape[-1]
         behind = _n(0) if residual is None else _p(residual)
-
-        def part(first: int, last: int) -> None:
-            self._library.rms_norm(
-                _n(first), _n(last), _p(x), behind, _p(weight), _n(width), ctypes.c_float(epsilon), _p(out)
-            )
-
-        self._share(part, x.numel() // width, width)
+        self._library.rms_norm(
+            *_rows(x.numel() // width, width), _p(x), behind, _p(weight), _n(width), ctypes.c_float(epsilon), _p(out)
+        )
         return out
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x[..., :D]) * x[..., D:] of x [..., 2 D]."""
         width = x.shape[-1] // 2
         out = x.new_empty(*x.shape[:-1], width)
-
-        def part(first: int, last: int) -> None:
-            self._library.silu_and_mul(_n(first), _n(last), _p(x), _n(width), _p(out))
-
-        self._share(part, out.numel() // width, width)
+        self._library.silu_and_mul(*_rows(out.numel() // width, width), _p(x), _n(width), _p(out))
         return out
 
     def rotate(self, x: torch.Tensor, width: int, cache: torch.Tensor, positions: torch.Tensor) -> None:
         """Rotate the heads of x [T, heads * width] in place by `cache[positions]`, which is [cos, sin] [width]."""
         heads = x.shape[1] // width
-
-        def part(first: int, last: int) -> None:
-            self._library.rotate(
-                _n(first), _n(last), _p(x), _n(x.stride(0)), _n(heads), _n(width), _p(cache), _p(positions)
-            )
-
-        self._share(part, len(x), heads * width)
-
-    def _share(self, part: Callable[[int, int], None], rows: int, work: int) -> None:
-        """Call `part` on ranges of the rows, each of `work` elements: on one thread, or on torch's number of them."""
-        threads = torch.get_num_threads()
-        if threads == 1 or rows * work < SHARED_WORK:
-            part(0, rows)
-            return
-        if self._pool is None:  # not before the fork: threads do not survive it
-            self._pool = ThreadPoolExecutor(threads - 1)
-        ends = [rows * share // threads for share in range(threads + 1)]
-        others = [self._pool.submit(part, *ends[i : i + 2]) for i in range(1, threads)]
-        part(*ends[:2])
-        for other in others:
-            other.result()
+        self._library.rotate(
+            *_rows(len(x), heads * width), _p(x), _n(x.stride(0)), _n(heads), _n(width), _p(cache), _p(positions)
+        )
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
@@ -126,6 +94,11 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether `decode` takes them: float32, keys and values of one width, heads next to each other."""
     together = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
     return together and keys.shape == values.shape and query.dtype == keys.dtype == values.dtype == torch.float32
+
+
+def _rows(rows: int, work: int) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    """The rows of a call, each of `work` elements, and whether threads share them."""
+    return _n(rows), _n(torch.get_num_threads() > 1 and rows * work >= SHARED_WORK)
 
 
 def _n(count: int) -> ctypes.c_int64:

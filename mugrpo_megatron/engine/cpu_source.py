@@ -1,12 +1,19 @@
 """The C source of decoding on CPU: attention over the paged cache, and the steps between a layer's matrix products.
 
-All pointers are to float32 unless named otherwise, rows are contiguous, and lengths and counts are in elements. Each
-function computes rows `first` to `last` (exclusive), so that threads can share a call.
+All pointers are to float32 unless named otherwise, rows are contiguous, and lengths and counts are in elements. With
+`shared`, OpenMP's threads share the rows of a call. They are the threads of torch's matrix products, where those also
+run in GNU's OpenMP: threads of another pool would have to wake up, and take the cores from these.
 """
 
 SOURCE = r"""
 #include <math.h>
 #include <stdint.h>
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+#else
+#define omp_get_thread_num() 0
+#endif
+#define ROWS _Pragma("omp parallel for schedule(static) if (shared)") for (int64_t i = 0; i < rows; i++)
 #define INLINE static inline __attribute__((always_inline))
 #define AHEAD 4 /* cache rows fetched ahead: the rows of a sequence are far apart, and no hardware follows them */
 
@@ -92,14 +99,15 @@ INLINE void attend(const float *restrict query, const float *restrict keys, cons
 
 /* Attention of one query [heads * group, width] of each sequence to its first `lengths[i]` positions, whose cache rows
    [heads, width] are `table[requests[i]]`. Queries are `apart`, rows of the table `stride`. `scores` has room for
-   heads * group * (longest + 15). */
-void decode(int64_t first, int64_t last, const float *query, int64_t apart, const float *keys, const float *values,
+   `room`, heads * group * (longest + 15), for each thread. */
+void decode(int64_t rows, int64_t shared, const float *query, int64_t apart, const float *keys, const float *values,
             const int32_t *table, int64_t stride, const int64_t *requests, const int64_t *lengths, int64_t heads,
-            int64_t group, int64_t width, float scale, float *scores, float *out) {
+            int64_t group, int64_t width, float scale, float *scores, int64_t room, float *out) {
     const int64_t size = heads * group * width;
-    for (int64_t i = first; i < last; i++) {
+    ROWS {
+        float *own = scores + omp_get_thread_num() * room;
         const int32_t *slots = table + requests[i] * stride;
-#define OF(W, G) attend(query + i * apart, keys, values, slots, lengths[i], heads, G, W, scale, scores, out + i * size)
+#define OF(W, G) attend(query + i * apart, keys, values, slots, lengths[i], heads, G, W, scale, own, out + i * size)
         if (width == 16) OF(16, group);
         else if (width == 64) OF(64, group);
         else if (width == 128) OF(128, group);
@@ -108,9 +116,9 @@ void decode(int64_t first, int64_t last, const float *query, int64_t apart, cons
 }
 
 /* x, residual = norm(x + residual) * weight, x + residual, in place; without a residual out = norm(x) * weight. */
-void rms_norm(int64_t first, int64_t last, float *restrict x, float *restrict residual, const float *restrict weight,
+void rms_norm(int64_t rows, int64_t shared, float *restrict x, float *restrict residual, const float *restrict weight,
               int64_t width, float epsilon, float *restrict out) {
-    for (int64_t i = first; i < last; i++) {
+    ROWS {
         float *a = x + i * width, *to = out + i * width, squares = 0.0f;
         if (residual) {
             float *r = residual + i * width;
@@ -124,8 +132,8 @@ void rms_norm(int64_t first, int64_t last, float *restrict x, float *restrict re
 }
 
 /* out [width] = silu(x[:width]) * x[width:]. */
-void silu_and_mul(int64_t first, int64_t last, const float *restrict x, int64_t width, float *restrict out) {
-    for (int64_t i = first; i < last; i++) {
+void silu_and_mul(int64_t rows, int64_t shared, const float *restrict x, int64_t width, float *restrict out) {
+    ROWS {
         const float *gate = x + 2 * i * width, *up = gate + width;
         for (int64_t d = 0; d < width; d++) {
             out[i * width + d] = gate[d] / (1.0f + exponential(-gate[d])) * up[d];
@@ -135,10 +143,10 @@ void silu_and_mul(int64_t first, int64_t last, const float *restrict x, int64_t 
 
 /* Rotate the heads [heads, width] of each row, `stride` apart, by its position's [cos, sin], in place: first half
    against second half. */
-void rotate(int64_t first, int64_t last, float *x, int64_t stride, int64_t heads, int64_t width,
+void rotate(int64_t rows, int64_t shared, float *x, int64_t stride, int64_t heads, int64_t width,
             const float *restrict cache, const int64_t *restrict positions) {
     const int64_t half = width / 2;
-    for (int64_t i = first; i < last; i++) {
+    ROWS {
         const float *cosine = cache + positions[i] * width, *sine = cosine + half;
         for (int64_t h = 0; h < heads; h++) {
             float *restrict a = x + i * stride + h * width;

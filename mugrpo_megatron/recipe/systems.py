@@ -79,8 +79,8 @@ class EngineSection(Section):
     attention_backend: str = "auto"
     """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
-    """CPU threads of each engine rank (CPU). More than 1 helps only large models on idle cores; on busy cores threads
-    slow each other down."""
+    """CPU threads of each engine rank (CPU). Two on two idle cores make long responses a quarter faster and short ones
+    slower, whose scoring needs the other core; on busy cores threads slow each other down."""
     compiled: bool = True
     """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
     compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""

@@ -65,6 +65,22 @@ def test_decoding_is_the_attention_of_the_batched_path(
     torch.testing.assert_close(found, expected, atol=1e-5 * max(1.0, size), rtol=1e-4)
 
 
+def test_threads_that_share_a_call_compute_the_same_bits(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 300, 2, 16, generator=generator)
+    query = torch.randn(31, 4, 16, generator=generator)
+    slots = torch.randint(0, 300, (31, 90), generator=generator, dtype=torch.int32)
+    lengths = torch.randint(1, 90, (31,), generator=generator)
+    before, found = torch.get_num_threads(), []
+    for threads, shared_from in [(1, 0), (3, 0), (3, 1 << 40)]:
+        torch.set_num_threads(threads)
+        monkeypatch.setattr(cpu_kernels, "SHARED_WORK", shared_from)
+        found.append(kernels.decode(query, keys, values, slots, torch.arange(31), lengths, 0.25))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 def test_other_types_and_layouts_do_not_fit() -> None:
     query, keys = torch.zeros(3, 4, 8), torch.zeros(9, 2, 8)
     assert fits(query, keys, keys)
@@ -121,6 +137,19 @@ def test_without_a_library_the_log_says_why(
     monkeypatch.setattr(cpu_build, "COMPILERS", compilers)
     assert Build().wait() is None
     assert cause in capsys.readouterr().err
+
+
+def test_a_compiler_without_openmp_builds_functions_of_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) exit 3;; esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr(cpu_build, "COMPILERS", (str(compiler),))
+    library = Build().wait()
+    assert isinstance(library, ctypes.CDLL)
+    x = torch.randn(37, 48)
+    torch.testing.assert_close(Kernels(library).silu_and_mul(x), silu(x[:, :24]) * x[:, 24:])
 
 
 @pytest.mark.process
