@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
-from mugrpo_megatron.recipe.engines import BLOCK, check_deterministic_engine
+from mugrpo_megatron.recipe.engines import BLOCK, check_deterministic_engine, tied_problem
 from mugrpo_megatron.recipe.layouts import experts_of
 
 if TYPE_CHECKING:
@@ -53,11 +53,13 @@ def runs_on_cuda(recipe: Recipe) -> bool:
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
-    Raises UserError when `model_dir` is not a checkpoint, when prompt and response exceed the model's positions, or
-    when a deterministic engine would be on CPU.
+    Raises UserError when `model_dir` is not a checkpoint or one whose output layer the engine would not compute, when
+    prompt and response exceed the model's positions, or when a deterministic engine would be on CPU.
     """
     check_deterministic_engine(recipe, cuda)
     config = read_model_config(model_dir)
+    if problem := tied_problem(config):
+        raise UserError(problem)
     response = longest_response(recipe)
     limits = recipe.data.max_prompt_tokens + response
     positions = config.get("max_position_embeddings") or limits + LENGTH_MARGIN

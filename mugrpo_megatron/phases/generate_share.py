@@ -32,7 +32,7 @@ from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
-LOOK_EVERY_S = 1.0
+OFFER_LOOK_S = 1.0
 """How often a process that follows a run looks for the next weights."""
 
 
@@ -66,7 +66,7 @@ def follow(recipe: Recipe, share: Share, found: Problems) -> int:
         stop = stack.enter_context(listening(is_main=True))
 
         def wait() -> bool:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(OFFER_LOOK_S)
             return not stop.heard()
 
         display.say(f"share {share}: waits for weights in {directory.hf}")

@@ -17,7 +17,7 @@ from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.sealing import close_stage
 from mugrpo_megatron.stages.store import StageStore
 
-LOOK_EVERY_S = 1.0
+GROUPS_LOOK_S = 1.0
 """How often a waiting learner looks for new groups: it reads small files."""
 
 
@@ -91,7 +91,7 @@ def _sealed_or_why_not(run: Run, cursor: Cursor) -> str:
     heard_at = time.monotonic()
     with run.display.bar(f"{run.title(cursor)}: wait for its groups", missing, "prompts") as bar:
         while missing and not run.stop.heard():
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(GROUPS_LOOK_S)
             now = len(wanted - store.named())
             if now < missing:
                 bar.advance(missing - now)

@@ -13,15 +13,31 @@ BLOCK = 128
 DETERMINISTIC_ATTENTION = ("auto", "fa3", "flashinfer", "triton")
 """What `engine.attention_backend` may be where SGLang 0.5.15 computes a response alike in every batch."""
 
+UNTIED = ("mixtral", "qwen3_moe")
+"""Model types whose class in SGLang 0.5.15 has an output layer of its own, whatever `tie_word_embeddings` says."""
+
 
 def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
     yield from _node_problems(recipe)
+    if problem := tied_problem(model):
+        yield problem
     if recipe.run.deterministic:
         yield from _deterministic_problems(recipe)
     if recipe.engine.quantization == "fp8":
         yield from _fp8_problems(recipe)
         yield from _block_problems(recipe.engine.tensor, model)
+
+
+def tied_problem(model: Mapping[str, Any]) -> str:
+    """Why an engine would not compute this model's output layer; empty if it does."""
+    if model.get("model_type") not in UNTIED or not model.get("tie_word_embeddings"):
+        return ""
+    return (
+        f"the model is a {model['model_type']} with tie_word_embeddings, and for that family SGLang 0.5.15 has an "
+        "output layer of its own, which a tied checkpoint leaves unset: store the embedding as lm_head.weight as well, "
+        "and set tie_word_embeddings to false in its config.json"
+    )
 
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:

@@ -16,8 +16,8 @@ AXIS = "probe"
 
 
 def atlas_ages(all_followed: Sequence[Followed]) -> list[int]:
-    """Every age at which some stage was probed: the points of the axis AXIS."""
-    return sorted({age for one in all_followed for age in one.ages})
+    """Every staleness at which some stage was probed, its age but for prefetched ones: the points of the axis AXIS."""
+    return sorted({stale for one in all_followed for stale in one.staleness})
 
 
 def trigger_axes(all_followed: Sequence[Followed]) -> dict[str, list[int]]:
@@ -50,12 +50,12 @@ def atlas_charts(all_followed: Sequence[Followed], trigger_ratio: float | None) 
         "10 % quantile of π/β over tokens of responses on which the stage has trained already, and of those whose "
         "update is still to come: what the objective pushed down itself, and what moved with it.",
         [
-            Series("trained on", "red", AXIS, _low_where(negative, ages, lambda one, age: age > one.response.update)),
+            Series("trained on", "red", AXIS, _low_where(negative, ages, _trained_on)),
             Series(
                 "still to come",
                 "blue",
                 AXIS,
-                _low_where(negative, ages, lambda one, age: age <= one.response.update),
+                _low_where(negative, ages, lambda one, stale: not _trained_on(one, stale)),
             ),
         ],
         scale="log",
@@ -90,8 +90,12 @@ def atlas_charts(all_followed: Sequence[Followed], trigger_ratio: float | None) 
     )
 
 
-def _at(one: Followed, age: int) -> np.ndarray | None:
-    return one.log_ratio[one.ages.index(age)] if age in one.ages else None
+def _trained_on(one: Followed, stale: int) -> bool:
+    return stale - one.early > one.response.update
+
+
+def _at(one: Followed, stale: int) -> np.ndarray | None:
+    return one.log_ratio[one.staleness.index(stale)] if stale in one.staleness else None
 
 
 def _tokens(several: Iterable[Followed], age: int) -> np.ndarray:

@@ -102,6 +102,11 @@ def staleness(update: Row) -> int:
     return int(update["age"] if found is None else found)
 
 
+def sampled_early(updates: Iterable[Row]) -> dict[int, int]:
+    """Stage -> updates before its start at which its responses were sampled (`schedule.prefetch`)."""
+    return {row["stage"]: staleness(row) - row["age"] for row in updates}
+
+
 def column(rows: Iterable[Row], metric: str) -> Values:
     """A metric's value in each row; None where a row has no value."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]

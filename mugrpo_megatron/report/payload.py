@@ -11,7 +11,7 @@ from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.report.atlas import AXIS, atlas_ages, trigger_axes
 from mugrpo_megatron.report.charts import charts
-from mugrpo_megatron.report.curves import Chart, ages_of, staleness
+from mugrpo_megatron.report.curves import Chart, ages_of, sampled_early, staleness
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
 from mugrpo_megatron.report.probes import followed, objective_of
@@ -51,7 +51,7 @@ class Drawing:
 
 def draw(run: RunData, details: Details = NONE) -> Drawing:
     """The drawing of a run, without charts that have no value."""
-    probed = followed(details, run.recipe)
+    probed = followed(details, run.recipe, sampled_early(run.updates))
     bucket, buckets = buckets_of(run.updates, MAX_POINTS)
     boundaries = _boundaries(run)
     begin = {boundary["stage"]: boundary for boundary in boundaries}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,14 +29,25 @@ class Followed:
     ages: tuple[int, ...]
     log_ratio: np.ndarray
     """float32 [A, R]: log of the learner's over the behaviour probability."""
+    early: int = 0
+    """Updates before the stage's start at which it was sampled: `schedule.prefetch`."""
+
+    @property
+    def staleness(self) -> tuple[int, ...]:
+        """Updates since it was sampled, at each of the ages."""
+        return tuple(self.early + age for age in self.ages)
 
     @property
     def negative(self) -> bool:
         return self.response.advantage < 0
 
 
-def followed(details: Details, recipe: Mapping[str, Any]) -> list[Followed]:
+def followed(
+    details: Details, recipe: Mapping[str, Any], early: Mapping[int, int] = MappingProxyType({})
+) -> list[Followed]:
     """Every followed response with a token. Ratios are to what training divides by.
+
+    `early`: stage -> updates before its start at which it was sampled, where there are any.
 
     With `rollout.behaviour = "learner"` those are the learner's logprobs at the stage's start, so ratios begin at 1.
     """
@@ -46,7 +58,7 @@ def followed(details: Details, recipe: Mapping[str, Any]) -> list[Followed]:
         for place, response in enumerate(probe.responses):
             if ages and response.tokens:
                 base = probe.logprobs[ages[0]][place] if own else response.behaviour_logprobs
-                found.append(Followed(stage, response, ages, _rows(probe, ages, place) - base))
+                found.append(Followed(stage, response, ages, _rows(probe, ages, place) - base, early.get(stage, 0)))
     return found
 
 

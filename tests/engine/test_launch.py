@@ -28,6 +28,7 @@ from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.engines import DETERMINISTIC_ATTENTION
+from tests import models
 from tests.engine.tiny import recipe
 
 
@@ -145,6 +146,12 @@ def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
     arguments = engine_arguments(wide, checkpoint, cuda=False)
     assert arguments["max_total_tokens"] * 2 * 2 * 2 * 16 * 4 <= CPU_KV_BYTES
     assert engine_arguments(recipe(checkpoint), checkpoint, cuda=False)["max_total_tokens"] == 64 * (232 + 8)
+
+
+def test_no_engine_has_an_output_layer_that_nothing_sets(tmp_path: Path) -> None:
+    models.save_model(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    with pytest.raises(UserError, match=r"qwen3_moe with tie_word_embeddings.*store the embedding as lm_head.weight"):
+        engine_arguments(recipe(tmp_path), tmp_path, cuda=True)
 
 
 def test_a_deterministic_engine(checkpoint: Path) -> None:

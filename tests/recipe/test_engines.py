@@ -58,6 +58,15 @@ def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> 
     assert any(said in problem for problem in problems), problems
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_tied_embeddings_are_refused_where_the_engine_would_not_tie_them(family: str) -> None:
+    untied = {**MODEL, "model_type": family}
+    (problem,) = engine_problems(recipe(), {**untied, "tie_word_embeddings": True})
+    assert f"a {family} with tie_word_embeddings" in problem
+    assert list(engine_problems(recipe(), {**untied, "tie_word_embeddings": False})) == []
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", "tie_word_embeddings": True})) == []
+
+
 def test_the_engines_routes_need_cuda() -> None:
     wanted = recipe(learner={"routing_replay": "rollout"})
     check_engine_device(wanted, cuda=True)

@@ -174,6 +174,25 @@ def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> N
         assert series.y == [2.0] * 12
 
 
+def test_of_a_stage_that_was_sampled_early_the_atlas_counts_from_its_sampling(run: RunData) -> None:
+    """The first stage is sampled at its start, the second 3 updates before."""
+    for row in run.updates:
+        row["staleness"] = row["age"] + 3 * (row["stage"] == 1)
+    drawing = draw(run, read_details(run.path, run.recipe))
+    own = list(range(0, UPDATES + 1, 2))
+    assert drawing.axes["probe"]["u"] == sorted([*own, *(3 + age for age in own)])
+    charts = {chart.id: chart for chart in drawing.charts}
+    (one,) = [series.y for series in charts["atlas_triggers"].series if series.label == "1e-4"]
+    below = {age: float(age > 4 * math.log(10)) for age in own} | {
+        3 + age: float(age > 4 * math.log(10)) for age in own
+    }
+    assert one == pytest.approx([below[place] for place in drawing.axes["probe"]["u"]])
+    trained = next(series for series in charts["atlas_trained"].series if series.label == "trained on")
+    assert [trained.y[drawing.axes["probe"]["u"].index(start)] for start in (0, 3)] == [None, None]
+    assert drawing.heat is not None
+    assert {tuple(found["ages"]) for found in drawing.heat["responses"]} == {tuple(own)}
+
+
 def test_histograms_count_every_response(run: RunData) -> None:
     drawing = draw(run, read_details(run.path, run.recipe))
     charts = {chart.id: chart for chart in drawing.charts}
