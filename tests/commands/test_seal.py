@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import signal
-from contextlib import ExitStack, suppress
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -17,9 +20,15 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import Command, started
+from tests.scaling.nodes import kill
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
+PROMPTS = 4000
+"""An update's prompts where shares are killed: enough for shards on disk before a share's end."""
+UNSHARED = ("unshare", "--net", "--ipc", "--mount", "sh", "-c")
+ALONE = 'ip link set lo up && mount -t tmpfs none /dev/shm && exec "$@"'
+"""A machine of its own, but for the file system: only a loopback of its own to talk over, and its own shared memory."""
 
 
 def recipe_of(folder: Path, prompts: int = 4, **sections: dict[str, object]) -> Path:
@@ -83,21 +92,26 @@ def end(command: Command, number: int) -> None:
     command.wait()
 
 
+def share_words(recipe: Path, share: int) -> list[object]:
+    return ["generate", recipe, "--engine-only", "--shard", f"{share}/4"]
+
+
+@pytest.fixture(scope="module")
+def at_once(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, list[int]]]:
+    """The problems of a stage that one process has generated."""
+    folder = tmp_path_factory.mktemp("whole")
+    mugrpo("generate", recipe_of(folder, prompts=PROMPTS))
+    return problems(folder / "run" / "stages" / "00000")
+
+
 @pytest.mark.night
-def test_four_shares_at_once_two_of_them_killed_and_run_again(tmp_path: Path) -> None:
+def test_four_shares_at_once_two_of_them_ended_and_run_again(
+    at_once: list[tuple[int, str, list[int]]], tmp_path: Path
+) -> None:
     """As a Slurm array whose tasks are lost: one share is killed with its engine, another is asked to stop."""
-    whole, shared = tmp_path / "whole", tmp_path / "shared"
-    for folder in (whole, shared):
-        folder.mkdir()
-        recipe_of(folder, prompts=4000)  # enough for shards before the end, which is what is killed
-    mugrpo("generate", whole / "recipe.toml")
-    recipe, run = shared / "recipe.toml", shared / "run"
-
-    def words(share: int) -> list[object]:
-        return ["generate", recipe, "--engine-only", "--shard", f"{share}/4"]
-
+    recipe, run = recipe_of(tmp_path, prompts=PROMPTS), tmp_path / "run"
     with ExitStack() as stack:
-        commands = [stack.enter_context(started(*words(share))) for share in range(4)]
+        commands = [stack.enter_context(started(*share_words(recipe, share))) for share in range(4)]
         for share, number in ((1, signal.SIGKILL), (2, signal.SIGTERM)):
             while not finished(run, share):
                 assert commands[share].wait(0.1) is None, commands[share].said
@@ -107,11 +121,59 @@ def test_four_shares_at_once_two_of_them_killed_and_run_again(tmp_path: Path) ->
             assert commands[share].wait() == 0, commands[share].said
     with pytest.raises(UserError, match=r"shares that lack some: 1/4 \(\d+\), 2/4"):
         seal(run)
-    kept = finished(run, 1)
-    assert 0 < kept < 2000
+    assert 0 < finished(run, 1) < PROMPTS // 2
     for share in (1, 2):
-        mugrpo(*words(share))
+        mugrpo(*share_words(recipe, share))
     assert "is sealed: 8,000 groups" in mugrpo("seal", run).stdout
-    assert problems(run / "stages" / "00000") == problems(whole / "run" / "stages" / "00000")
+    assert problems(run / "stages" / "00000") == at_once
+    mugrpo("optimize", recipe)
+    assert newest_cursor(run / "checkpoints") == Cursor(1, 0, 2)
+
+
+@contextmanager
+def elsewhere(log: Path, *words: object) -> Iterator[psutil.Popen]:
+    """A `mugrpo` command on a machine of its own (`ALONE`), as a user starts it; killed when the block ends."""
+    command = [*UNSHARED, ALONE, "sh", sys.executable, "-m", "mugrpo_megatron", *map(str, words)]
+    with log.open("ab") as output:
+        process = psutil.Popen(command, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        kill(process)
+        process.wait()
+
+
+@pytest.mark.night
+def test_four_machines_that_share_a_directory_two_of_them_killed_and_run_again(
+    at_once: list[tuple[int, str, list[int]]], tmp_path: Path
+) -> None:
+    """One share is killed with its engine, as when a machine is lost; of another the command alone, as for memory."""
+    if subprocess.run([*UNSHARED, ALONE, "sh", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no right to make namespaces")
+    recipe, run = recipe_of(tmp_path, prompts=PROMPTS), tmp_path / "run"
+    logs = [tmp_path / f"share-{share}.log" for share in range(4)]
+
+    with ExitStack() as stack:
+        machines = [stack.enter_context(elsewhere(logs[share], *share_words(recipe, share))) for share in range(4)]
+        for share in (1, 2):
+            while not finished(run, share):
+                psutil.wait_procs([machines[share]], timeout=0.1)
+                assert machines[share].is_running(), logs[share].read_text()
+            family = machines[share].children(recursive=True)
+            assert any("mugrpo_megatron.engine.host" in process.cmdline() for process in family)
+            if share == 1:
+                kill(machines[share])
+            machines[share].kill()
+            assert machines[share].wait() == -signal.SIGKILL
+            assert psutil.wait_procs(family, timeout=60)[1] == [], "nothing outlives the command"
+        kept = {share: finished(run, share) for share in (1, 2)}
+        assert all(0 < count < PROMPTS // 2 for count in kept.values()), kept
+        with pytest.raises(UserError, match=r"is in use by|shares that lack some"):
+            seal(run)
+        again = {share: stack.enter_context(elsewhere(logs[share], *share_words(recipe, share))) for share in kept}
+        for share, machine in enumerate([machines[0], again[1], again[2], machines[3]]):
+            assert machine.wait(600) == 0, logs[share].read_text()
+    assert "is sealed: 8,000 groups" in mugrpo("seal", run).stdout
+    assert problems(run / "stages" / "00000") == at_once
     mugrpo("optimize", recipe)
     assert newest_cursor(run / "checkpoints") == Cursor(1, 0, 2)

@@ -33,16 +33,21 @@ START, OFFERED = Cursor(1, 0, 4), Cursor(0, 2, 2)
 
 
 class Played:
-    """A run of three stages of four updates of one group, prefetch 2, whose learner stands where the test says."""
+    """A run of three stages of four updates of one group, whose learner stands where the test says."""
 
-    def __init__(self, tmp_path: Path, patience: float = 60.0) -> None:
+    def __init__(self, tmp_path: Path, patience: float = 60.0, prefetch: int = 2) -> None:
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "model.safetensors").write_bytes(b"weights")
         self.recipe = Recipe.model_validate(
             {
                 "run": {"dir": str(tmp_path / "run")},
                 "model": {"path": str(tmp_path / "model")},
-                "schedule": {"stages": 3, "updates_per_stage": 4, "prefetch": 2, "prefetch_patience_s": patience},
+                "schedule": {
+                    "stages": 3,
+                    "updates_per_stage": 4,
+                    "prefetch": prefetch,
+                    "prefetch_patience_s": patience,
+                },
                 "rollout": {"prompts_per_update": 1, "responses_per_prompt": 2},
                 "eval": {"every_stages": 0},
             }
@@ -120,6 +125,22 @@ def test_the_next_stage_is_offered_once(tmp_path: Path) -> None:
     assert len(played.offers) == 1, "its place is past"
     played.offer(Cursor(0, 3, 3), resumed=True)
     assert played.offers[1:] == [(Cursor(0, 3, 3), START)], "as after a kill while hf/ was written"
+
+
+def test_without_prefetch_nothing_is_offered_written_or_waited_for(tmp_path: Path) -> None:
+    played = Played(tmp_path, prefetch=0)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for name in ("saver", "world", "phase", "stop"):
+        setattr(played.run, name, None)  # none of them is touched
+    for resumed in (False, True):
+        for stage in range(3):
+            for age in range(4):
+                played.offer(Cursor(stage, age, 4 * stage + age), resumed)
+            start = Cursor(stage, 0, 4 * stage)
+            played.take(start)
+            assert not next_is_offered(played.run, start)
+    assert (played.offers, played.saved) == ([], [])
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == files
 
 
 def test_the_learner_waits_for_the_groups_and_seals_them(tmp_path: Path, between: list[Callable[[], None]]) -> None:

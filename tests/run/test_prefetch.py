@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.batch import Standing, begin, standing
 from mugrpo_megatron.run.cursor import Cursor
@@ -69,6 +69,32 @@ def test_every_stage_but_the_first_is_offered_once_as_early_as_asked(schedule: S
         else:
             assert offering == own[begins[0].age :]
             assert {cursor.offers(schedule, held) for cursor in offering} == {following}
+
+
+@given(schedules())
+def test_prefetch_0_is_the_schedule_without_the_key(schedule: ScheduleSection) -> None:
+    zero = schedule.model_copy(update={"prefetch": 0})
+    absent = ScheduleSection.model_validate(schedule.model_dump(exclude={"prefetch"}))
+    assert zero == absent
+    assert visited(zero) == visited(absent) == visited(schedule), "prefetch moves no update"
+    for cursor in visited(zero)[:-1]:
+        held = cursor.stage_updates(zero)
+        assert (cursor.offers(zero, held), cursor.begins_offer(zero, held)) == (None, False)
+
+
+def test_prefetch_0_is_the_recipe_without_the_key(tmp_path: Path) -> None:
+    """Byte by byte where a run keeps its recipe, and the run of one is continued with the other."""
+    zero = recipe_of(tmp_path, prefetch=0)
+    table = zero.model_dump(mode="json")
+    del table["schedule"]["prefetch"]
+    absent = Recipe.model_validate(table)
+    assert dump_recipe(zero) == dump_recipe(absent)
+    begun = begin(absent, FOUND)
+    assert begin(zero, FOUND) == begun
+    kept = RunDirectory(zero.run.dir).recipe
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(line for line in lines if not line.startswith("prefetch = ")))
+    assert begin(zero, FOUND) == begun, "a run that was begun before the key was there"
 
 
 def recipe_of(tmp_path: Path, prefetch: int = 2, stages: int = 3) -> Recipe:

@@ -136,6 +136,17 @@ def test_the_shares_of_a_stage_as_an_array(site: Site) -> None:
     assert ran == [f"{said} 1/4", f"{said} 1/4", f"{said} 2/4"]
 
 
+def test_tasks_that_follow_a_learner_are_queued_again_like_others(site: Site) -> None:
+    (site.run / "needs").write_text("2")
+    site.submit("--array", "1", "--cpus-per-task=1", "run_scripts/generate.sbatch", "4", "r.toml", "--follow")
+    site.slurm.run(at_limit=site.waits(1))
+    (job,) = site.slurm.jobs
+    assert (job.state, job.restarts) == ("COMPLETED", 1)
+    assert [line.partition("mugrpo_megatron ")[2] for line in site.starts()] == [
+        "generate r.toml --follow --engine-only --shard 1/4"
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
