@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from mugrpo_megatron.data.arithmetic import TASKS
@@ -122,9 +123,10 @@ def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
     """Problems of well-formed rows whose golds verify against themselves; notes what is left out in `notes`."""
-    read = load(source, data, split, any_gold=reward.any_gold)
+    any_gold = cache(reward.any_gold)  # thousands of problems have few sources
+    read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
-    compared = [problem for problem in read.problems if not reward.any_gold(problem.data_source)]
+    compared = [problem for problem in read.problems if not any_gold(problem.data_source)]
     if source in TASKS or not compared:
         return read.problems
     unusable = unusable_golds(compared, reward)
