@@ -26,7 +26,7 @@ def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
         yield None
         return
     slot = slot_of_environment(recipe.engine, cuda=False)
-    if not slot.leads_engine:
+    if not slot.leads_engine or recipe.engine.nodes > 1:  # one of several nodes starts when all ranks have met
         yield None
         return
     environment = engine_environment(recipe, recipe.model.directory, cuda=False, slot=slot)

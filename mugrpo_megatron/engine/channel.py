@@ -58,6 +58,10 @@ class Channel:
         message: Message = pickle.loads(self._read(size, silence_s, while_waiting))
         return message
 
+    def fileno(self) -> int:
+        """Readable when a message has come, or the other end is closed."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Close this end; the other one sees the end of the file."""
         self._socket.close()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,11 +13,12 @@ from typing import Any, Literal
 from mugrpo_megatron.engine.flights import Flights
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.load import LoadRecord
+from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
 from mugrpo_megatron.engine.unfinished import Unfinished, continues
 from mugrpo_megatron.engine.wire import Message, Sampling
-from mugrpo_megatron.errors import EngineFailure
+from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.peaks import group_memory
 from mugrpo_megatron.recipe import Recipe
@@ -56,22 +57,19 @@ class Engine:
         Its first process is `ahead`, if that was started for this recipe on this device. Every wait calls `cancelled`
         repeatedly; once that is True, the call ends the engine and raises EngineStopped.
         """
-        self._recipe, self._section, self._cancelled = recipe, recipe.engine, cancelled
+        self._recipe, self._section, self._cancelled, self.slot = recipe, recipe.engine, cancelled, slot
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
-        self.log = log
-        self._ahead = ahead
+        self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
-        self._ready = False
+        self._ready, self._receiving, self._starts = False, False, 0
         self._asleep: set[Tag] = set()
-        self._starts = 0
         self._handing_over = False
         """Whether a request to stop closes the generation instead of ending the engine."""
         self._closed = True
         """Whether the generation was closed, or there is none."""
         self._asked_at: float | None = None
-        self._receiving = False
         self.record = LoadRecord()
         """Readings of the engine's load in the last generation."""
 
@@ -90,17 +88,26 @@ class Engine:
         engine.restart()
         return engine
 
+    def meet(self, bond: Bond) -> None:
+        """`restart` an engine of several nodes, while its other nodes do the same (`engine.joined`)."""
+        self._bond, self._arguments = bond, self._arguments | {"dist_init_addr": bond.address}
+        self._environment = self._environment | {"SGLANG_HOST_IP": bond.host}  # where SGLang's queues listen
+        self.restart()
+
     def restart(self) -> None:
         """End the process if there is one, launch a new one, and return at once."""
+        if self._section.nodes > 1 and not self._bond.address:
+            raise UserError(
+                "an engine of several nodes needs a run with a learner on each of them: set engine.nodes to 1"
+            )
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
-        seed = self._arguments["random_seed"] + 1_000_003 * self._starts
-        arguments = {**self._arguments, "random_seed": seed}
+        arguments = self._arguments | {"random_seed": self._arguments["random_seed"] + 1_000_003 * self._starts}
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.cuda != self._cuda:
-            ahead = HostProcess(self._environment, self._cuda, self._section.compiled)
+            ahead = HostProcess(self._environment, self._cuda, self._section.compiled, self._section.nodes == 1)
         self._host = ahead
-        self._host.load(arguments, self.log, self._ends)
+        self._host.load(arguments, self.log, self._ends, self._bond.broken)
         self._starts += 1
 
     @property
@@ -256,12 +263,8 @@ class Engine:
         return self._receive("result", self._section.request_timeout_s, name)
 
     def _send(self, message: Message, doing: str) -> None:
-        host = self._running()
-        try:
+        with self._used() as host:
             host.send(message, self._section.request_timeout_s, doing)
-        except EngineFailure:
-            self._host = None
-            raise
 
     def _receive(self, kind: str, timeout_s: float, doing: str) -> Any:
         received, value = self._receive_any(timeout_s, doing)
@@ -271,22 +274,26 @@ class Engine:
 
     def _receive_any(self, timeout_s: float, doing: str) -> Message:
         """The next message other than `progress`: the engine is silent when no token comes for `timeout_s`."""
-        host = self._running()
         self._receiving = True
         try:
-            while (message := host.receive(timeout_s, doing))[0] == "progress":
-                self.record.add(message[1])
-            return message
-        except EngineFailure:
-            self._host = None
-            raise
+            with self._used() as host:
+                while (message := host.receive(timeout_s, doing))[0] == "progress":
+                    self.record.add(message[1])
+                return message
         finally:
             self._receiving = False
 
-    def _running(self) -> HostProcess:
+    @contextmanager
+    def _used(self) -> Iterator[HostProcess]:
+        """The process; one that fails in the block is forgotten, and the engine's other nodes hear of it."""
         if self._host is None:
             raise EngineFailure("the engine is not running: it was stopped, or it failed before; restart it")
-        return self._host
+        try:
+            yield self._host
+        except EngineFailure as failure:
+            self._host = None
+            self._bond.ended(f"on the node that leads it: {str(failure).splitlines()[0]}")
+            raise
 
     def _end(self, patience_s: float = 0.0) -> None:
         if self._host is not None:

@@ -27,7 +27,7 @@ from typing import IO, Any
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.load import read_load
-from mugrpo_megatron.engine.loading import engine_type, log_to
+from mugrpo_megatron.engine.loading import engine_type, log_to, stay
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
@@ -255,7 +255,7 @@ class Host:
     def checksums(self) -> list[Sums]:
         ranks = self._engine.server_args.tp_size
         self._update_weights([pickle.dumps([])] * ranks, SUMMING)
-        return read_sums(ranks)
+        return read_sums()
 
     def health(self) -> int:
         return self._version
@@ -277,6 +277,9 @@ def main() -> None:
         assert kind == "start"
         log_to(Path(log))
         engine = make(**arguments)
+        if arguments.get("node_rank"):
+            stay(connection)
+            return
         engine.freeze_gc()
         connection.send(("ready", None))
         Host(engine, connection).serve()

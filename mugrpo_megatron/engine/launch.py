@@ -74,6 +74,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "model_path": str(model_dir),
         "dtype": recipe.model.dtype,
         "tp_size": engine.tensor,
+        "nnodes": engine.nodes,
+        "node_rank": slot.node,
         "context_length": min(limits + LENGTH_MARGIN, positions),
         "max_running_requests": engine.max_running_requests,
         "skip_tokenizer_init": not recipe.rollout.stop,  # only texts that end a response need one
@@ -161,15 +163,20 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models(read_model_config(model_dir))),
         "PATH": _joined(os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)),  # ninja is installed here
     }
+    if slot.joins:
+        environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # SGLang's Engine would not return
     if cuda:
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
     threads = str(recipe.engine.threads)
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+    if recipe.engine.nodes == 1:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
     if recipe.engine.tensor > 1:
         every = sorted(os.sched_getaffinity(0))
         cores = every[slot.local :: slot.local_engines] or every
-        shares = [cores[rank :: recipe.engine.tensor] or cores for rank in range(recipe.engine.tensor)]
+        here = recipe.engine.tensor // recipe.engine.nodes
+        shares = [cores[rank::here] or cores for rank in range(here)] * recipe.engine.nodes  # read on each node
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment
 

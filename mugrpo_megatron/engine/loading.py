@@ -1,14 +1,17 @@
-"""What a host process does at its start: it imports SGLang, and takes over the engine's log."""
+"""What a host process does at its start: it imports SGLang, takes over the engine's log, stays where it joins one."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.cpu_build import Build
 
 
@@ -34,3 +37,17 @@ def log_to(log: Path) -> None:
         os.ftruncate(1, 0)
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
+
+
+def stay(connection: Channel) -> None:
+    """Where the engine's leader is on another node: wait until one of SGLang's processes here ends, or the client.
+
+    They answer to the leader's over SGLang's process group. SGLang watches them on the leader's node alone.
+    """
+    schedulers = multiprocessing.active_children()
+    connection.send(("ready", None))
+    ended = wait([connection.fileno(), *(scheduler.sentinel for scheduler in schedulers)])
+    for scheduler in schedulers:
+        if scheduler.sentinel in ended:
+            scheduler.join()
+            raise RuntimeError(f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}")

@@ -21,6 +21,7 @@ import psutil
 
 import mugrpo_megatron
 from mugrpo_megatron.engine.channel import Channel
+from mugrpo_megatron.engine.meeting import nothing_told
 from mugrpo_megatron.engine.wire import Message
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 
@@ -40,12 +41,13 @@ class HostProcess:
     kills it as well when the thread that made it ends: make it in one that outlives it.
     """
 
-    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool = False) -> None:
+    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool = False, alone: bool = True) -> None:
         """Start it in `environment`; returns at once. It imports SGLang, then waits for `load`.
 
-        compiled: on CPU, it compiles the engine's functions in C meanwhile.
+        compiled: on CPU, it compiles the engine's functions in C meanwhile. alone: the engine has no other node.
         """
         self.cuda = cuda
+        self._broken: Callable[[], str] = nothing_told
         self._scratch = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
         self._log, self._cancelled = self._scratch / "engine.log", _never
         # No name on disk, so that what it says before it has a log outlives it, whatever ends it.
@@ -59,19 +61,27 @@ class HostProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
-                env=_same_package(environment) | _places(self._scratch),
+                env=_same_package(environment) | _places(self._scratch, alone),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
         self._channel = Channel(ours)
         self._ended = False
 
-    def load(self, arguments: dict[str, Any], log: Path, cancelled: Callable[[], bool]) -> None:
+    def load(
+        self,
+        arguments: dict[str, Any],
+        log: Path,
+        cancelled: Callable[[], bool],
+        broken: Callable[[], str] = nothing_told,
+    ) -> None:
         """Have it load `sglang.Engine(**arguments)`, and append its output to `log`; returns at once.
 
         `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
+        So is `broken`; once it says why the engine's process on another node has ended, the wait ends with
+        EngineFailure.
         """
-        self._log, self._cancelled = log, cancelled
+        self._log, self._cancelled, self._broken = log, cancelled, broken
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
         with suppress(OSError):  # it is gone; the next message that is waited for says why
@@ -115,6 +125,8 @@ class HostProcess:
         if self._cancelled():
             self.end()
             raise EngineStopped(f"the run was asked to stop during the engine's {doing}; the engine was ended")
+        if cause := self._broken():
+            raise self._failed(f"a process of the engine ended during {doing}, {cause}")
 
     def _note_shared_memory(self) -> None:
         """Write down what SGLang has in /dev/shm, for this process and the engine's guard."""
@@ -185,12 +197,13 @@ def _same_package(environment: dict[str, str]) -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))}
 
 
-def _places(scratch: Path) -> dict[str, str]:
+def _places(scratch: Path, alone: bool) -> dict[str, str]:
     """Where SGLang puts its sockets: files that can be removed when it is killed, and no port beyond loopback.
 
-    Without the override torch's rendezvous listens on every interface.
+    Without the override torch's rendezvous listens on every interface, which an engine of several nodes needs.
     """
-    return {"TMPDIR": str(scratch), "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"}
+    override = {"SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous"} if alone else {}
+    return {"TMPDIR": str(scratch)} | override
 
 
 def _group_states(group: int) -> Iterator[str]:

@@ -17,18 +17,23 @@ from mugrpo_megatron.files.tensors import Sums, sums
 
 
 def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """SGLang calls this in each tensor parallel rank; `tensors` is empty."""
-    from sglang.srt.distributed import get_tensor_model_parallel_rank  # here, as launch.py needs no SGLang
+    """SGLang calls this in each tensor parallel rank; `tensors` is empty. The first rank writes all ranks' sums.
 
-    path = _file(get_tensor_model_parallel_rank())
-    path.write_text(json.dumps(sums(model.named_parameters())), encoding="utf-8")
+    The others may be on nodes whose files the host does not see.
+    """
+    from sglang.srt.distributed import get_tp_group  # here, as launch.py needs no SGLang
+
+    group, own = get_tp_group(), sums(model.named_parameters())
+    found = group.all_gather_object(own) if group.world_size > 1 else [own]
+    if group.rank_in_group == 0:
+        _file().write_text(json.dumps(found), encoding="utf-8")
 
 
-def read_sums(ranks: int) -> list[Sums]:
-    """Read what the ranks of this host's engine wrote."""
-    found = [json.loads(_file(rank).read_text(encoding="utf-8")) for rank in range(ranks)]
+def read_sums() -> list[Sums]:
+    """Read what was written of each rank of this host's engine."""
+    found = json.loads(_file().read_text(encoding="utf-8"))
     return [{name: (dtype, sha256) for name, (dtype, sha256) in of_rank.items()} for of_rank in found]
 
 
-def _file(rank: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"weight-sums-{rank}.json"
+def _file() -> Path:
+    return Path(tempfile.gettempdir()) / "weight-sums.json"

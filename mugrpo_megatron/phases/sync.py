@@ -9,6 +9,7 @@ from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.together import meet, sleep_joined
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
@@ -24,6 +25,8 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
         reload(learner)  # where it is offloaded already: an engine that failed is synced again
         offload(learner, "optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
+        if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and generator:
+            generator.failed(EngineFailure(ended))
         engine = _wake_weights(generator) if generator else None
         run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
         try:
@@ -87,5 +90,5 @@ def sleep_engines(run: Run, learner: Learner, engines: Engines) -> None:
             generator.engine.sleep()
         except EngineFailure as failure:  # it was ended, which frees the devices as well
             generator.failed(failure)
-    run.world.barrier()
+    sleep_joined(run.world, engines.joined, run.recipe.engine.nodes)
     reload(learner)

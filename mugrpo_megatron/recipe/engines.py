@@ -54,8 +54,6 @@ def check_engine_device(recipe: Recipe, cuda: bool) -> None:
             'engine.quantization = "fp8" needs CUDA: SGLang 0.5.15 multiplies in fp8 on a GPU, and on CPUs with '
             'AMX alone, which this project does not use; set it to "none"'
         )
-    if recipe.engine.nodes > 1:
-        raise UserError("engine.nodes above 1 can be planned with, but not run yet; leave it out")
 
 
 def check_without_sync(recipe: Recipe) -> None:

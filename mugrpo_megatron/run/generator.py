@@ -55,10 +55,11 @@ def start(
     """Launch the slot's engine, which loads while this returns, and a verifier with its share of the node's cores.
 
     `stack` ends them. The engine takes the process `ahead` if it can. Once `stopping()` is True, no call waits for the
-    engine.
+    engine. One of several nodes is not launched yet: `together.meet` does.
     """
     name = f"engine-{slot.number:04d}.log" if slot.number else "engine.log"
-    engine = Engine.start(recipe, recipe.model.directory, logs / name, slot, stopping, ahead)
+    make = Engine if recipe.engine.nodes > 1 else Engine.start
+    engine = make(recipe, recipe.model.directory, logs / name, slot, stopping, ahead)
     stack.callback(engine.stop)
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))

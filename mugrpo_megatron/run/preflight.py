@@ -177,7 +177,7 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 def _check_engine_device(recipe: Recipe) -> None:
     engine = recipe.engine
     asks = recipe.learner.routing_replay == "rollout" or recipe.run.deterministic
-    if asks or engine.quantization != "none" or engine.nodes > 1:
+    if asks or engine.quantization != "none":
         check_engine_device(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.joined import JoinedEngine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
@@ -28,6 +30,7 @@ from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.run.together import join, meet, sleep_joined
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
@@ -91,6 +94,13 @@ class Engines:
     """Carries the learner's weights to the engines."""
     generator: Generator | None
     """None on a rank that leads no engine."""
+    joined: JoinedEngine | None = None
+    """What this rank runs of an engine that a rank of another node leads."""
+
+    @property
+    def own(self) -> Engine | JoinedEngine | None:
+        """What this rank runs of an engine."""
+        return self.generator.engine if self.generator else self.joined
 
     @property
     def writer(self) -> int:
@@ -139,7 +149,8 @@ def open_run(
         stop = stack.enter_context(listening(is_main))
         with log.phase("start", 0), stop.at_once("the run was still starting, and what it has on disk is as it was"):
             leads = slot if slot and slot.leads_engine else None
-            equipment = start(recipe, directory.logs, leads, stack, stop.heard, ahead) if leads and not cuda else None
+            early = leads is not None and not cuda and recipe.engine.nodes == 1
+            equipment = start(recipe, directory.logs, leads, stack, stop.heard, ahead) if leads and early else None
             with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
                 learner = build_learner(recipe)
             stack.enter_context(joined(learner.ranks))
@@ -153,22 +164,25 @@ def open_run(
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id))
             bridge = bridge_of(learner)
             read = world.broadcast(problems)
-            if slot and cuda:
+            if slot and (cuda or recipe.engine.nodes > 1):
                 for part in PARTS:
                     offload(learner, part)
                 world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
                 equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads else None
             generator = Generator(*equipment, tokenizer, read) if equipment and read else None
+            engines = Engines(bridge, generator, join(recipe, directory.logs, slot, stack) if slot else None)
+            if slot and recipe.engine.nodes > 1:
+                meet(world, engines.own)
             with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
                 first_start(generator, world)
-            hand_over(generator, learner, world)
+            hand_over(engines, learner, world)
         for note in problems.notes if problems else ():
             display.say(note)
         if note := sampling_note(recipe) if problems else "":
             display.say(note)
         run = Run(recipe, directory, world, log, display, saver, record)
         with telling_failures(learner.ranks):
-            yield run, learner, Engines(bridge, generator), cursor
+            yield run, learner, engines, cursor
 
 
 def restore(learner: Learner, directory: RunDirectory, record: Record, log: MetricLog, display: Display) -> Cursor:
@@ -186,14 +200,16 @@ def bridge_of(learner: Learner) -> Bridge:
     chunks = [policy(chunk) for chunk in learner.chunks]
     engine = learner.recipe.engine
     quantised = engine.quantization != "none"
-    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor, quantised)
+    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor, quantised, engine.nodes)
 
 
-def hand_over(generator: Generator | None, learner: Learner, world: World) -> None:
+def hand_over(engines: Engines, learner: Learner, world: World) -> None:
     """After the engines' first start: give the devices to the learner until the first sync. Collective."""
-    if generator and (runs_on_cuda(learner.recipe) or learner.recipe.engine.between_stages == "sleep"):
-        generator.engine.sleep()
-    world.barrier()
+    engine = learner.recipe.engine
+    gives = runs_on_cuda(learner.recipe) or engine.between_stages == "sleep"
+    if engines.generator and gives:
+        engines.generator.engine.sleep()
+    sleep_joined(world, engines.joined if gives else None, engine.nodes)
     reload(learner)
 
 

@@ -35,8 +35,10 @@ from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, restore
 from mugrpo_megatron.run.stopping import listening
+from mugrpo_megatron.run.together import join, meet
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.weights.sync import Bridge
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Workshop:
     """Read on the main rank."""
     stack: ExitStack
     """Ends the engines."""
-    _started: tuple[Generator | None, int] | None = field(default=None, init=False)
+    _started: tuple[Engines, int] | None = field(default=None, init=False)
     """This rank's engine and the number of all engines, once they have started."""
 
     @property
@@ -100,11 +102,11 @@ class Workshop:
         """
         if self._started is None:
             with run.log.phase("start", 0):
-                self._started = self._start(learner)
-        generator, number = self._started
-        return replace(run, world=replace(self.world, engines=number)), replace(engines, generator=generator)
+                self._started = self._start(learner, engines.bridge)
+        started, number = self._started
+        return replace(run, world=replace(self.world, engines=number)), replace(started, bridge=engines.bridge)
 
-    def _start(self, learner: Learner) -> tuple[Generator | None, int]:
+    def _start(self, learner: Learner, bridge: Bridge) -> tuple[Engines, int]:
         cuda = runs_on_cuda(self.recipe)
         slot = slot_of_environment(self.recipe.engine, cuda)
         tokenizer = load_tokenizer(self.recipe.model.directory)
@@ -119,13 +121,16 @@ class Workshop:
         if slot.leads_engine:
             started = start(self.recipe, self.logs, slot, self.stack, self.world.stop.heard)
             generator = Generator(*started, tokenizer, read)
+        engines = Engines(bridge, generator, join(self.recipe, self.logs, slot, self.stack))
+        if self.recipe.engine.nodes > 1:
+            meet(self.world, engines.own)
         try:
             with self.display.waiting(f"waiting for the engine, see {self.logs}"):
                 first_start(generator, self.world)
         except UserError as error:
             raise EngineFailure(str(error)) from None
-        hand_over(generator, learner, self.world)
-        return generator, slot.engines
+        hand_over(engines, learner, self.world)
+        return engines, slot.engines
 
 
 @contextmanager

@@ -89,6 +89,16 @@ class World:
         assert self.ranks.heartbeat
         return self.ranks.heartbeat.ask(lambda store: store.add(counter, amount))
 
+    def tell(self, name: str, text: str) -> None:
+        """Leave a text for the other ranks. Not collective; any thread may call it."""
+        assert self.ranks.heartbeat
+        self.ranks.heartbeat.ask(lambda store: store.set(name, text))
+
+    def told(self, name: str) -> str:
+        """The text that a rank has left, empty if none has. Not collective; any thread may call it."""
+        assert self.ranks.heartbeat
+        return self.ranks.heartbeat.ask(lambda store: store.get(name).decode() if store.check([name]) else "")
+
 
 def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
     """The world of the ranks that the learner's process groups already connect; `stop` hears of requests to others."""

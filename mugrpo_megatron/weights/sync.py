@@ -46,11 +46,14 @@ class Bridge:
     engine_tensor: int
     """Tensor parallel size of each engine."""
     engine_group: dist.ProcessGroup | None
-    """CUDA: the ranks on the devices of this rank's engine, leader first. CPU: None; the leader sends every bucket."""
+    """The ranks on the devices of this rank's engine, leader first: each serves the engine's rank on its own device.
+
+    None on CPU where an engine stays on a node: its leader serves all of its ranks.
+    """
     sent: Sequence[Bucket]
     """What the engines are sent for each bucket of the plan: the bucket, or its tensors quantised."""
     staging: Sequence[torch.Tensor] | None
-    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on engine leaders."""
+    """CPU: up to two uint8 buffers that the buckets use in turn; shared memory on ranks that serve an engine's."""
 
     @property
     def bytes(self) -> int:
@@ -74,11 +77,12 @@ def build_bridge(
     bucket_bytes: int,
     engine_tensor: int = 1,
     quantised: bool = False,
+    engine_nodes: int = 1,
 ) -> Bridge:
     """Make the plan and allocate the buffers; collective, once after the model is built. `quantised`: fp8 engines.
 
     `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
-    consecutive ranks: the leader of rank r's engine is rank r - r % engine_tensor.
+    consecutive ranks, of `engine_nodes` nodes: the leader of rank r's engine is rank r - r % engine_tensor.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     held = held_shards(chunks, architecture)
@@ -88,7 +92,8 @@ def build_bridge(
     # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    return Bridge(architecture, plan, held, engine_tensor, None, sent, staging)
+    group = _engine_group(engine_tensor) if engine_nodes > 1 else None
+    return Bridge(architecture, plan, held, engine_tensor, group, sent, staging)
 
 
 def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
@@ -157,7 +162,7 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
 
 
 def _leads(bridge: Bridge) -> bool:
-    """Whether this rank may lead an engine: on CPU any rank."""
+    """Whether this rank may lead an engine: on CPU any rank, where an engine stays on a node."""
     return bridge.engine_group is None or bridge.engine_group.rank() == 0
 
 
@@ -170,7 +175,8 @@ def _all_ok(bridge: Bridge, ok: bool) -> bool:
         return ok
     votes = [ok] * bridge.engine_group.size()
     dist.all_gather_object(votes, ok, group=bridge.engine_group)
-    torch.cuda.ipc_collect()
+    if bridge.staging is None:
+        torch.cuda.ipc_collect()
     return all(votes)
 
 
@@ -203,10 +209,15 @@ def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
 
 
 def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
-    """The bucket, serialised for each tensor parallel rank of the engine; on CUDA each from that rank's device."""
+    """The bucket, serialised for each tensor parallel rank of the engine.
+
+    On CUDA each is from that rank's device, and in an engine of several nodes from its node: neither a CUDA handle nor
+    a name in /dev/shm means anything on another one.
+    """
     if bridge.engine_group is None:
         return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)]
-    torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
+    if bridge.staging is None:
+        torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
     gathered: list[bytes] = [b""] * bridge.engine_group.size()
     dist.all_gather_object(gathered, serialize(bucket, flat), group=bridge.engine_group)
     return gathered
