@@ -97,9 +97,7 @@ class Engine:
     def restart(self) -> None:
         """End the process if there is one, launch a new one, and return at once."""
         if self._section.nodes > 1 and not self._bond.address:
-            raise UserError(
-                "an engine of several nodes needs a run with a learner on each of them: set engine.nodes to 1"
-            )
+            raise UserError("an engine of several nodes needs a run's ranks on each of them: set engine.nodes to 1")
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
         arguments = self._arguments | {"random_seed": self._arguments["random_seed"] + 1_000_003 * self._starts}

@@ -65,7 +65,7 @@ class EngineSection(Section):
     tensor: PositiveInt = 1
     """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
     nodes: PositiveInt = 1
-    """Nodes that each engine spans, with all of their devices: for a model that one node does not hold."""
+    """Nodes that each engine spans, with all devices: for a model that one node does not hold (docs/engine.md)."""
     per_node: NonNegativeInt = 0
     """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
     between_stages: Literal["restart", "sleep"] = "sleep"

@@ -33,6 +33,15 @@ def test_there_is_none_on_a_rank_that_leads_no_engine(tiny_recipe: Recipe, monke
         assert host is None
 
 
+def test_there_is_none_for_an_engine_of_several_nodes(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It starts when all ranks have met."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    pair = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update={"tensor": 2, "nodes": 2})})
+    with host_ahead(on_cpu(pair)) as host:
+        assert host is None
+
+
 @pytest.mark.process
 def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe: Recipe, tmp_path: Path) -> None:
     recipe = on_cpu(tiny_recipe)

@@ -81,6 +81,15 @@ def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> No
     assert group_processes(host._process.pid) == []
 
 
+def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> None:
+    host = HostProcess(dict(os.environ), cuda=False, alone=False)
+    os.kill(host._process.pid, signal.SIGSTOP)
+    host.load({}, tmp_path / "engine.log", lambda: False, lambda: "on its node 1, that of rank 8: killed")
+    with pytest.raises(EngineFailure, match=r"ended during generate, on its node 1, that of rank 8: killed\n"):
+        host.receive(600, "generate")
+    assert group_processes(host._process.pid) == []
+
+
 def test_a_frozen_engine_is_named_with_the_state_of_its_processes(checkpoint: Path, tmp_path: Path) -> None:
     engine = Engine.start(recipe(checkpoint, start_timeout_s=1), checkpoint, tmp_path / "engine.log")
     host = _host(engine)

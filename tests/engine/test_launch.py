@@ -24,7 +24,7 @@ from mugrpo_megatron.engine.launch import (
     kv_bytes_per_token,
     sampling,
 )
-from mugrpo_megatron.engine.placement import ALONE
+from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.engines import DETERMINISTIC_ATTENTION
@@ -104,6 +104,32 @@ def test_only_the_checkpoint_s_architecture_is_imported(checkpoint: Path) -> Non
 def test_each_rank_of_a_tensor_parallel_engine_has_cores_of_its_own(checkpoint: Path) -> None:
     environment = engine_environment(recipe(checkpoint, tensor=2), checkpoint, cuda=False)
     assert len(environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+
+
+def test_an_engine_of_several_nodes_is_not_bound_to_loopback(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    assert engine_environment(recipe(checkpoint), checkpoint, cuda=False)["GLOO_SOCKET_IFNAME"] == "lo"
+    slots = engine_slots(wide := recipe(checkpoint, tensor=4, nodes=2))
+    first, second = (engine_environment(wide, checkpoint, cuda=False, slot=slot) for slot in slots)
+    for environment in (first, second):
+        assert environment["GLOO_SOCKET_IFNAME"] == "eth0"
+        shares = environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+        assert shares[:2] == shares[2:], "each node gives its own ranks all of its cores"
+    assert "SGLANG_BLOCK_NONZERO_RANK_CHILDREN" not in first
+    assert second["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_each_node_of_an_engine_has_its_number(cuda: bool, checkpoint: Path) -> None:
+    wide = recipe(checkpoint, tensor=4, nodes=2)
+    found = [engine_arguments(wide, checkpoint, cuda, slot) for slot in engine_slots(wide)]
+    assert [(one["nnodes"], one["node_rank"], one["tp_size"]) for one in found] == [(2, 0, 4), (2, 1, 4)]
+    assert found[0] == {**found[1], "node_rank": 0}, "and nothing else differs"
+
+
+def engine_slots(wide: Recipe) -> list[EngineSlot]:
+    """Those of the leader and of the rank that joins it, on two nodes of two ranks."""
+    return [engine_slot(wide.engine, rank, 4, local_rank=0, local_world=2, cores=None) for rank in (0, 2)]
 
 
 def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint: Path) -> None:

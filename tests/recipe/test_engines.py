@@ -75,6 +75,14 @@ def test_the_engines_routes_need_cuda() -> None:
         check_engine_device(wanted, cuda=False)
 
 
+def test_engines_of_several_nodes_need_a_learner() -> None:
+    wide = recipe(engine={"tensor": 2, "nodes": 2})
+    for cuda in (True, False):
+        check_engine_device(wide, cuda)
+    with pytest.raises(UserError, match="needs a learner's ranks on each: leave --engine-only out"):
+        check_without_sync(wide)
+
+
 def test_fp8_engines_need_cuda_and_a_sync() -> None:
     check_engine_device(recipe(**FP8), cuda=True)
     check_without_sync(recipe())

@@ -1,0 +1,130 @@
+"""The part of an engine on another node than its leader's: what it is started with, and what its end means."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from mugrpo_megatron.engine import joined
+from mugrpo_megatron.engine.joined import JoinedEngine
+from mugrpo_megatron.engine.meeting import Bond
+from mugrpo_megatron.engine.placement import EngineSlot
+from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
+from tests.engine.tiny import recipe
+
+SLOT = EngineSlot(False, number=2, engines=3, local=0, local_engines=1, gpu=0, node=1, joins=True)
+
+
+class Host:
+    """A host process that has loaded its model; `dies` makes it die, a wait looks at what ends it."""
+
+    made: ClassVar[list[Host]] = []
+
+    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool, alone: bool) -> None:
+        self.environment, self.alone = environment, alone
+        self.dies, self.gone = threading.Event(), False
+        Host.made.append(self)
+
+    def load(
+        self, arguments: dict[str, Any], log: Path, cancelled: Callable[[], bool], broken: Callable[[], str]
+    ) -> None:
+        self.arguments, self.cancelled, self.broken = arguments, cancelled, broken
+
+    def receive(self, timeout_s: float, doing: str) -> tuple[str, None]:
+        if doing == joined.STARTING:
+            return "ready", None
+        while not self.dies.wait(0.01):
+            if self.cancelled():
+                self.gone = True
+                raise EngineStopped("asked to stop")
+            if cause := self.broken():
+                self.gone = True
+                raise EngineFailure(cause)
+        self.gone = True
+        raise EngineFailure("SGLang's process ended")
+
+    def end(self) -> None:
+        self.gone = True
+
+
+@pytest.fixture
+def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinedEngine:
+    monkeypatch.setattr(joined, "HostProcess", Host)
+    monkeypatch.setattr(Host, "made", [])
+    monkeypatch.setenv("RANK", "5")
+    return JoinedEngine(recipe(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
+
+
+def board() -> tuple[list[str], Bond]:
+    said: list[str] = []
+    return said, Bond("10.0.0.1:7000", said.append, lambda: said[0] if said else "")
+
+
+def ended(engine: JoinedEngine) -> None:
+    assert engine._thread
+    engine._thread.join(10)
+    assert not engine.running
+
+
+def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: JoinedEngine) -> None:
+    assert not engine.running
+    _, bond = board()
+    engine.meet(bond)
+    (host,) = Host.made
+    wanted = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:7000", "tp_size": 2}
+    assert {name: host.arguments[name] for name in wanted} == wanted
+    assert host.environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
+    assert not host.alone
+    assert engine.running
+    engine.stop()
+    assert host.gone
+    assert not engine.running
+
+
+def test_its_end_is_told_with_its_node_and_rank(engine: JoinedEngine) -> None:
+    said, bond = board()
+    engine.meet(bond)
+    Host.made[0].dies.set()
+    ended(engine)
+    assert said == ["on its node 1, that of rank 5: SGLang's process ended"]
+
+
+def test_it_ends_with_the_leader_s_and_tells_nothing(engine: JoinedEngine) -> None:
+    said, bond = board()
+    engine.meet(bond)
+    said.append("on the node that leads it: killed")
+    bond.broken(now=True)
+    ended(engine)
+    assert Host.made[0].gone
+    assert len(said) == 1
+
+
+def test_a_second_meeting_ends_the_process_of_the_first(engine: JoinedEngine) -> None:
+    for _ in range(2):
+        engine.meet(board()[1])
+    first, second = Host.made
+    assert (first.gone, second.gone, engine.running) == (True, False, True)
+    engine.stop()
+
+
+@pytest.mark.parametrize("leader_is_gone", [False, True])
+def test_asleep_it_is_there_as_long_as_its_leader(engine: JoinedEngine, leader_is_gone: bool) -> None:
+    said, bond = board()
+    engine.meet(bond)
+    said.extend(["killed"] * leader_is_gone)
+    engine.sleep()
+    assert engine.running is not leader_is_gone
+    engine.stop()
+
+
+def test_a_rendezvous_that_is_gone_ends_it(engine: JoinedEngine) -> None:
+    def told() -> str:
+        raise CollectiveFailure("the rendezvous cannot be reached")
+
+    engine.meet(Bond("10.0.0.1:7000", told=told))
+    ended(engine)
+    assert Host.made[0].gone

@@ -1,0 +1,87 @@
+"""Processes of an engine of several nodes start together: all of them as soon as one does not run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.engine.meeting import Bond, Part
+from mugrpo_megatron.run.together import meet, sleep_joined
+
+
+class World:
+    """A rank's world; the others' parts are given."""
+
+    def __init__(self, *others: Part | None) -> None:
+        self._others, self.board = others, dict[str, str]()
+        self.barriers = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, *self._others]
+
+    def tell(self, name: str, text: str) -> None:
+        self.board[name] = text
+
+    def told(self, name: str) -> str:
+        return self.board.get(name, "")
+
+    def barrier(self) -> None:
+        self.barriers += 1
+
+
+class Own:
+    """What this rank runs of an engine."""
+
+    def __init__(self, engine: int, node: int, running: bool) -> None:
+        self.slot, self.running = SimpleNamespace(number=engine, node=node), running
+        self.met: list[Bond] = []
+        self.slept = 0
+
+    def meet(self, bond: Bond) -> None:
+        self.met.append(bond)
+
+    def sleep(self) -> None:
+        self.slept += 1
+
+
+def other(engine: int, node: int, running: bool) -> Part:
+    return Part(engine, node, running, f"10.0.{engine}.{node}", "10.0.0.0", 7000, f"start-{engine}-{node}")
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nothing_happens_while_all_run(node: int) -> None:
+    own = Own(0, node, running=True)
+    world = World(other(0, 1 - node, True), other(1, 0, False), other(1, 1, False), None)
+    assert meet(world, own) == ""  # type: ignore[arg-type]
+    assert own.met == []
+
+
+def test_a_rank_that_runs_no_part_takes_part_in_the_vote() -> None:
+    assert meet(World(other(0, 0, False)), None) == ""  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("mine", "leader"), [(True, False), (False, True), (False, False)])
+def test_all_start_where_one_does_not_run(mine: bool, leader: bool) -> None:
+    own, world = Own(1, 1, mine), World(other(0, 0, True), other(0, 1, True), other(1, 0, leader))
+    meet(world, own)  # type: ignore[arg-type]
+    (bond,) = own.met
+    assert bond.address == "10.0.1.0:7000"
+    bond.ended("killed")
+    assert world.board == {"engine/start-1-0": "killed"}
+    assert bond.broken(now=True) == "killed"
+
+
+@pytest.mark.parametrize(("mine", "said"), [(True, "the engine's processes on its nodes 1, 2 have ended"), (False, "")])
+def test_a_leader_that_ran_hears_which_nodes_did_not(mine: bool, said: str) -> None:
+    own = Own(0, 0, mine)
+    assert meet(World(other(0, 1, False), other(0, 2, False), other(0, 3, True)), own) == said  # type: ignore[arg-type]
+    assert [bond.address for bond in own.met]
+
+
+@pytest.mark.parametrize(("nodes", "barriers", "slept"), [(1, 1, 0), (2, 2, 1)])
+def test_parts_sleep_after_their_leader(nodes: int, barriers: int, slept: int) -> None:
+    world, own = World(), Own(0, 1, True)
+    sleep_joined(world, own if nodes > 1 else None, nodes)  # type: ignore[arg-type]
+    assert (world.barriers, own.slept) == (barriers, slept)
