@@ -68,7 +68,7 @@ PHASES = {
 }
 
 
-def slow(response: str, gold: str) -> float:
+def slow(response: str, answer: str) -> float:
     """A reward that takes its time, as one that runs code does."""
     time.sleep(1.5)
     return float(len(response) % 2)
@@ -84,7 +84,7 @@ def main() -> None:
     print("| phase | ranks | saved after s | gone after s | exit code | said |", flush=True)
     print("| --- | --: | --: | --: | --: | --- |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder) / "model")
+        make_model(Path(folder) / "model", experts=False)
         for ranks in options.ranks:
             for name in options.phases:
                 if ranks > 1 or not PHASES[name].kills_a_rank:
