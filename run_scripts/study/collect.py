@@ -20,7 +20,7 @@ from typing import Any
 from mugrpo_megatron.report.rundata import RunData, read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.grid import GRID, Grid, load_grid
-from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_results
+from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_kept, read_results
 from run_scripts.study.run import CODE, Study
 
 WINDOW = 32
@@ -53,15 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--grid", type=Path, default=GRID)
     parser.add_argument("--docs", type=Path, default=DOCS, help="where the csv files go")
     options = parser.parse_args(arguments)
-    study = Study(load_grid(options.grid), options.out.resolve())
+    kept = read_kept(options.docs)  # rates were found with its cells, and say which cells to look for
+    study = Study(load_grid(options.grid), options.out.resolve(), kept=kept)
     rows, curves = collect(study)
     old = read_results(study.grid, options.docs)
-    kept = [row for row in old.rows if _kept(study, row, rows)]
-    names = {_key(row) for row in kept}
+    others = [row for row in old.rows if _kept(study, row, rows)]
+    names = {_key(row) for row in others}
     curves += [row for row in old.curves if _key(row) in names]
-    _write(options.docs / CELLS, CELL_COLUMNS, [*rows, *kept])
+    _write(options.docs / CELLS, CELL_COLUMNS, [*rows, *others])
     _write(options.docs / CURVES, CURVE_COLUMNS, curves)
-    print(f"{len(rows)} cells from {options.out} and {len(kept)} kept ones into {options.docs}")
+    print(f"{len(rows)} cells from {options.out} and {len(others)} kept ones into {options.docs}")
     return 0
 
 
@@ -75,7 +76,8 @@ def collect(study: Study) -> tuple[list[Row], list[Row]]:
             run, stage = read_run(study.directory(cell)), _stage_of(study, cell)
             rows[cell] = row_of(study, cell, run, stage)
             curves += curve_of(study.grid, cell, run, stage)
-    for cell in sorted(done.keys() - rows.keys()):
+    kept = {cell for cell, (stage, _) in study.kept.items() if study.counts(cell, stage)}
+    for cell in sorted(done.keys() - rows.keys() - kept):
         twin = study.grid.methods[cell.method].twin
         found = rows.get(Cell(cell.seed, twin, cell.rate, cell.repeat)) if twin else None
         if found:

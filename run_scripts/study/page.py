@@ -191,13 +191,13 @@ def _prices(results: Results) -> list[str]:
 
 
 def _gains(results: Results) -> list[str]:
-    """A sentence on the points gained at the regime rate, once a cell has finished there."""
+    """A sentence on the points gained at tuned rates, once a cell has finished there."""
     gains = []
-    for name in ("none", "veto", "strict"):
-        if after := results.column("regime", name, "after"):
-            gain = points(mean_of(differences(after, results.column("regime", name, "before"))), 1)
+    for name in results.grid.blocks["tuned"].methods:
+        if after := results.column("tuned", name, "after"):
+            gain = points(mean_of(differences(after, results.column("tuned", name, "before"))), 1)
             gains.append(f"{results.grid.methods[name].title} {gain} ({counted(len(after), 'seed')})")
-    return [f"Points gained over the warm start at the regime rate: {'; '.join(gains)}."] if gains else []
+    return [f"Points gained over the warm start, each at its tuned rate: {'; '.join(gains)}."] if gains else []
 
 
 if __name__ == "__main__":
