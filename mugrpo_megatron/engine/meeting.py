@@ -26,8 +26,8 @@ def nothing_told() -> str:
     return ""
 
 
-def tell_nobody(cause: str) -> None:
-    """An engine on one node has nobody to tell."""
+def tell_none(cause: str) -> None:
+    """An engine on one node has no other node to tell."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Bond:
 
     address: str = ""
     """Where SGLang's ranks meet: HOST:PORT on the leader's node."""
-    tell: Callable[[str], None] = tell_nobody
+    tell: Callable[[str], None] = tell_none
     """Tell the other nodes that the process of this one has ended, and why."""
     told: Callable[[], str] = nothing_told
     """What was told; empty while nothing was."""
