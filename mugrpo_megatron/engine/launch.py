@@ -41,6 +41,9 @@ LENGTH_MARGIN = 8
 """SGLang refuses the last few positions of its context; the window is this much longer than prompt and response."""
 LARGEST_GRAPH = 1024
 """Most responses for which a decode step is captured as a CUDA graph; larger batches hide the launches anyway."""
+GC_THRESHOLD = (50_000, 20, 50)
+"""When Python looks for cycles among the objects of thousands of requests; by default after 700 new ones. On CPU the
+scheduler's process inherits it. 8,192 answers of four tokens took 5.4 instead of 5.9 s (two cores)."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
@@ -86,6 +89,7 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "random_seed": recipe.run.seed + SEED_STRIDE * slot.number,
         "trust_remote_code": False,
         "load_format": "safetensors",  # never a pickle next to it
+        "gc_threshold": list(GC_THRESHOLD),
     }
     if engine.attention_backend != "auto":
         arguments["attention_backend"] = engine.attention_backend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from mugrpo_megatron.weights.blocks import Row
@@ -58,7 +59,7 @@ class Architecture:
     def qk_layernorm(self) -> bool:
         return self.transformer["qk_layernorm"]
 
-    @property
+    @cached_property
     def letters(self) -> dict[str, int]:
         """Sizes for the letters in a row's shapes."""
         head_dim = self.transformer["kv_channels"]

@@ -108,7 +108,7 @@ def row(model: str, threads: int, responses: int) -> int:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("threads", "responses", "expected"),
-    [(1, 150, 15_000), (2, 150, 3_800), (2, 80, 8_000), (2, 82, 2_100)],
+    [(1, 150, 15_000), (2, 150, 3_800), (2, 82, 2_100), (2, 80, 4_000), (2, 12, 600), (2, 10, 1_000)],
 )
 def test_a_lane_gets_rows_that_stay_in_the_cache(model: str, threads: int, responses: int, expected: int) -> None:
     [length] = run_ranks(1, row, model, threads, responses)
