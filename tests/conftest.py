@@ -1,7 +1,8 @@
 """What every room shares: fixtures, and what a test may cost.
 
-Only a test marked `process` starts one, so the quick tier, which leaves those out, starts none. A test that takes more
-than `LIMIT_S` CPU seconds, those of its processes included, has to be marked `slow` or `night`.
+Only a test marked `process` starts one, so the quick tier, which leaves those out, starts none. The suite ends with the
+tests that took the most CPU seconds, and says which of them took more than `SLOW_S` without being marked `slow`. That
+fails nothing: an older processor takes twice as long for the same test.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torch
 # As many workers as cores run side by side; what is computed here is too small to share out.
 torch.set_num_threads(1)
 
-LIMIT_S = 30.0
+SLOW_S = 30.0
 SLOWEST = 10
 PROGRAMS = ("python", "bash", "sh", "mugrpo", "node", "chrom", "ip", "mount")
 """What counts as a process of a test; libraries ask others (ldconfig, fc-list) something at their first import."""
@@ -106,9 +107,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that passes fails all the same when it started a process, or took long, without being marked so.
+    """A test that passes fails all the same when it started a process without being marked so; its cost is noted.
 
-    The limit is for the test itself: a fixture that others share is not charged to whichever test comes first.
+    The cost is the test's own: a fixture that others share is not charged to whichever test comes first.
     """
     may_start = item.get_closest_marker("process") is not None
     before = cpu_seconds(of_children=may_start)
@@ -118,21 +119,19 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     starts = item.config.stash[STARTS]
     if starts and not may_start:
         pytest.fail(f"it started {starts[0]}: mark it `process`", pytrace=False)
-    if spent > LIMIT_S and not any(map(item.get_closest_marker, ("slow", "night"))):
-        pytest.fail(f"it took {spent:.0f} CPU seconds: make it cheaper, or mark it `slow` or `night`", pytrace=False)
     return result
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The tests that took the most CPU seconds."""
     spent = [
-        (value, report.nodeid)
+        (value, report.nodeid, value > SLOW_S and not {"slow", "night"} & report.keywords.keys())
         for reports in terminalreporter.stats.values()
         for report in reports
         for name, value in getattr(report, "user_properties", ())
         if name == CPU_SECONDS and report.when == "call"
     ]
-    if sum(value for value, _ in spent) > LIMIT_S:
+    if sum(value for value, *_ in spent) > SLOW_S:
         terminalreporter.section("most CPU seconds")
-        for value, nodeid in sorted(spent, reverse=True)[:SLOWEST]:
-            terminalreporter.write_line(f"{value:6.1f}  {nodeid}")
+        for value, nodeid, unmarked in sorted(spent, reverse=True)[:SLOWEST]:
+            terminalreporter.write_line(f"{value:6.1f}  {nodeid}{'  (not marked slow)' * unmarked}")

@@ -188,3 +188,8 @@ def distance(found: Tensor | None, expected: Tensor | None) -> float:
     found, expected = found.double(), expected.double()
     difference = (found - expected).norm()
     return 0.0 if difference == 0 else (difference / expected.norm()).item()
+
+
+def loss_error(found: Tensor, expected: Tensor) -> float:
+    """|found - expected|, relative where the loss is above 1: terms of either sign cancel in a small one."""
+    return abs(found.item() - expected.item()) / max(1.0, abs(expected.item()))

@@ -20,6 +20,7 @@ from tests.kernels.problems import (
     Answer,
     Problem,
     distance,
+    loss_error,
     make_problem,
     materialised,
     materialised_scores,
@@ -52,7 +53,7 @@ def fused(problem: Problem, chunk: int, **options: Any) -> Answer:
 
 
 def assert_same(found: Answer, expected: Answer, tolerance: float) -> None:
-    assert abs(found.loss - expected.loss) <= tolerance * max(1.0, abs(expected.loss.item()))
+    assert loss_error(found.loss, expected.loss) <= tolerance
     for name in ("logprobs", "entropy", "d_hidden", "d_weight"):
         assert distance(getattr(found, name), getattr(expected, name)) <= tolerance, name
 
