@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from run_scripts.study.results import Results, differences, holm, sign_flip
+from run_scripts.study.results import Results, differences, holm, mean_of, plain, points, sign_flip
 
 LEVEL = 0.05
 """Of all contrasts of a family together."""
@@ -29,8 +29,15 @@ class Contrast:
 PART_ONE = (
     Contrast("mu-GRPO ends above the strict clip", "tuned", "veto", "strict"),
     Contrast("mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
-    Contrast("the veto holds accuracy", "hot", "veto", "none"),
-    Contrast("the veto holds E[ρ given A < 0], last 64 updates", "hot", "veto", "none", 0.0, "ratio_neg_late"),
+    Contrast("at the hot rate, mu-GRPO ends above the relaxed clip without a veto", "hot", "veto", "none"),
+    Contrast(
+        "at the hot rate, E[ρ given A < 0] over the last 64 updates is higher with the veto",
+        "hot",
+        "veto",
+        "none",
+        0.0,
+        "ratio_neg_late",
+    ),
 )
 """Those of docs/study/plan.md, in its order."""
 
@@ -44,6 +51,12 @@ class Finding:
     """left - right, seed by seed."""
     p: float | None
     """Corrected for the family's contrasts; None until every one of them has all its seeds."""
+
+    @property
+    def measured(self) -> str:
+        """The mean difference with its interval, in points where it is one of accuracies; `–` without a seed."""
+        gap = mean_of(self.values) if self.values else None
+        return f"{points(gap, 1)} points" if gap and self.contrast.column == "after" else plain(gap)
 
     @property
     def verdict(self) -> str:

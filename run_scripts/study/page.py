@@ -137,13 +137,13 @@ def summary(results: Results) -> str:
     found = findings(results)
     verdicts: dict[str, list[str]] = {}
     for number, one in enumerate(found, 1):
-        verdicts.setdefault(one.verdict, []).append(f"{one.contrast.claim} (claim {number})")
+        verdicts.setdefault(one.verdict, []).append(f"{one.contrast.claim} (claim {number}: {one.measured})")
     decided = [f"{WORDS[verdict]}: {'; '.join(verdicts[verdict])}." for verdict in WORDS if verdict in verdicts]
     left = len(verdicts.get("open", []))
     if left:
         which = f"All {left} verdicts are" if left == len(found) else f"{counted(left, 'verdict')} still"
         decided.append(f"{which} open: {len(results.rows)} of {planned(results)} cells have finished.")
-    rest = _gains(results) if left == len(found) else _prices(results)
+    rest = _gains(results) if left == len(found) else [*_hot_ends(results), *_prices(results)]
     return " ".join([*decided, *rest])
 
 
@@ -188,6 +188,19 @@ def _prices(results: Results) -> list[str]:
                 f"µ={results.grid.methods[name].mu} {points(mean_of(apart), 1)} ({counted(len(apart), 'seed')})"
             )
     return [f"Points above GRPO with µ=4, each at its tuned rate: {'; '.join(prices)}."] if prices else []
+
+
+def _hot_ends(results: Results) -> list[str]:
+    """A sentence on where the runs of claim 3 end, which their difference does not say."""
+    ends = {name: results.column("hot_pair", name, "after") for name in results.grid.blocks["hot_pair"].methods}
+    if not all(ends.values()):
+        return []
+    before = statistics.fmean(results.column("hot_pair", "none", "before").values())
+    said = [
+        f"{100 * statistics.fmean(after.values()):.1f} % ({results.grid.methods[name].title})"
+        for name, after in ends.items()
+    ]
+    return [f"The runs of claim 3 begin at {100 * before:.1f} % and end, on average, at {' and '.join(said)}."]
 
 
 def _gains(results: Results) -> list[str]:

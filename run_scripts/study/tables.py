@@ -16,7 +16,6 @@ from run_scripts.study.results import (
     mean_of,
     outcome_of,
     percent,
-    plain,
     points,
     scientific,
 )
@@ -28,15 +27,13 @@ def contrast_table(found: Sequence[Finding], seeds: int) -> str:
     """Claim, rate, measured difference, corrected p, verdict."""
     rows = []
     for number, one in enumerate(found, 1):
-        gap = mean_of(one.values) if one.values else None
-        measured = f"{points(gap, 1)} points" if gap and one.contrast.column == "after" else plain(gap)
         p = "–" if one.p is None else f"{one.p:.3f}"
         count = f"{len(one.values)} of {seeds}"
         rows.append(
             [
                 f"{number}. {one.contrast.claim}",
                 one.contrast.block,
-                measured,
+                one.measured,
                 count,
                 one.contrast.family,
                 p,

@@ -156,10 +156,11 @@ def test_the_evidence_on_rates_is_the_best_rate_and_the_regime_rate_of_the_tunin
 
 def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -> None:
     said = page.summary(finished(veto=0.1, four=-0.2, eight=-0.1))
-    assert said.startswith("Holds: mu-GRPO ends above the strict clip (claim 1); mu-GRPO ends less than")
+    assert said.startswith("Holds: mu-GRPO ends above the strict clip (claim 1: +10.0 ± 0.0 points); mu-GRPO ends less")
     assert "Not shown: mu-GRPO in at most 8 stages (4 stages of 128) ends less than" in said
     assert "µ=64 -10.0 ± 0.0 (3 seeds); µ=128 -20.0 ± 0.0 (3 seeds); µ=512 +10.0 ± 0.0 (3 seeds)." in said
     assert "open" not in said
+    assert "begin at 45.0 % and end, on average, at 50.0 % (relaxed clip, no veto (∅)) and 60.0 % (mu-GRPO" in said
     whole = finished(four=0.1)
     part = [one for one in whole.rows if cell_of(one) != Cell(7, "strict", 8e-5)]
     said = page.summary(replace(whole, rows=part))
