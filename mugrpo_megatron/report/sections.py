@@ -20,7 +20,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (SAMPLES, "what the model wrote, and how it was scored", ()),
     (
         VETO,
-        "the same responses at nine ages of their stage",
+        "the same responses at up to nine ages of their stage",
         ("atlas_ratio", "atlas_trained", "atlas_triggers", "atlas_first"),
     ),
     (

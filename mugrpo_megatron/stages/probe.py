@@ -20,7 +20,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file, remove_leftovers
 
 PARTS = 8
-"""A stage is probed at its start and after each of so many equal parts."""
+"""A stage is probed at its start and after each of at most so many equal parts."""
+APART = 8
+"""Least updates of a part, so that probes stay a small share of the learner's work in a short stage, too."""
 RESPONSES = "responses.parquet"
 SCHEMA = pa.schema(
     {
@@ -63,7 +65,8 @@ class Probe:
 
 def probe_ages(updates: int) -> tuple[int, ...]:
     """The ages at which a stage of so many updates is probed; none for a stage that is too short."""
-    return tuple(round(part * updates / PARTS) for part in range(PARTS + 1)) if updates >= PARTS else ()
+    parts = min(PARTS, updates // APART)
+    return tuple(round(part * updates / parts) for part in range(parts + 1)) if parts else ()
 
 
 def write_responses(directory: Path, responses: Sequence[Probed]) -> None:

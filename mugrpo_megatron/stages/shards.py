@@ -62,11 +62,14 @@ def write_shard(file: IO[bytes], groups: Sequence[list[Sample]]) -> None:
 
 def _parts(groups: Sequence[list[Sample]]) -> Iterator[list[Sample]]:
     part: list[Sample] = []
+    held = 0
     for group in groups:
-        if part and _tokens(part) + _tokens(group) > ROW_GROUP_TOKENS:
+        tokens = _tokens(group)
+        if part and held + tokens > ROW_GROUP_TOKENS:
             yield part
-            part = []
-        part = part + group
+            part, held = [], 0
+        part.extend(group)
+        held += tokens
     yield part
 
 

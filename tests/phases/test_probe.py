@@ -22,7 +22,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.probe import PARTS, probe_ages, read_probe
+from mugrpo_megatron.stages.probe import APART, PARTS, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import mugrpo
 
@@ -33,11 +33,12 @@ LEARNER: Any = None
 @given(updates=st.integers(1, 5000))
 def test_ages_are_the_ends_of_equal_parts(updates: int) -> None:
     ages = probe_ages(updates)
-    if updates < PARTS:
+    if updates < APART:
         assert ages == ()
         return
-    assert (ages[0], ages[-1], len(ages)) == (0, updates, PARTS + 1)
+    assert (ages[0], ages[-1], len(ages)) == (0, updates, 1 + min(PARTS, updates // APART))
     assert max(np.diff(ages)) - min(np.diff(ages)) <= 1
+    assert min(np.diff(ages)) >= APART
 
 
 def sealed(directory: Path) -> StageStore:
@@ -111,14 +112,14 @@ class Stand:
             probe(self.run, LEARNER, Cursor(0, age, age), age=age + 1)
 
 
-def test_what_is_written_is_read_and_costs_nine_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_written_is_read_and_costs_a_pass_for_each_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(tmp_path, monkeypatch)
     assert read_probe(stand.directory.probe(0)) is None
     stand.optimize(range(UPDATES))
-    assert stand.passes == PARTS + 1
+    assert stand.passes == len(probe_ages(UPDATES)) == 3
     found = read_probe(stand.directory.probe(0))
     assert found
-    assert list(found.logprobs) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert list(found.logprobs) == [0, 8, 16]
     for age, logprobs in found.logprobs.items():
         assert all((own == np.float32(-age / 10)).all() for own in logprobs)
     tokenizer = build_arithmetic_tokenizer()

@@ -21,6 +21,7 @@ from mugrpo_megatron.report.payload import draw
 from mugrpo_megatron.report.probes import followed, verdicts
 from mugrpo_megatron.report.report import page, write_report
 from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.stages.probe import probe_ages
 from tests.report.followed import write_evaluation, write_probe, write_stage
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
@@ -113,7 +114,7 @@ def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
 def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData) -> None:
     heat = heat_of(run, trigger_ratio=math.exp(-9.9))
     for one in heat["responses"]:
-        assert one["ages"] == list(range(0, UPDATES + 1, 2))
+        assert one["ages"] == list(probe_ages(UPDATES))
         for age, cells, triggers, dropped in zip(
             one["ages"], one["cells"], one["triggers"], one["dropped"], strict=True
         ):
@@ -162,7 +163,7 @@ def test_the_atlas_is_of_the_negative_responses_of_all_stages(run: RunData) -> N
     charts = charts_of(run)
     shares = {series.label: series.y for series in charts["atlas_triggers"].series}
     for name, values in shares.items():
-        below = [float(age > -math.log(float(name))) for age in range(0, UPDATES + 1, 2)]
+        below = [float(age > -math.log(float(name))) for age in probe_ages(UPDATES)]
         assert values == pytest.approx(below), name
     lowest = charts["atlas_ratio"].series[-1]
     assert lowest.label == "1 %"
@@ -179,7 +180,7 @@ def test_of_a_stage_that_was_sampled_early_the_atlas_counts_from_its_sampling(ru
     for row in run.updates:
         row["staleness"] = row["age"] + 3 * (row["stage"] == 1)
     drawing = draw(run, read_details(run.path, run.recipe))
-    own = list(range(0, UPDATES + 1, 2))
+    own = list(probe_ages(UPDATES))
     assert drawing.axes["probe"]["u"] == sorted([*own, *(3 + age for age in own)])
     charts = {chart.id: chart for chart in drawing.charts}
     (one,) = [series.y for series in charts["atlas_triggers"].series if series.label == "1e-4"]
