@@ -16,6 +16,7 @@ from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
+from mugrpo_megatron.engine.replicas import replica_arguments, replicas_here
 from mugrpo_megatron.engine.unfinished import Unfinished, continues
 from mugrpo_megatron.engine.wire import Message, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
@@ -61,6 +62,7 @@ class Engine:
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
+        self._replicas = replicas_here(self._section, model_dir, self._cuda, slot)
         self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
         self._ready, self._receiving, self._starts = False, False, 0
@@ -105,7 +107,7 @@ class Engine:
         if ahead is None or ahead.cuda != self._cuda:
             ahead = HostProcess(self._environment, self._cuda, self._section.compiled, self._section.nodes == 1)
         self._host = ahead
-        self._host.load(arguments, self.log, self._ends, self._bond.broken)
+        self._host.load(replica_arguments(arguments, self._replicas), self.log, self._ends, self._bond.broken)
         self._starts += 1
 
     @property
@@ -119,9 +121,9 @@ class Engine:
         return group_memory(self._host.pid) if self._host is not None else 0.0
 
     @property
-    def tensor_parallel(self) -> int:
-        """Tensor parallel size: `load_bucket` takes as many serialisations of a bucket."""
-        return self._section.tensor
+    def readers(self) -> int:
+        """Processes that read weights, tensor parallel ranks and replicas: `load_bucket` takes a serialisation each."""
+        return self._section.tensor * self._replicas
 
     def stop(self) -> None:
         """End the engine: with a stop message when it is idle, else by killing its process group.
@@ -164,7 +166,7 @@ class Engine:
             self._asleep.remove(tag)
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one bucket of weights (`weights.sync.serialize`): one serialisation per tensor parallel rank."""
+        """Load one bucket of weights (`weights.sync.serialize`): one serialisation per reader."""
         self._call("load_bucket", serialized)
 
     def set_version(self, version: int) -> None:
@@ -248,8 +250,7 @@ class Engine:
             return False
         if not self._handing_over or self._host is None:
             return True
-        if self._asked_at is None:
-            self._asked_at = time.monotonic()
+        self._asked_at = self._asked_at or time.monotonic()
         if not self._closed and self._receiving:
             self._closed = True
             self._host.send(("close", None), HAND_OVER_SECONDS, "generate")

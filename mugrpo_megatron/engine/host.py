@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-import pickle
 import queue
 import signal
 import socket
@@ -25,11 +24,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from mugrpo_megatron.engine.channel import Channel
-from mugrpo_megatron.engine.launch import SUMMING
-from mugrpo_megatron.engine.load import read_load
+from mugrpo_megatron.engine.group import EngineGroup
 from mugrpo_megatron.engine.loading import engine_type, log_to, stay
 from mugrpo_megatron.engine.process import SHARED_MEMORY
-from mugrpo_megatron.engine.sums import read_sums
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
 from mugrpo_megatron.files.tensors import Sums
 
@@ -38,8 +35,6 @@ GATHER_SECONDS = 0.02
 """Finished groups are sent together, at most this long after the first of them."""
 PROGRESS_SECONDS = 5.0
 """While tokens come, the client hears of them this often, so that it can tell long responses from a hung engine."""
-IDLE_SECONDS = 60.0
-"""An engine that has answered everything has to become idle within this time."""
 
 
 def die_with_parent(parent: int) -> None:
@@ -71,8 +66,8 @@ def start_guard() -> IO[bytes]:
 class Generation:
     """One generate command: every prompt is a task, and finished groups are sent together."""
 
-    def __init__(self, engine: Any, connection: Channel, sampling: Sampling, version: int) -> None:
-        self._engine = engine
+    def __init__(self, engines: EngineGroup, connection: Channel, sampling: Sampling, version: int) -> None:
+        self._engines = engines
         self._connection = connection
         self._version = version
         self._parameters = {
@@ -111,7 +106,7 @@ class Generation:
                     tasks.create_task(self._answer(work))
             self._closing = True
             if self._in_flight:
-                self._engine.tokenizer_manager.abort_request(abort_all=True)
+                self._engines.abort()
         reports.cancel()
         self._outbox.put(None)
         writer.join()
@@ -120,7 +115,7 @@ class Generation:
         if self._closing:  # before it has begun: SGLang aborts what it knows of
             return
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
-        outputs = await self._engine.async_generate(
+        outputs = await self._engines.generate(
             input_ids=[work.ids + ids for ids in work.begun] if work.begun else [work.ids] * work.n,
             sampling_params=self._parameters_of(work),
             return_logprob=True,
@@ -151,14 +146,13 @@ class Generation:
     async def _report(self) -> None:
         """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""
         before = 0
-        manager = self._engine.tokenizer_manager
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
-            tokens = self._tokens + sum(len(state.output_ids) for state in manager.rid_to_state.values())
+            tokens = self._tokens + sum(len(state.output_ids) for state in self._engines.states.values())
             if tokens != before:
-                self._outbox.put(("progress", read_load(tokens, await manager.get_loads())))
+                self._outbox.put(("progress", await self._engines.load(tokens)))
                 if self._sampling.unfinished and not self._sampling.routed:
-                    self._tell(manager.rid_to_state)
+                    self._tell(self._engines.states)
             before = tokens
 
     def _tell(self, states: Mapping[str, Any]) -> None:
@@ -197,8 +191,8 @@ class Generation:
 class Host:
     """Executes the client's commands, one after another."""
 
-    def __init__(self, engine: Any, connection: Channel) -> None:
-        self._engine = engine
+    def __init__(self, engines: EngineGroup, connection: Channel) -> None:
+        self._engines = engines
         self._connection = connection
         self._version = 0
 
@@ -207,55 +201,29 @@ class Host:
         while (message := self._connection.receive())[0] != "stop":
             kind, value = message
             if kind == "generate":
-                generation = Generation(self._engine, self._connection, value, self._version)
-                self._engine.loop.run_until_complete(generation.run())
+                self._engines.run(Generation(self._engines, self._connection, value, self._version).run())
                 self._connection.send(("done", None))
             else:
                 name, arguments = value
                 self._connection.send(("result", getattr(self, name)(*arguments)))
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        loaders = [name for name in self._engine.server_args.custom_weight_loader if name != SUMMING]
-        self._update_weights(serialized, loaders[0] if loaders else "flattened_bucket")
-
-    def _update_weights(self, serialized: list[bytes], load_format: str) -> None:
-        # `Engine.update_weights_from_tensor` would pickle again what the client has serialised.
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-        request = UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=serialized, load_format=load_format, flush_cache=False
-        )
-        manager = self._engine.tokenizer_manager
-        accepted, message = self._engine.loop.run_until_complete(manager.update_weights_from_tensor(request, None))
-        if not accepted:
-            raise RuntimeError(f"the engine refused a weight bucket: {message}")
+        self._engines.update_weights(serialized)
 
     def set_version(self, version: int) -> None:
         # Keys and values in the prefix cache belong to the old weights.
-        self._flush_cache()
+        self._engines.flush_cache()
         self._version = version
 
-    def _flush_cache(self) -> None:
-        """Empty the prefix cache once the engine is idle: SGLang may run one more step after its last response.
-
-        It ends itself when its memory is released before that.
-        """
-        manager = self._engine.tokenizer_manager
-        answer = self._engine.loop.run_until_complete(manager.flush_cache(timeout_s=IDLE_SECONDS))
-        if not answer.success:
-            raise RuntimeError(f"the engine is not idle after {IDLE_SECONDS:g} s: {answer.message}")
-
     def sleep(self, tags: list[str]) -> None:
-        self._flush_cache()
-        self._engine.release_memory_occupation(tags)
+        self._engines.flush_cache()
+        self._engines.release(tags)
 
     def wake(self, tags: list[str]) -> None:
-        self._engine.resume_memory_occupation(tags)
+        self._engines.resume(tags)
 
     def checksums(self) -> list[Sums]:
-        ranks = self._engine.server_args.tp_size
-        self._update_weights([pickle.dumps([])] * ranks, SUMMING)
-        return read_sums()
+        return self._engines.checksums()
 
     def health(self) -> int:
         return self._version
@@ -276,13 +244,13 @@ def main() -> None:
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))
-        engine = make(**arguments)
-        if arguments.get("node_rank"):
+        engines = EngineGroup([make(**one) for one in arguments])
+        if arguments[0].get("node_rank"):
             stay(connection)
             return
-        engine.freeze_gc()
+        engines.freeze_gc()
         connection.send(("ready", None))
-        Host(engine, connection).serve()
+        Host(engines, connection).serve()
     except Exception as error:
         # The cause goes to the client, which ends this process; the traceback goes to the log.
         connection.send(("error", f"{type(error).__name__}: {error}"))

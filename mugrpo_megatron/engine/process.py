@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,12 @@ class HostProcess:
 
     def load(
         self,
-        arguments: dict[str, Any],
+        arguments: Sequence[dict[str, Any]],
         log: Path,
         cancelled: Callable[[], bool],
         broken: Callable[[], str] = nothing_told,
     ) -> None:
-        """Have it load `sglang.Engine(**arguments)`, and append its output to `log`; returns at once.
+        """Have it make an `sglang.Engine` of each of `arguments`, and append their output to `log`; returns at once.
 
         `cancelled` is called repeatedly during every wait; once it returns True, the wait ends with EngineStopped.
         So is `broken`; once it says why the engine's process on another node has ended, the wait ends with
@@ -85,7 +85,7 @@ class HostProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()
         with suppress(OSError):  # it is gone; the next message that is waited for says why
-            self._channel.send(("start", (arguments, str(log))))
+            self._channel.send(("start", (list(arguments), str(log))))
 
     @property
     def pid(self) -> int:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from mugrpo_megatron.engine.placement import engine_slot
+from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
+from mugrpo_megatron.engine.replicas import replicas_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 
@@ -61,8 +62,21 @@ def engines_of(recipe: Recipe, cluster: Cluster) -> int:
 
     Raises UserError, naming the sizes that work, when the ranks of a node cannot be divided into engines.
     """
-    cores = None if cluster.device.cuda else psutil.cpu_count()
-    return engine_slot(recipe.engine, 0, cluster.world, 0, cluster.per_node, cores).engines
+    return _first_slot(recipe, cluster).engines
+
+
+def replicas_of_engines(recipe: Recipe, cluster: Cluster, weight_bytes: float) -> int:
+    """Replicas of each engine, whose weights take so many bytes; UserError as in `engines_of`."""
+    return replicas_of(recipe.engine, weight_bytes, _first_slot(recipe, cluster).local_engines, _cores(cluster))
+
+
+def _first_slot(recipe: Recipe, cluster: Cluster) -> EngineSlot:
+    return engine_slot(recipe.engine, 0, cluster.world, 0, cluster.per_node, _cores(cluster))
+
+
+def _cores(cluster: Cluster) -> int | None:
+    """Cores of a node where engines run on CPU: this machine's."""
+    return None if cluster.device.cuda else psutil.cpu_count()
 
 
 def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:

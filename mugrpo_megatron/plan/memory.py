@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
 from mugrpo_megatron.plan.activations import layer_bytes, loss_bytes, micro_batches_in_flight
 from mugrpo_megatron.plan.case import Case
-from mugrpo_megatron.plan.hardware import GIB
+from mugrpo_megatron.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.engines import BLOCK
@@ -176,7 +176,7 @@ def engine_weight_bytes(case: Case) -> float:
 def engine_memory(case: Case) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
-    weights = engine_weight_bytes(case) / tp
+    weights = engine_weight_bytes(case) / tp * replicas_of_engines(recipe, case.cluster, engine_weight_bytes(case))
     sharing = min(tp, case.architecture.transformer["num_query_groups"])
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")

@@ -20,6 +20,11 @@ UNTIED = ("mixtral", "qwen3_moe")
 def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Why the engines cannot be what `[engine]` says, a sentence each; `model` is the Hugging Face config."""
     yield from _node_problems(recipe)
+    if recipe.engine.replicas > 1 and recipe.engine.tensor > 1:
+        yield (
+            f"engine.replicas = {recipe.engine.replicas} with engine.tensor = {recipe.engine.tensor}: replicas are of "
+            "engines with one rank; leave one of the two out"
+        )
     if problem := tied_problem(model):
         yield problem
     if recipe.run.deterministic:
@@ -43,6 +48,11 @@ def tied_problem(model: Mapping[str, Any]) -> str:
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:
     """Raise UserError when the engine on this machine cannot do what the recipe asks of it."""
     check_deterministic_engine(recipe, cuda)
+    if recipe.engine.replicas > 1 and cuda:
+        raise UserError(
+            f"engine.replicas = {recipe.engine.replicas} is for engines on CPU: on CUDA each rank leads an engine "
+            "on its own device; leave it out"
+        )
     if recipe.learner.routing_replay == "rollout" and not cuda:
         raise UserError(
             'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '

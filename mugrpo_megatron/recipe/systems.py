@@ -79,8 +79,11 @@ class EngineSection(Section):
     attention_backend: str = "auto"
     """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
-    """CPU threads of each engine rank (CPU). Two on two idle cores make long responses a quarter faster and short ones
-    slower, whose scoring needs the other core; on busy cores threads slow each other down."""
+    """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
+    short ones slower, replicas both faster; on busy cores threads slow each other down."""
+    replicas: NonNegativeInt = 0
+    """Copies of each engine that decode side by side in processes of their own, and share its requests (CPU). 0 takes
+    two where each has a core and the weights take at most 256 MiB, else one."""
     compiled: bool = True
     """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
     compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""

@@ -27,10 +27,14 @@ from mugrpo_megatron.weights.quantised import quantise_bucket, quantised_bucket
 
 
 class Engine(Protocol):
-    """The methods of `engine.client.Engine` that a sync calls."""
+    """What a sync uses of `engine.client.Engine`."""
+
+    @property
+    def readers(self) -> int:
+        """Processes that read the weights: tensor parallel ranks and replicas."""
 
     def load_bucket(self, serialized: list[bytes]) -> None:
-        """Load one serialised bucket, with an item for each of the engine's tensor parallel ranks."""
+        """Load one serialised bucket, with an item for each reader."""
 
     def set_version(self, version: int) -> None:
         """Set the weight version that responses carry from now on."""
@@ -112,7 +116,7 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
         for number in range(len(bridge.plan.buckets)):
             bucket, flat = filled(bridge, number)
             # Without an engine, export no handle: CUDA memory whose handle is never opened would not be freed.
-            serialized = _serialize_for_engine(bridge, bucket, flat) if served else []
+            serialized = _serialize_for_engine(bridge, engine, bucket, flat) if served else []
             if loading:
                 failure = _result(loading) or failure
                 served = _all_ok(bridge, served and failure is None)
@@ -208,14 +212,14 @@ def flattened(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
     return {"flattened_tensor": flat[: bucket.bytes], "metadata": places}
 
 
-def _serialize_for_engine(bridge: Bridge, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
-    """The bucket, serialised for each tensor parallel rank of the engine.
+def _serialize_for_engine(bridge: Bridge, engine: Engine | None, bucket: Bucket, flat: torch.Tensor) -> list[bytes]:
+    """The bucket, serialised for each reader; `engine` is None on ranks whose engine another rank leads.
 
     On CUDA each is from that rank's device, and in an engine of several nodes from its node: neither a CUDA handle nor
     a name in /dev/shm means anything on another one.
     """
     if bridge.engine_group is None:
-        return [serialize(bucket, flat) for _ in range(bridge.engine_tensor)]
+        return [serialize(bucket, flat) for _ in range(engine.readers if engine else 0)]
     if bridge.staging is None:
         torch.cuda.current_stream().synchronize()  # another process will read what this stream wrote
     gathered: list[bytes] = [b""] * bridge.engine_group.size()

@@ -6,7 +6,7 @@
 engine without host process and client, so that `ours` against it is what these cost; `bare` is `sglang.Engine`. All
 have the same arguments and take turns, so that a busy machine slows all; CPU time is affected least. `same` and `bare`
 get all prompts, repeated n times, in one call and return Python objects. Ours streams groups of n back as arrays, and
-the client's time counts. Without --model the model is a random Qwen2 of 115k parameters.
+the client's time counts; only ours may have replicas. Without --model the model is a random Qwen2 of 115k parameters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
                 "model": {"path": model, "dtype": options.dtype},
                 "data": {"max_prompt_tokens": 32},
                 "rollout": {"max_response_tokens": options.tokens},
-                "engine": {"max_running_requests": options.running},
+                "engine": {"max_running_requests": options.running, "replicas": options.replicas},
             }
         )
         cuda = runs_on_cuda(recipe)
@@ -153,6 +153,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8, help="responses per prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per response")
     parser.add_argument("--running", type=int, default=1024, help="engine.max_running_requests")
+    parser.add_argument("--replicas", type=int, default=1, help="engine.replicas of ours; the others have one engine")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sides", nargs="+", default=["same", "ours"], choices=["same", "bare", "ours", "torch"])
     return parser.parse_args()

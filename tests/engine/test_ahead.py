@@ -77,7 +77,7 @@ def test_what_it_said_before_it_had_a_log_is_in_the_log(tmp_path: Path) -> None:
     host = HostProcess({**os.environ, "PYTHONPATH": str(broken.parent)}, cuda=False)
     host._process.wait()
     log = tmp_path / "logs" / "engine.log"
-    host.load({}, log, lambda: False)
+    host.load([{}], log, lambda: False)
     with pytest.raises(EngineFailure, match=r"OSError: libnuma is missing"):
         host.receive(60, "start")
     assert "half way" in log.read_text(encoding="utf-8")

@@ -194,7 +194,7 @@ def _listening_addresses() -> list[str]:
 def _load(engine: Engine, checkpoint: Path, version: int) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     # Good for one reader each.
-    engine.load_bucket([named_tensors(tensors) for _ in range(engine.tensor_parallel)])
+    engine.load_bucket([named_tensors(tensors) for _ in range(engine.readers)])
     engine.set_version(version)
 
 

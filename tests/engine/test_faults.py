@@ -74,7 +74,7 @@ def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> No
     """More is sent than the socket holds. The host is frozen at its start and loads nothing."""
     host = HostProcess(dict(os.environ), cuda=False)
     os.kill(host._process.pid, signal.SIGSTOP)
-    host.load({}, tmp_path / "engine.log", lambda: cancelled)
+    host.load([{}], tmp_path / "engine.log", lambda: cancelled)
     expected = EngineStopped if cancelled else EngineFailure
     with pytest.raises(expected, match=r"asked to stop during" if cancelled else r"read nothing for 1 s .*stopped"):
         host.send(("prompts", [b"x" * (16 << 20)]), 600 if cancelled else 1, "generate")
@@ -84,7 +84,7 @@ def test_a_frozen_host_that_reads_nothing(cancelled: bool, tmp_path: Path) -> No
 def test_a_wait_ends_when_the_process_on_another_node_has(tmp_path: Path) -> None:
     host = HostProcess(dict(os.environ), cuda=False, alone=False)
     os.kill(host._process.pid, signal.SIGSTOP)
-    host.load({}, tmp_path / "engine.log", lambda: False, lambda: "on its node 1, that of rank 8: killed")
+    host.load([{}], tmp_path / "engine.log", lambda: False, lambda: "on its node 1, that of rank 8: killed")
     with pytest.raises(EngineFailure, match=r"ended during generate, on its node 1, that of rank 8: killed\n"):
         host.receive(600, "generate")
     assert group_processes(host._process.pid) == []

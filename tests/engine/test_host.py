@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import tempfile
@@ -11,59 +10,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
 
 from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.channel import Channel
+from mugrpo_megatron.engine.group import EngineGroup
 from mugrpo_megatron.engine.host import Generation, Host, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds
 from mugrpo_megatron.samples import UNFINISHED
+from tests.engine.stub import StubEngine
 from tests.engine.tiny import group_processes
 from tests.forked import fork
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, max_tokens=9, stop_ids=())
 PATIENCE_S = 30.0
-
-
-class StubEngine:
-    """`sglang.Engine` as far as the host calls it: answers when told to, idle after some questions."""
-
-    def __init__(self, busy: int = 0) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.tokenizer_manager: Any = self
-        self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
-        self.released: list[list[str]] = []
-        self.answers = asyncio.Event()
-        self.reason = "stop"
-        self.asked: list[dict[str, Any]] = []
-        self._busy = busy
-
-    async def flush_cache(self, timeout_s: float) -> Any:
-        assert timeout_s > 0
-        self._busy -= 1
-        return SimpleNamespace(success=self._busy < 0, message="pending requests")
-
-    async def get_loads(self) -> list[Any]:
-        ranks = ((2, 0, 0.25), (3, 2, 0.125))  # of data parallel schedulers
-        return [SimpleNamespace(num_running_reqs=a, num_waiting_reqs=b, token_usage=c) for a, b, c in ranks]
-
-    def release_memory_occupation(self, tags: list[str]) -> None:
-        self.released.append(tags)
-
-    def abort_request(self, abort_all: bool) -> None:
-        assert abort_all
-        self.reason = "abort"
-        self.answers.set()
-
-    async def async_generate(self, input_ids: list[list[int]], **named: Any) -> list[dict[str, Any]]:
-        self.asked.append({"input_ids": input_ids, **named})
-        await self.answers.wait()
-        facts = {"output_token_logprobs": [(-1.0, 7)] * 3, "finish_reason": {"type": self.reason}}
-        return [{"output_ids": [7] * 3, "meta_info": facts} for _ in input_ids]
 
 
 @pytest.fixture
@@ -75,7 +38,7 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
 
 def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, Channel]) -> None:
     engine = StubEngine(busy=2)
-    served = Host(engine, ends[1])
+    served = Host(EngineGroup([engine]), ends[1])
     with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):
         served.sleep(["weights"])
     with pytest.raises(RuntimeError, match="not idle"):
@@ -92,7 +55,7 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
     client, theirs = ends
     engine = StubEngine()
-    generation = Generation(engine, theirs, SAMPLING, version=4)
+    generation = Generation(EngineGroup([engine]), theirs, SAMPLING, version=4)
     thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
     thread.start()
     client.send(("prompts", [Work(0, [1, 2], 2)]))
@@ -119,7 +82,7 @@ def test_unfinished_responses_are_told_continued_and_returned_when_aborted(
     client, theirs = ends
     engine = StubEngine()
     engine.rid_to_state = {}
-    generation = Generation(engine, theirs, replace(SAMPLING, unfinished=True), version=4)
+    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, unfinished=True), version=4)
     thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
     thread.start()
     client.send(("prompts", [Work(5, [1, 2], 2, begun=[[7, 7], []])]))
@@ -176,7 +139,7 @@ def test_each_response_has_its_own_seed_where_there_is_a_stream(
     client, theirs = ends
     engine = StubEngine()
     engine.answers.set()
-    generation = Generation(engine, theirs, replace(SAMPLING, stream=stream), version=4)
+    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, stream=stream), version=4)
     thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
     thread.start()
     work = Work(0, [1, 2], 2, place=5)

@@ -29,6 +29,10 @@ class Reader:
         self.read: list[dict[str, torch.Tensor]] = [{}, {}]
         self.files: list[set[str]] = [set(), set()]
 
+    @property
+    def readers(self) -> int:
+        return len(self.read)
+
     def load_bucket(self, serialized: list[bytes]) -> None:
         if self.fails:
             raise EngineFailure("it died")
