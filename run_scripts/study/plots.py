@@ -84,18 +84,17 @@ def drawn(results: Results) -> list[str]:
 
 
 def claims(results: Results) -> Figure:
-    """The differences of each primary contrast, seed by seed, their mean, and the bound that the claim must exceed."""
-    found = findings(results)
+    """The differences of each primary contrast that has any, seed by seed, their mean, and the bound to exceed."""
+    found = [(number, one) for number, one in enumerate(findings(results), 1) if one.values]
     figure, panels = _figure(2.5, 1, len(found), sharey=True)
-    for number, (axes, one) in enumerate(zip(panels, found, strict=True), 1):
+    for axes, (number, one) in zip(panels, found, strict=True):
         claim, scale = one.contrast, 100 if one.contrast.column == "after" else 1
         values = [scale * value for value in one.values]
         axes.scatter(values, range(len(values)), color=LIGHT["blue"], s=28, linewidths=0)
-        if values:
-            axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
+        axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
         unit = "points" if scale == 100 else "E[ρ, A < 0]"
-        _finish(axes, f"{number}. {one.verdict}", f"{claim.left or 'schedule'} - {claim.right}, {unit}")
+        _finish(axes, f"{number}. {one.verdict}", f"{claim.left} - {claim.right}, {unit}")
         axes.set_ylim(-0.7, results.grid.seeds - 0.3)
         axes.set_yticks([])
         axes.xaxis.set_major_locator(MaxNLocator(4))
