@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ class Host:
         Host.made.append(self)
 
     def load(
-        self, arguments: dict[str, Any], log: Path, cancelled: Callable[[], bool], broken: Callable[[], str]
+        self, arguments: Sequence[dict[str, Any]], log: Path, cancelled: Callable[[], bool], broken: Callable[[], str]
     ) -> None:
         self.arguments, self.cancelled, self.broken = arguments, cancelled, broken
 
@@ -75,8 +75,9 @@ def test_it_is_sglang_s_second_node_at_the_leader_s_address(engine: JoinedEngine
     _, bond = board()
     engine.meet(bond)
     (host,) = Host.made
+    (arguments,) = host.arguments
     wanted = {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.1:7000", "tp_size": 2}
-    assert {name: host.arguments[name] for name in wanted} == wanted
+    assert {name: arguments[name] for name in wanted} == wanted
     assert host.environment["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] == "0"
     assert not host.alone
     assert engine.running

@@ -28,7 +28,7 @@ def test_a_response_ends_with_the_token_that_completes_a_stop(tmp_path: Path) ->
     tokenizer = load_tokenizer(model)
     engine = Engine.start(recipe, model, tmp_path / "engine.log")
     try:
-        prompts = [Prompt(i, Problem(f"p:{i}", "", ""), tokenizer.encode(f"{i}+5=")) for i in range(8)]
+        prompts = [Prompt(i, Problem(f"p:{i}", "", ""), tokenizer.encode(f"{i}+5=")) for i in range(64)]
         ends = []
         for _, responses in engine.generate(prompts, 4, sampling(recipe, tokenizer)):
             for response in responses:

@@ -95,7 +95,7 @@ def test_other_anchors(generated: Path, tmp_path: Path) -> None:
     assert [row["kl_anchor"] for row in stage] == [row["kl_anchor"] for row in start]
     assert not (tmp_path / "stage" / "anchor").exists()
     moved = f"objective.kl_anchor={tmp_path / 'stage' / 'hf'}"
-    towards = optimized(generated, tmp_path / "towards", moved, "objective.kl_coef=5")
+    towards = optimized(generated, tmp_path / "towards", moved, "objective.kl_coef=50")
     assert towards[-1]["kl_anchor"] < towards[0]["kl_anchor"] > 0
     refused = optimize(generated, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
     assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr
