@@ -13,6 +13,7 @@ class StubEngine:
     def __init__(self, busy: int = 0) -> None:
         self.loop = asyncio.new_event_loop()
         self.tokenizer_manager: Any = self
+        self.server_args = SimpleNamespace(tp_size=1)
         self.rid_to_state: dict[str, Any] = {"one": SimpleNamespace(output_ids=[])}
         self.released: list[list[str]] = []
         self.answers = asyncio.Event()

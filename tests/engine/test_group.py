@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mugrpo_megatron.engine import group as groups
 from mugrpo_megatron.engine.group import EngineGroup
 from tests.engine.stub import StubEngine
 
@@ -64,3 +65,21 @@ def test_what_all_engines_have_or_do() -> None:
     group.flush_cache()
     group.release(["weights"])
     assert [engine.released for engine in engines] == [[["weights"]]] * 2
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = [{"norm": ("float32", "00")}], [{"norm": ("float32", "01" if differs else "00")}]
+    found = iter([own, other])
+
+    async def asked(engine: object, serialized: list[bytes], load_format: str) -> None:
+        assert (len(serialized), load_format) == (1, groups.SUMMING)
+
+    monkeypatch.setattr(groups, "_update_weights", asked)
+    monkeypatch.setattr(groups, "read_sums", lambda: next(found))
+    group = EngineGroup([StubEngine(), StubEngine()])
+    if not differs:
+        assert group.checksums() == own
+        return
+    with pytest.raises(RuntimeError, match="replicas hold different weights"):
+        group.checksums()
