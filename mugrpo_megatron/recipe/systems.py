@@ -81,7 +81,7 @@ class EngineSection(Section):
     threads: PositiveInt = 1
     """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
     short ones slower, replicas both faster; on busy cores threads slow each other down."""
-    replicas: NonNegativeInt = 0
+    replicas: int = Field(0, ge=0, le=64)
     """Copies of each engine that decode side by side in processes of their own, and share its requests (CPU). 0 takes
     two where each has a core and the weights take at most 256 MiB, else one."""
     compiled: bool = True
