@@ -118,16 +118,20 @@ def price_table(results: Results, methods: Sequence[str]) -> str:
 
 
 def tuning_table(results: Results) -> str:
-    """Validation accuracy at every rate that was tried, the tuned one in bold; empty before tuning."""
+    """Validation accuracy of the warm start and at every rate that was tried, the tuned one in bold.
+
+    Empty before tuning. Methods that were tuned on different machines have different warm starts.
+    """
     seed, rows = results.grid.tuning_seed, []
     tried = sorted({row["rate"] for row in results.rows if row["seed"] == seed})
     for name, method in results.grid.methods.items():
-        found = {row["rate"]: row["after"] for row in results.rows if (row["seed"], row["method"]) == (seed, name)}
-        if found:
+        own = {row["rate"]: row for row in results.rows if (row["seed"], row["method"]) == (seed, name)}
+        if own:
             best = results.tuned(name).rate
-            shown = {rate: f"{'**' if rate == best else ''}{100 * found[rate]:.1f}" for rate in found}
-            rows.append([method.title, *(shown.get(r, "–") + ("**" if r == best else "") for r in tried)])
-    return markdown(("Method", *map(scientific, tried)), rows) if rows else ""
+            shown = {rate: f"{'**' if rate == best else ''}{100 * own[rate]['after']:.1f}" for rate in own}
+            before = " / ".join(f"{100 * value:.1f}" for value in sorted({row["before"] for row in own.values()}))
+            rows.append([method.title, before, *(shown.get(r, "–") + ("**" if r == best else "") for r in tried)])
+    return markdown(("Method", "Before", *map(scientific, tried)), rows) if rows else ""
 
 
 def tuned_and_regime(results: Results, method: str) -> str:
