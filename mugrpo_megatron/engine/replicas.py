@@ -18,7 +18,7 @@ MOST_REPLICAS = 2
 """That `engine.replicas = 0` takes: one host serves them all, and more were not measured."""
 LARGEST_WEIGHTS = 1 << 28
 """Bytes of weights up to which it takes more than one; each replica holds its own."""
-SEED_STRIDE = 104_729
+REPLICA_SEED_STRIDE = 104_729
 """Distance between the random seeds of two replicas."""
 
 
@@ -46,4 +46,4 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
     if tokens := arguments.get("max_total_tokens"):
         own["max_total_tokens"] = max(-(-tokens // replicas), arguments["context_length"])
     seed = arguments["random_seed"]
-    return [arguments | own | {"random_seed": seed + SEED_STRIDE * number} for number in range(replicas)]
+    return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]

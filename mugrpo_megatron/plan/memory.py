@@ -176,7 +176,8 @@ def engine_weight_bytes(case: Case) -> float:
 def engine_memory(case: Case) -> EngineMemory:
     """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
-    weights = engine_weight_bytes(case) / tp * replicas_of_engines(recipe, case.cluster, engine_weight_bytes(case))
+    whole = engine_weight_bytes(case)
+    weights = whole / tp * replicas_of_engines(recipe, case.cluster, whole)
     sharing = min(tp, case.architecture.transformer["num_query_groups"])
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")
