@@ -71,7 +71,7 @@ def part_two(results: Results) -> Contrast:
     chosen = results.chosen("schedule")
     title = results.grid.methods[chosen].title if chosen else "the best schedule"
     claim = f"mu-GRPO in at most 8 stages ({title}) ends less than 1 point below GRPO with µ=4"
-    return Contrast(claim, "tuned", chosen, "grpo", -0.01, family="two")
+    return Contrast(claim, "schedule", chosen, "grpo", -0.01, family="two")
 
 
 def findings(results: Results) -> list[Finding]:

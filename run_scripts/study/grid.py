@@ -46,6 +46,15 @@ class Block:
     best_of: str | None = None
     """A block with tuned rates: only the best of its methods runs, and it is chosen before any of them runs on a seed
     that is not the tuning seed."""
+    beside: tuple[str, ...] = ()
+    """Methods of other blocks, at their tuned rates, which this block's methods are compared with."""
+    again: tuple[int, ...] = ()
+    """Seeds at which the block's cells, those beside them too, are a second draw, from a warm start made again: that of
+    the first draw is gone."""
+
+    def draw(self, seed: int) -> int:
+        """The repeat of the block's cells at a seed, unless `repeats` says how many there are."""
+        return int(seed in self.again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +128,8 @@ def _blocks(tables: Mapping[str, Mapping[str, Any]], seeds: int) -> dict[str, Bl
     blocks = {}
     for name, fields in tables.items():
         methods = tables.get(fields.get("best_of", name), {}).get("methods", ())
-        blocks[name] = Block(name, **{"seeds": seeds, **fields, "methods": tuple(methods)})
+        lists = {key: tuple(fields.get(key, ())) for key in ("beside", "again")}
+        blocks[name] = Block(name, **{"seeds": seeds, **fields, **lists, "methods": tuple(methods)})
     return blocks
 
 
@@ -131,12 +141,14 @@ def _problems(grid: Grid) -> Iterator[str]:
         if method.twin and method.twin not in grid.methods:
             yield f"{method.twin}, the twin of {method.name}, is not in [methods]"
     for block in grid.blocks.values():
-        if unknown := [name for name in block.methods if name not in grid.methods]:
+        if unknown := [name for name in (*block.methods, *block.beside) if name not in grid.methods]:
             yield f"{', '.join(unknown)} is not in [methods]; it has {', '.join(grid.methods)}"
         if block.best_of is not None and block.best_of not in grid.blocks:
             yield f"{block.name} is the best of {block.best_of}, which is not in [blocks]"
         if block.repeats and block.rate is None:
             yield f"{block.name} needs a rate, because it repeats cells"
+        if outside := [seed for seed in block.again if not 0 <= seed < block.seeds]:
+            yield f"again of {block.name} has {outside}; its seeds are 0 to {block.seeds - 1}"
     if unknown := [name for names in grid.order for name in names if name not in grid.blocks]:
         yield f"{', '.join(unknown)} of order is not in [blocks]; it has {', '.join(grid.blocks)}"
     if not set(grid.start) <= set(grid.ladder):

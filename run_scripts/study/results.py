@@ -59,15 +59,17 @@ class Results:
         return self.tuned(method).rate if fixed is None else fixed
 
     def of(self, block: str, method: str) -> dict[int, Row]:
-        """Seed -> the method's finished cell at the block's rate, of the block's seeds and without repeats.
+        """Seed -> the method's finished cell at the block's rate, of the block's seeds and of its draw at each.
 
         The method may be one of another block, to be shown next to the block's own.
         """
-        rate, seeds = self.rate(block, method), range(self.grid.blocks[block].seeds)
+        rate, own = self.rate(block, method), self.grid.blocks[block]
         return {
             row["seed"]: row
             for row in self.rows
-            if (row["method"], row["rate"], row["repeat"]) == (method, rate, 0) and row["seed"] in seeds
+            if (row["method"], row["rate"]) == (method, rate)
+            and row["seed"] in range(own.seeds)
+            and row["repeat"] == own.draw(row["seed"])
         }
 
     def column(self, block: str, method: str, name: str) -> dict[int, float]:

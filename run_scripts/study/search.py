@@ -73,26 +73,34 @@ def of_twin(grid: Grid, done: Outcomes, cell: Cell) -> Outcome | None:
 
 
 def _of_block(grid: Grid, done: Outcomes, block: Block, seed: int) -> Iterator[Cell | Waiting]:
+    for method in block.beside:
+        yield from _at_its_rate(grid, done, method, seed, block.draw(seed))
     if block.best_of is not None:
         yield from _of_the_best(grid, done, block, seed)
         return
     for method in block.methods:
         if block.rate is not None:
-            repeats = range(1, block.repeats + 1) if block.repeats else (0,)
+            repeats = range(1, block.repeats + 1) if block.repeats else (block.draw(seed),)
             yield from (Cell(seed, method, block.rate, repeat) for repeat in repeats)
             continue
-        search = tuned_rate(grid, done, method)
-        yield from search.cells
-        if search.rate is None or _choosing(grid, done, block):
+        if _choosing(grid, done, block):
+            yield from tuned_rate(grid, done, method).cells
             yield Waiting(seed, method)
         else:
-            yield Cell(seed, method, search.rate)
+            yield from _at_its_rate(grid, done, method, seed, block.draw(seed))
+
+
+def _at_its_rate(grid: Grid, done: Outcomes, method: str, seed: int, repeat: int) -> Iterator[Cell | Waiting]:
+    """The tuning cells of a method, and its cell at the rate they find."""
+    search = tuned_rate(grid, done, method)
+    yield from search.cells
+    yield Waiting(seed, method) if search.rate is None else Cell(seed, method, search.rate, repeat)
 
 
 def _of_the_best(grid: Grid, done: Outcomes, block: Block, seed: int) -> Iterator[Cell | Waiting]:
     choice = choose(grid, done, block)
     yield from choice.cells
-    yield replace(choice.best, seed=seed) if choice.best else Waiting(seed, block.name)
+    yield replace(choice.best, seed=seed, repeat=block.draw(seed)) if choice.best else Waiting(seed, block.name)
 
 
 def _choosing(grid: Grid, done: Outcomes, block: Block) -> bool:
