@@ -81,7 +81,7 @@ def text(results: Results) -> str:
         advice=advice(results, found),
         summary=summary(results),
         findings=found,
-        contrasts=tables.contrast_table(found, results.grid.seeds),
+        contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
         noise=tables.noise(results),
         **_progress(results),

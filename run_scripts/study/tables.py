@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from run_scripts.study.findings import Finding
+from run_scripts.study.grid import Grid
 from run_scripts.study.results import (
     Mean,
     Results,
@@ -23,16 +24,17 @@ from run_scripts.study.results import (
 MISSING = "not measured yet"
 
 
-def contrast_table(found: Sequence[Finding], seeds: int) -> str:
+def contrast_table(found: Sequence[Finding], grid: Grid) -> str:
     """Claim, rate, measured difference, corrected p, verdict."""
     rows = []
     for number, one in enumerate(found, 1):
         p = "–" if one.p is None else f"{one.p:.3f}"
-        count = f"{len(one.values)} of {seeds}"
+        count = f"{len(one.values)} of {grid.seeds}"
+        rate = grid.blocks[one.contrast.block].rate
         rows.append(
             [
                 f"{number}. {one.contrast.claim}",
-                one.contrast.block,
+                "tuned" if rate is None else scientific(rate),
                 one.measured,
                 count,
                 one.contrast.family,

@@ -104,6 +104,8 @@ def test_a_collapse_is_more_than_evaluation_noise() -> None:
         ('twin = "none_dual"', 'twin = "unknown"', "unknown, the twin of veto_dual, is not in .methods"),
         ('best_of = "schedules"', 'best_of = "unknown"', "schedule is the best of unknown, which is not in .blocks"),
         ("repeats = 2", "repeats = 2\n[blocks.again]\nmethods = []\nrepeats = 1", "again needs a rate"),
+        ("again = [0, 3, 4]", "again = [0, 8]", r"again of schedule has \[8\]; its seeds are 0 to 7"),
+        ('beside = ["grpo"]', 'beside = ["unknown"]', "unknown is not in .methods"),
         ('["noise"]', '["unknown"]', "unknown of order is not in .blocks"),
         ("start = [4e-5", "start = [5e-5", "rates of the ladder"),
         ("[blocks.noise]", "[blocks.noise", "not valid TOML"),

@@ -34,8 +34,9 @@ def finished(**gains: float) -> Results:
         (seed, method, rate) for seed in range(GRID.seeds) for method in GRID.methods for rate in rates
     )
     own = [
-        row(seed, method, rate, 0.5 + gains.get(method, 0.0), ratio_neg_late=1.0 + gains.get(method, 0.0))
+        row(seed, method, rate, after := 0.5 + gains.get(method, 0.0), ratio_neg_late=after + 0.5, repeat=repeat)
         for seed, method, rate in cells
+        for repeat in (0, 1)
     ]
     return Results(GRID, [*tuning, *own], [])
 
@@ -45,17 +46,21 @@ def test_the_page_is_that_of_the_kept_results() -> None:
     assert (DOCS.parent / "study.md").read_text(encoding="utf-8") == page.text(PUBLISHED)
 
 
-def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_stage() -> None:
-    """Those of the tuning seed may have another stage: they are compared with cells of their own method only."""
+def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_warm_start_and_stage() -> None:
+    """Those of the tuning seed may have another start: they are compared with cells of their own method only."""
     stages: dict[tuple[int, int], set[str]] = {}
+    starts: dict[tuple[int, int], set[float]] = {}
     for one in PUBLISHED.rows:
         cell = cell_of(one)
         assert one["updates"] == GRID.updates
         assert one["commit"]
         assert PUBLISHED.curve(one)[-1]["update"] == GRID.updates
         assert PUBLISHED.curve(one)[-1]["accuracy"] == pytest.approx(one["after"], abs=1e-4)
-        if GRID.shares_stage(cell.method) and cell.seed != GRID.tuning_seed:
-            stages.setdefault((cell.seed, cell.repeat), set()).add(one["stage"])
+        if cell.seed != GRID.tuning_seed:
+            starts.setdefault((cell.seed, cell.repeat), set()).add(one["before"])
+            if GRID.shares_stage(cell.method):
+                stages.setdefault((cell.seed, cell.repeat), set()).add(one["stage"])
+    assert all(len(found) == 1 for found in starts.values())
     assert all(len(found) == 1 and "" not in found for found in stages.values())
     assert len({cell_of(one) for one in PUBLISHED.rows}) == len(PUBLISHED.rows)
     assert not PUBLISHED.rows or set(PUBLISHED.rows[0]) == set(CELL_COLUMNS)
@@ -175,4 +180,5 @@ def test_the_page_counts_what_is_left() -> None:
     assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
     assert page.summary(nothing) == f"All 5 verdicts are open: 0 of {page.planned(nothing)} cells have finished."
     own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals; the other tuned rates are the regime's
+    own += 3 + 1  # GRPO and mu-GRPO again, where the schedules' cells are a second draw
     assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)

@@ -59,19 +59,26 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
     cells = list(dict.fromkeys(wanted(STUDY, tuned(dict.fromkeys(STUDY.methods, 0.6)))))
     own = [one for one in cells if isinstance(one, Cell) and one.seed != STUDY.tuning_seed]
     assert not any(isinstance(one, Waiting) for one in cells)
-    sizes = [6 * 8, 8, (8 + 6 + 1) * 8, 2, 4 * 3, 3 * 3, 4 * 3]  # what each line of the order adds
+    sizes = [6 * 8, 8 + 3, (8 + 6 + 1) * 8, 2, 4 * 3 + 1, 3 * 3, 4 * 3]  # what each line of the order adds
     assert len(own) == sum(sizes)
     parts = [own[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes))]
     assert {(one.method, one.rate) for one in parts[0]} == {
         *((name, 4e-5) for name in ("strict", "none", "veto", "grpo")),
         *((name, 1.6e-4) for name in ("none", "veto")),
     }
-    assert [one.method for one in parts[1]] == ["four"] * 8
+    assert [(one.seed, one.method, one.repeat) for one in parts[1]] == [
+        (seed, method, int(seed in PRIMARY.again))
+        for seed in range(8)
+        for method in ("grpo", "four")
+        if method == "four" or seed in PRIMARY.again  # the other cells of GRPO are those of the first line
+    ]
     assert {one.method for one in parts[2]} == {
         *("none", "strict", "veto", "response", "suffix", "trigger", "none_dual", "veto_dual", "grpo")
     }
     assert [(one.seed, one.method, one.repeat) for one in parts[3]] == [(0, "none", 1), (0, "none", 2)]
-    assert {one.method for one in parts[4]} == {*SCHEDULES} - {"four"}
+    assert {one.method for one in parts[4]} == {*SCHEDULES, "veto"} - {"four"}
+    assert [(one.seed, one.repeat) for one in parts[4] if one.method == "veto"] == [(0, 1)]
+    assert {one.seed for one in parts[4] if one.repeat} == {0}
     assert {one.method for one in parts[5]} == {"dppo", "sapo", "kl"}
     assert {(one.method, one.rate) for one in parts[6]} == {
         (f"veto_{threshold}", 1.6e-4) for threshold in ("1e-3", "1e-2", "0.1", "0.5")
