@@ -78,6 +78,7 @@ def text(results: Results) -> str:
         questions=QUESTIONS,
         chosen=results.chosen("schedule"),
         scientific=scientific,
+        rate_of=tables.rate_of,
         advice=advice(results, found),
         summary=summary(results),
         findings=found,

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from run_scripts.study.findings import Finding
-from run_scripts.study.grid import Grid
+from run_scripts.study.grid import Block, Grid
 from run_scripts.study.results import (
     Mean,
     Results,
@@ -30,11 +30,10 @@ def contrast_table(found: Sequence[Finding], grid: Grid) -> str:
     for number, one in enumerate(found, 1):
         p = "–" if one.p is None else f"{one.p:.3f}"
         count = f"{len(one.values)} of {grid.seeds}"
-        rate = grid.blocks[one.contrast.block].rate
         rows.append(
             [
                 f"{number}. {one.contrast.claim}",
-                "tuned" if rate is None else scientific(rate),
+                rate_of(grid.blocks[one.contrast.block]),
                 one.measured,
                 count,
                 one.contrast.family,
@@ -44,6 +43,11 @@ def contrast_table(found: Sequence[Finding], grid: Grid) -> str:
         )
     head = ("Claim", "Rate", "Difference", "Seeds", "Part", "p, corrected in its part", "Verdict")
     return markdown(head, rows)
+
+
+def rate_of(block: Block) -> str:
+    """The rate of a block's cells, in words where each method has its own."""
+    return "tuned" if block.rate is None else scientific(block.rate)
 
 
 def accuracy_table(results: Results, block: str, methods: Sequence[str], against: str = "none") -> str:
