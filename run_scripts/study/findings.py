@@ -29,10 +29,10 @@ class Contrast:
 PART_ONE = (
     Contrast("mu-GRPO ends above the strict clip", "tuned", "veto", "strict"),
     Contrast("mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
-    Contrast("at the hot rate, mu-GRPO ends above the relaxed clip without a veto", "hot", "veto", "none"),
+    Contrast("at the hot rate, mu-GRPO ends above the relaxed clip without a veto", "hot_pair", "veto", "none"),
     Contrast(
         "at the hot rate, E[ρ given A < 0] over the last 64 updates is higher with the veto",
-        "hot",
+        "hot_pair",
         "veto",
         "none",
         0.0,

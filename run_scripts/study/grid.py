@@ -38,8 +38,7 @@ class Block:
 
     name: str
     methods: tuple[str, ...]
-    seeds: int
-    """The block's seeds are those from 0 to below this."""
+    seeds: tuple[int, ...]
     rate: float | None = None
     repeats: int = 0
     """Above 0: the block's cells run this many times, each time from a stage that is generated again."""
@@ -124,12 +123,13 @@ def _method(name: str, fields: Mapping[str, Any], updates: int) -> Method:
 
 
 def _blocks(tables: Mapping[str, Mapping[str, Any]], seeds: int) -> dict[str, Block]:
-    """The blocks; one that is the best of another has its methods."""
+    """The blocks. One that is the best of another has its methods; one without seeds has all."""
     blocks = {}
+    defaults = {"seeds": range(seeds), "beside": (), "again": ()}
     for name, fields in tables.items():
         methods = tables.get(fields.get("best_of", name), {}).get("methods", ())
-        lists = {key: tuple(fields.get(key, ())) for key in ("beside", "again")}
-        blocks[name] = Block(name, **{"seeds": seeds, **fields, **lists, "methods": tuple(methods)})
+        lists = {key: tuple(fields.get(key, default)) for key, default in defaults.items()}
+        blocks[name] = Block(name, **{**fields, **lists, "methods": tuple(methods)})
     return blocks
 
 
@@ -147,8 +147,10 @@ def _problems(grid: Grid) -> Iterator[str]:
             yield f"{block.name} is the best of {block.best_of}, which is not in [blocks]"
         if block.repeats and block.rate is None:
             yield f"{block.name} needs a rate, because it repeats cells"
-        if outside := [seed for seed in block.again if not 0 <= seed < block.seeds]:
-            yield f"again of {block.name} has {outside}; its seeds are 0 to {block.seeds - 1}"
+        if outside := [seed for seed in block.seeds if seed not in range(grid.seeds)]:
+            yield f"seeds of {block.name} has {outside}; the study's seeds are 0 to {grid.seeds - 1}"
+        if outside := [seed for seed in block.again if seed not in block.seeds]:
+            yield f"again of {block.name} has {outside}; its seeds are {', '.join(map(str, block.seeds))}"
     if unknown := [name for names in grid.order for name in names if name not in grid.blocks]:
         yield f"{', '.join(unknown)} of order is not in [blocks]; it has {', '.join(grid.blocks)}"
     if not set(grid.start) <= set(grid.ladder):

@@ -34,12 +34,12 @@ QUESTIONS = {
     "tuned": "clip, veto and GRPO, each at its own rate (claims 1, 2)",
     "hot_pair": "the veto at a hot rate (claims 3, 4)",
     "schedule": "the best of the schedules (claim 5)",
-    "regime": "clip and scopes at one rate",
-    "hot": "clip and scopes at a hot rate",
-    "fresh": "GRPO at the regime rate",
     "schedules": "all schedules",
-    "rivals": "rivals",
+    "hot": "clip and scopes at a hot rate",
     "thresholds": "thresholds at the hot rate",
+    "regime": "clip and scopes at one rate",
+    "fresh": "GRPO at the regime rate",
+    "rivals": "rivals",
 }
 """Block -> what it is for, in the order in which blocks run."""
 

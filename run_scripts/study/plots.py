@@ -105,7 +105,7 @@ def staleness(results: Results, methods: Sequence[str]) -> Figure:
     """Final accuracy over µ at tuned rates: thin lines are seeds, the thick one the mean of those with all methods."""
     figure, (axes,) = _figure(3.8, 1, 1)
     after = {results.grid.methods[name].mu: results.column("schedules", name, "after") for name in methods}
-    for seed in range(results.grid.blocks["schedules"].seeds):
+    for seed in results.grid.blocks["schedules"].seeds:
         own = [(mu, cells[seed]) for mu, cells in after.items() if seed in cells]
         if own:
             axes.plot(*zip(*own, strict=True), color=LIGHT["green"], linewidth=0.8, alpha=0.5, marker="o", markersize=4)

@@ -68,7 +68,7 @@ class Results:
             row["seed"]: row
             for row in self.rows
             if (row["method"], row["rate"]) == (method, rate)
-            and row["seed"] in range(own.seeds)
+            and row["seed"] in own.seeds
             and row["repeat"] == own.draw(row["seed"])
         }
 
@@ -84,7 +84,7 @@ class Results:
     def complete(self, block: str, methods: Sequence[str]) -> list[int]:
         """The seeds at which all the methods have finished in a block."""
         found = [self.of(block, name) for name in methods]
-        return [seed for seed in range(self.grid.blocks[block].seeds) if all(seed in cells for cells in found)]
+        return [seed for seed in self.grid.blocks[block].seeds if all(seed in cells for cells in found)]
 
 
 def read_results(grid: Grid, docs: Path = DOCS) -> Results:

@@ -36,7 +36,7 @@ def wanted(grid: Grid, done: Outcomes) -> Iterator[Cell | Waiting]:
     for together in grid.order:
         for seed in range(grid.seeds):
             for block in (grid.blocks[name] for name in together):
-                if seed < block.seeds:
+                if seed in block.seeds:
                     yield from _of_block(grid, done, block, seed)
 
 

@@ -171,8 +171,8 @@ def value(results: Results, block: str, method: str, column: str, scale: float, 
 def noise(results: Results) -> Mean | None:
     """Final accuracy of the repeated cell over its runs; None before there are two."""
     block = results.grid.blocks["noise"]
-    key = (block.methods[0], block.rate)
-    ends = [row["after"] for row in results.rows if (row["method"], row["rate"]) == key and row["seed"] == 0]
+    key = (block.methods[0], block.rate, block.seeds[0])
+    ends = [row["after"] for row in results.rows if (row["method"], row["rate"], row["seed"]) == key]
     return mean_of(ends) if len(ends) > 1 else None
 
 

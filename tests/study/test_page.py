@@ -111,8 +111,8 @@ def test_a_finished_study_is_written_without_gaps() -> None:
     assert "| 8 of 8 | two | 0.004 | holds |" in text
     assert "not measured yet" not in text
     assert "has finished yet" not in text
-    assert collapsed(whole, "hot", "none") == "8 of 8"
-    assert collapsed(whole, "hot", "veto") == "0 of 8"
+    assert collapsed(whole, "hot_pair", "none") == "8 of 8"
+    assert collapsed(whole, "hot", "veto") == "0 of 3"
 
 
 def test_advice_follows_the_verdicts() -> None:
@@ -175,10 +175,11 @@ def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -
 
 def test_the_page_counts_what_is_left() -> None:
     nothing = Results(GRID, [], [])
-    fixed = (8 + 8 + 1) * 8 + 2 + 4 * 3  # regime, hot and fresh; noise; thresholds
+    fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
     waiting = 4 * 8 + 8 + (5 + 3) * 3
     assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
     assert page.summary(nothing) == f"All 5 verdicts are open: 0 of {page.planned(nothing)} cells have finished."
-    own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals; the other tuned rates are the regime's
-    own += 3 + 1  # GRPO and mu-GRPO again, where the schedules' cells are a second draw
+    own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals
+    own += 4 * 5  # claims 1 and 2 at the other seeds: here every tuned rate is the regime's
+    own += 3  # GRPO again, where the chosen schedule's cell is a second draw
     assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)

@@ -34,7 +34,7 @@ methods = ["none"]
 [blocks.noise]
 rate = 1e-3
 methods = ["none"]
-seeds = 1
+seeds = [0]
 repeats = 1
 [methods]
 grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }

@@ -59,7 +59,7 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
     cells = list(dict.fromkeys(wanted(STUDY, tuned(dict.fromkeys(STUDY.methods, 0.6)))))
     own = [one for one in cells if isinstance(one, Cell) and one.seed != STUDY.tuning_seed]
     assert not any(isinstance(one, Waiting) for one in cells)
-    sizes = [6 * 8, 8 + 3, (8 + 6 + 1) * 8, 2, 4 * 3 + 1, 3 * 3, 4 * 3]  # what each line of the order adds
+    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3, (8 + 1) * 3, 2, 3 * 3]  # what each line of the order adds
     assert len(own) == sum(sizes)
     parts = [own[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes))]
     assert {(one.method, one.rate) for one in parts[0]} == {
@@ -72,21 +72,22 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
         for method in ("grpo", "four")
         if method == "four" or seed in PRIMARY.again  # the other cells of GRPO are those of the first line
     ]
-    assert {one.method for one in parts[2]} == {
-        *("none", "strict", "veto", "response", "suffix", "trigger", "none_dual", "veto_dual", "grpo")
+    assert {one.method for one in parts[2]} == {*SCHEDULES} - {"four"}
+    scopes = ("response", "suffix", "trigger", "none_dual", "veto_dual")
+    thresholds = [f"veto_{threshold}" for threshold in ("1e-3", "1e-2", "0.1", "0.5")]
+    assert {(one.method, one.rate) for one in parts[3]} == {
+        (name, 1.6e-4)
+        for name in ("strict", *scopes, *thresholds)  # none and veto are in a primary contrast
     }
-    assert [(one.seed, one.method, one.repeat) for one in parts[3]] == [(0, "none", 1), (0, "none", 2)]
-    assert {one.method for one in parts[4]} == {*SCHEDULES, "veto"} - {"four"}
-    assert [(one.seed, one.repeat) for one in parts[4] if one.method == "veto"] == [(0, 1)]
-    assert {one.seed for one in parts[4] if one.repeat} == {0}
-    assert {one.method for one in parts[5]} == {"dppo", "sapo", "kl"}
-    assert {(one.method, one.rate) for one in parts[6]} == {
-        (f"veto_{threshold}", 1.6e-4) for threshold in ("1e-3", "1e-2", "0.1", "0.5")
+    assert {(one.method, one.rate) for one in parts[4]} == {
+        (name, 8e-5) for name in ("none", "strict", "veto", *scopes, "grpo")
     }
-    for part in (parts[0], parts[1], parts[2], *parts[4:]):
+    assert [(one.seed, one.method, one.repeat) for one in parts[5]] == [(6, "none", 1), (6, "none", 2)]
+    assert {one.method for one in parts[6]} == {"dppo", "sapo", "kl"}
+    for part in parts:
         assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
-    for part in parts[4:]:
-        assert {one.seed for one in part} == {0, 1, 2}
+    for part in (*parts[2:5], parts[6]):
+        assert {one.seed for one in part} == {5, 6, 7}
 
 
 def test_tuned_cells_wait_for_their_rate_and_schedules_for_the_choice() -> None:
@@ -109,7 +110,7 @@ def test_the_schedule_that_ends_best_is_chosen_and_in_a_tie_the_one_with_fewer_s
     assert found == Cell(STUDY.tuning_seed, best[0], 4e-5)  # `four` is the first
     cells = list(dict.fromkeys(wanted(STUDY, done)))
     seeds = {name: [one.seed for one in on_the_test_split(cells, (name,))] for name in SCHEDULES}
-    assert seeds == {name: [*range(8)] if name == best[0] else [0, 1, 2] for name in SCHEDULES}
+    assert seeds == {name: [*range(8)] if name == best[0] else [5, 6, 7] for name in SCHEDULES}
 
 
 def test_fewer_stages_win_a_tie_wherever_they_stand() -> None:
