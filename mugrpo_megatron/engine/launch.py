@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import longest_response, read_model_config
-from mugrpo_megatron.recipe.engines import BLOCK, check_deterministic_engine, tied_problem
+from mugrpo_megatron.recipe.engines import BLOCK, check_engine_device, tied_problem
 from mugrpo_megatron.recipe.layouts import experts_of
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
     """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
     Raises UserError when `model_dir` is not a checkpoint or one whose output layer the engine would not compute, when
-    prompt and response exceed the model's positions, or when a deterministic engine would be on CPU.
+    prompt and response exceed the model's positions, or when an engine on this device cannot do what the recipe asks.
     """
-    check_deterministic_engine(recipe, cuda)
+    check_engine_device(recipe, cuda)
     config = read_model_config(model_dir)
     if problem := tied_problem(config):
         raise UserError(problem)

@@ -19,6 +19,7 @@ from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases
 from mugrpo_megatron.plan.training import bubble
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout
+from mugrpo_megatron.recipe.engines import check_engine_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,11 @@ def make_plan(
 ) -> Plan:
     """The plan of `recipe` on a cluster.
 
-    Raises UserError, naming the nearest layout that works, when the layout cannot run or a phase does not fit.
+    Raises UserError when the device cannot do what the recipe asks, and, naming the nearest layout that works, when the
+    layout cannot run or a phase does not fit.
     """
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
+    check_engine_device(recipe, cluster.device.cuda)
     model = find_model(recipe, model_config)
     check_layout(recipe, model.config, cluster.world)
     engines = engines_of(recipe, cluster)

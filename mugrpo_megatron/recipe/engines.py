@@ -46,24 +46,14 @@ def tied_problem(model: Mapping[str, Any]) -> str:
 
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when the engine on this machine cannot do what the recipe asks of it."""
-    check_deterministic_engine(recipe, cuda)
-    if recipe.engine.replicas > 1 and cuda:
-        raise UserError(
-            f"engine.replicas = {recipe.engine.replicas} is for engines on CPU: on CUDA each rank leads an engine "
-            "on its own device; leave it out"
-        )
-    if recipe.learner.routing_replay == "rollout" and not cuda:
-        raise UserError(
-            'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
-            'host memory, which only a machine with an accelerator has; set it to "learner", which records them in a '
-            "learner pass at the stage's start"
-        )
-    if recipe.engine.quantization == "fp8" and not cuda:
-        raise UserError(
-            'engine.quantization = "fp8" needs CUDA: SGLang 0.5.15 multiplies in fp8 on a GPU, and on CPUs with '
-            'AMX alone, which this project does not use; set it to "none"'
-        )
+    """Raise UserError when the engine on a machine with or without CUDA cannot do what the recipe asks of it."""
+    for problem in _device_problems(recipe, cuda):
+        raise UserError(problem)
+
+
+def needs_a_kind_of_device(recipe: Recipe) -> bool:
+    """Whether the engine can do what the recipe asks only on CUDA, or only on CPU."""
+    return any(any(_device_problems(recipe, cuda)) for cuda in (True, False))
 
 
 def check_without_sync(recipe: Recipe) -> None:
@@ -77,13 +67,28 @@ def check_without_sync(recipe: Recipe) -> None:
         raise UserError("an engine of several nodes needs a learner's ranks on each: leave --engine-only out")
 
 
-def check_deterministic_engine(recipe: Recipe, cuda: bool) -> None:
-    """Raise UserError when the engine has to be deterministic and cannot be on this machine."""
+def _device_problems(recipe: Recipe, cuda: bool) -> Iterator[str]:
     if recipe.run.deterministic and not cuda:
-        raise UserError(
+        yield (
             "run.deterministic = true needs CUDA to generate: the products and the attention of a CPU depend on what "
             "is batched together, and SGLang 0.5.15 has its fixed ones for CUDA only; set it to false, the learner on "
             "a CPU gives equal bits on equal stages all the same"
+        )
+    if recipe.engine.replicas > 1 and cuda:
+        yield (
+            f"engine.replicas = {recipe.engine.replicas} is for engines on CPU: on CUDA each rank leads an engine "
+            "on its own device; leave it out"
+        )
+    if recipe.learner.routing_replay == "rollout" and not cuda:
+        yield (
+            'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
+            'host memory, which only a machine with an accelerator has; set it to "learner", which records them in a '
+            "learner pass at the stage's start"
+        )
+    if recipe.engine.quantization == "fp8" and not cuda:
+        yield (
+            'engine.quantization = "fp8" needs CUDA: SGLang 0.5.15 multiplies in fp8 on a GPU, and on CPUs with '
+            'AMX alone, which this project does not use; set it to "none"'
         )
 
 

@@ -25,7 +25,12 @@ from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
-from mugrpo_megatron.recipe.engines import check_engine_device, check_without_sync, engine_problems
+from mugrpo_megatron.recipe.engines import (
+    check_engine_device,
+    check_without_sync,
+    engine_problems,
+    needs_a_kind_of_device,
+)
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.run.data import check_data
@@ -175,9 +180,7 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 
 
 def _check_engine_device(recipe: Recipe) -> None:
-    engine = recipe.engine
-    asks = recipe.learner.routing_replay == "rollout" or recipe.run.deterministic
-    if asks or engine.quantization != "none":
+    if needs_a_kind_of_device(recipe):
         check_engine_device(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
 
 

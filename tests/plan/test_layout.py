@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.plan.case import make_case
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.plan.layout import Layout, layout_of, parameters, rank_parameters
 from mugrpo_megatron.plan.memory import engine_memory, learner_state
 from mugrpo_megatron.plan.models import bundled
+from mugrpo_megatron.plan.plan import make_plan
 from mugrpo_megatron.plan.search import compare, recipe_keys
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.weights.architecture import Architecture
@@ -75,6 +79,18 @@ def test_a_recipe_on_a_cluster_has_one_layout() -> None:
     assert layout == Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
     assert layout.world == 16
     assert str(layout) == "TP2 PP2 VPP2 CP2 DP2 SP full recompute"
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "said"),
+    [
+        ({"engine": {"replicas": 2}}, "h200", "engine.replicas = 2 is for engines on CPU"),
+        ({"learner": {"routing_replay": "rollout"}}, "cpu", "needs CUDA to generate"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_on_its_devices_refuses(sections: dict[str, Any], device: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_plan(Recipe.model_validate(sections), 1, 1, device)
 
 
 @pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-30B-A3B"])

@@ -8,7 +8,12 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.engines import check_engine_device, check_without_sync, engine_problems
+from mugrpo_megatron.recipe.engines import (
+    check_engine_device,
+    check_without_sync,
+    engine_problems,
+    needs_a_kind_of_device,
+)
 
 MODEL = {
     "num_attention_heads": 28,
@@ -73,6 +78,21 @@ def test_the_engines_routes_need_cuda() -> None:
     check_engine_device(recipe(learner={"routing_replay": "learner"}), cuda=False)
     with pytest.raises(UserError, match=r'"rollout" needs CUDA to generate.*pinned host memory.* set it to "learner"'):
         check_engine_device(wanted, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "needs"),
+    [
+        ({}, False),
+        ({"engine": {"replicas": 1}}, False),
+        ({"engine": {"replicas": 2}}, True),
+        ({"learner": {"routing_replay": "rollout"}}, True),
+        (FP8, True),
+        (EQUAL, True),
+    ],
+)
+def test_a_run_looks_for_a_device_only_where_the_recipe_needs_one_kind(sections: dict[str, Any], needs: bool) -> None:
+    assert needs_a_kind_of_device(recipe(**sections)) == needs
 
 
 def test_engines_of_several_nodes_need_a_learner() -> None:
