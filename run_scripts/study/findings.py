@@ -27,11 +27,11 @@ class Contrast:
 
 
 PART_ONE = (
-    Contrast("mu-GRPO ends above the strict clip", "tuned", "veto", "strict"),
-    Contrast("mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
+    Contrast("on one stale stage, mu-GRPO ends above GRPO's clip", "tuned", "veto", "strict"),
+    Contrast("on one stale stage, mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
     Contrast("at the hot rate, mu-GRPO ends above the relaxed clip without a veto", "hot_pair", "veto", "none"),
     Contrast(
-        "at the hot rate, E[ρ given A < 0] over the last 64 updates is higher with the veto",
+        "at the hot rate, the veto keeps E[ρ given A < 0] higher over the last 64 updates",
         "hot_pair",
         "veto",
         "none",

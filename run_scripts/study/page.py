@@ -43,8 +43,8 @@ QUESTIONS = {
 }
 """Block -> what it is for, in the order in which blocks run."""
 
-WORDS = {"holds": "Holds", "not shown": "Not shown"}
-"""Verdict -> how a sentence about it begins."""
+WORDS = {"holds": "Holds", "not shown": "Not shown", "open": "Open"}
+"""Verdict -> how a sentence about it begins, in the order of a summary."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +80,8 @@ def text(results: Results) -> str:
         scientific=scientific,
         rate_of=tables.rate_of,
         advice=advice(results, found),
-        summary=summary(results),
+        verdicts=verdicts(results),
+        remarks=remarks(results),
         findings=found,
         contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
@@ -133,28 +134,32 @@ def seeds_of(results: Results, block: str) -> int:
     return len(results.complete(block, [chosen])) if chosen else 0
 
 
-def summary(results: Results) -> str:
-    """The study in a few sentences, for the top of the page and for README."""
-    found = findings(results)
-    verdicts: dict[str, list[str]] = {}
-    for number, one in enumerate(found, 1):
-        verdicts.setdefault(one.verdict, []).append(f"{one.contrast.claim} (claim {number}: {one.measured})")
-    decided = [f"{WORDS[verdict]}: {'; '.join(verdicts[verdict])}." for verdict in WORDS if verdict in verdicts]
-    left = len(verdicts.get("open", []))
-    if left:
-        which = f"All {left} verdicts are" if left == len(found) else f"{counted(left, 'verdict')} still"
-        decided.append(f"{which} open: {len(results.rows)} of {planned(results)} cells have finished.")
-    rest = _gains(results) if left == len(found) else [*_hot_ends(results), *_prices(results)]
-    return " ".join([*decided, *rest])
+def verdicts(results: Results) -> list[str]:
+    """Every claim in a sentence, those that hold first and open ones last."""
+    found = sorted(enumerate(findings(results), 1), key=lambda one: list(WORDS).index(one[1].verdict))
+    return [
+        f"**{WORDS[one.verdict]}:** {one.contrast.claim} (claim {number}: {one.measured})." for number, one in found
+    ]
+
+
+def remarks(results: Results) -> str:
+    """Where the runs of claim 3 end, the price of staleness, and how much has run, in a few sentences."""
+    decided = any(one.p is not None for one in findings(results))
+    rest = [*_hot_ends(results), *_prices(results)] if decided else _gains(results)
+    return " ".join([*rest, f"{len(results.rows)} of {planned(results)} cells have finished."])
 
 
 def with_summary(readme: str, results: Results) -> str:
-    """README with the study's paragraph replaced; ValueError if it has no place for it."""
+    """README with the study's paragraphs replaced; ValueError if it has no place for them."""
     head, begin, rest = readme.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
-    return f"{head}{begin}{textwrap.fill(summary(results), 120)}\n{end}{tail}"
+    seeds = results.grid.seeds
+    lead = f"Differences are means over {seeds} seeds with 95 % intervals, verdicts are one-sided tests at 5 %."
+    claims = [textwrap.fill(f"- {one}", 120, subsequent_indent="  ") for one in verdicts(results)]
+    paragraph = "\n".join([lead, "", *claims, "", textwrap.fill(remarks(results), 120)])
+    return f"{head}{begin}{paragraph}\n{end}{tail}"
 
 
 def _progress(results: Results) -> dict[str, Any]:
@@ -188,7 +193,11 @@ def _prices(results: Results) -> list[str]:
             prices.append(
                 f"µ={results.grid.methods[name].mu} {points(mean_of(apart), 1)} ({counted(len(apart), 'seed')})"
             )
-    return [f"Points above GRPO with µ=4, each at its tuned rate: {'; '.join(prices)}."] if prices else []
+    return (
+        [f"The price of staleness, in points above GRPO, each at its tuned rate: {'; '.join(prices)}."]
+        if prices
+        else []
+    )
 
 
 def _hot_ends(results: Results) -> list[str]:
@@ -201,7 +210,10 @@ def _hot_ends(results: Results) -> list[str]:
         f"{100 * statistics.fmean(after.values()):.1f} % ({results.grid.methods[name].title})"
         for name, after in ends.items()
     ]
-    return [f"The runs of claim 3 begin at {100 * before:.1f} % and end, on average, at {' and '.join(said)}."]
+    rate = scientific(results.grid.blocks["hot_pair"].rate)
+    return [
+        f"At the hot rate, {rate}, runs begin at {100 * before:.1f} % and end, on average, at {' and '.join(said)}."
+    ]
 
 
 def _gains(results: Results) -> list[str]:

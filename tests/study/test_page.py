@@ -160,17 +160,23 @@ def test_the_evidence_on_rates_is_the_best_rate_and_the_regime_rate_of_the_tunin
 
 
 def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -> None:
-    said = page.summary(finished(veto=0.1, four=-0.2, eight=-0.1))
-    assert said.startswith("Holds: mu-GRPO ends above the strict clip (claim 1: +10.0 ± 0.0 points); mu-GRPO ends less")
-    assert "Not shown: mu-GRPO in at most 8 stages (4 stages of 128) ends less than" in said
-    assert "µ=64 -10.0 ± 0.0 (3 seeds); µ=128 -20.0 ± 0.0 (3 seeds); µ=512 +10.0 ± 0.0 (3 seeds)." in said
-    assert "open" not in said
-    assert "begin at 45.0 % and end, on average, at 50.0 % (relaxed clip, no veto (∅)) and 60.0 % (mu-GRPO" in said
+    whole = finished(veto=0.1, four=-0.2, eight=-0.1)
+    said = page.verdicts(whole)
+    assert said[0] == "**Holds:** on one stale stage, mu-GRPO ends above GRPO's clip (claim 1: +10.0 ± 0.0 points)."
+    assert [one.split(":")[0] for one in said] == ["**Holds"] * 4 + ["**Not shown"]
+    assert said[4].startswith("**Not shown:** mu-GRPO in at most 8 stages (4 stages of 128) ends less than")
+    rest = page.remarks(whole)
+    assert "begin at 45.0 % and end, on average, at 50.0 % (relaxed clip, no veto (∅)) and 60.0 % (mu-GRPO" in rest
+    assert "µ=64 -10.0 ± 0.0 (3 seeds); µ=128 -20.0 ± 0.0 (3 seeds); µ=512 +10.0 ± 0.0 (3 seeds)." in rest
+    assert rest.endswith(f"{len(whole.rows)} of {page.planned(whole)} cells have finished.")
+
+
+def test_claims_that_wait_for_seeds_are_open_and_come_last() -> None:
     whole = finished(four=0.1)
     part = [one for one in whole.rows if cell_of(one) != Cell(7, "strict", 8e-5)]
-    said = page.summary(replace(whole, rows=part))
-    assert said.startswith("Holds: mu-GRPO in at most 8 stages (4 stages of 128)")
-    assert f"4 verdicts still open: {len(part)} of {page.planned(whole)} cells have finished." in said
+    said = page.verdicts(replace(whole, rows=part))
+    assert [one.split(":")[0] for one in said] == ["**Holds", *["**Open"] * 4]
+    assert "(4 stages of 128)" in said[0]
 
 
 def test_the_page_counts_what_is_left() -> None:
@@ -178,7 +184,7 @@ def test_the_page_counts_what_is_left() -> None:
     fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
     waiting = 4 * 8 + 8 + (5 + 3) * 3
     assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
-    assert page.summary(nothing) == f"All 5 verdicts are open: 0 of {page.planned(nothing)} cells have finished."
+    assert page.remarks(nothing) == f"0 of {page.planned(nothing)} cells have finished."
     own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals
     own += 4 * 5  # claims 1 and 2 at the other seeds: here every tuned rate is the regime's
     own += 3  # GRPO again, where the chosen schedule's cell is a second draw
