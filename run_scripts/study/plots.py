@@ -18,30 +18,30 @@ from run_scripts.study.results import Results, Row, counted, mean_of, scientific
 from run_scripts.svg import LIGHT, write_svg
 
 WIDTH = 9.6
-LOOKS: Mapping[str, tuple[str, str]] = {
-    "grpo": ("ink", "-"),
-    "strict": ("violet", "-"),
-    "none": ("orange", "-"),
-    "trigger": ("red", "-"),
-    "suffix": ("grey", "-"),
-    "veto": ("green", "-"),
-    "response": ("blue", "-"),
-    "none_dual": ("orange", ":"),
-    "veto_dual": ("green", ":"),
-    "dppo": ("red", "--"),
-    "sapo": ("blue", "--"),
-    "kl": ("violet", "--"),
-    "four": ("blue", "-."),
-    "eight": ("violet", "-."),
-    "grow_mild": ("grey", "--"),
-    "grow": ("orange", "--"),
-    "grow_decay": ("red", "-."),
-    "veto_1e-3": ("blue", ":"),
-    "veto_1e-2": ("violet", ":"),
-    "veto_0.1": ("red", ":"),
-    "veto_0.5": ("grey", ":"),
+LOOKS: Mapping[str, tuple[str, str, str]] = {
+    "grpo": ("ink", "-", "GRPO"),
+    "strict": ("violet", "-", "GRPO's clip"),
+    "none": ("orange", "-", "no veto"),
+    "trigger": ("red", "-", "veto of T"),
+    "suffix": ("grey", "-", "veto of S_κ"),
+    "veto": ("green", "-", "mu-GRPO"),
+    "response": ("blue", "-", "veto of S_seq"),
+    "none_dual": ("orange", ":", "dual, no veto"),
+    "veto_dual": ("green", ":", "dual, H_κ"),
+    "dppo": ("red", "--", "DPPO"),
+    "sapo": ("blue", "--", "SAPO"),
+    "kl": ("violet", "--", "KL"),
+    "four": ("blue", "-.", "4 stages"),
+    "eight": ("violet", "-.", "8 stages"),
+    "grow_mild": ("grey", "--", "growth 1.5"),
+    "grow": ("orange", "--", "growth 2"),
+    "grow_decay": ("red", "-.", "growing"),
+    "veto_1e-3": ("blue", ":", "below 10⁻³"),
+    "veto_1e-2": ("violet", ":", "below 10⁻²"),
+    "veto_0.1": ("red", ":", "below 0.1"),
+    "veto_0.5": ("grey", ":", "below 0.5"),
 }
-"""Method -> colour and line."""
+"""Method -> colour, line, and a name that fits an axis."""
 PANELS = (
     ("accuracy", "Accuracy on test problems", True),
     ("truncated", "Test responses cut off", True),
@@ -93,8 +93,8 @@ def claims(results: Results) -> Figure:
         axes.scatter(values, range(len(values)), color=LIGHT["blue"], s=28, linewidths=0)
         axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
-        unit = "points" if scale == 100 else "E[ρ, A < 0]"
-        _finish(axes, f"{number}. {one.verdict}", f"{claim.left} - {claim.right}, {unit}")
+        sides = " - ".join(LOOKS[name][2] for name in (claim.left, claim.right) if name)
+        _finish(axes, f"{number}. {one.verdict}", f"{sides}, {'points' if scale == 100 else 'E[ρ, A < 0]'}")
         axes.set_ylim(-0.7, results.grid.seeds - 0.3)
         axes.set_yticks([])
         axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -163,7 +163,9 @@ def ends(results: Results) -> Figure:
                 axes.scatter([place], [mean_of(gains).value], color=color, s=64)
         axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
         axes.set_xlim(-0.7, len(names) - 0.3)
-        axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+        axes.set_xticks(
+            range(len(names)), [LOOKS[name][2] for name in names], rotation=45, ha="right", rotation_mode="anchor"
+        )
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None, symbol=""))
         _finish(axes, block.name if block.rate is None else f"{block.name}, rate {scientific(block.rate)}", "")
         axes.tick_params(axis="x", labelsize=8)

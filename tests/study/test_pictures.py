@@ -83,7 +83,8 @@ def test_a_finished_study_has_every_picture(tmp_path: Path) -> None:
 
 def test_every_method_has_a_look_of_its_own() -> None:
     assert LOOKS.keys() == load_grid().methods.keys()
-    assert len(set(LOOKS.values())) == len(LOOKS)
+    assert len({(color, line) for color, line, _ in LOOKS.values()}) == len(LOOKS)
+    assert len({short for *_, short in LOOKS.values()}) == len(LOOKS)
 
 
 def draw(path: Path, xs: Sequence[float], color: str) -> Path:
