@@ -86,7 +86,7 @@ def drawn(results: Results) -> list[str]:
 def claims(results: Results) -> Figure:
     """The differences of each primary contrast that has any, seed by seed, their mean, and the bound to exceed."""
     found = [(number, one) for number, one in enumerate(findings(results), 1) if one.values]
-    figure, panels = _figure(2.5, 1, len(found), sharey=True)
+    figure, panels = _figure(2.7, 1, len(found), sharey=True)
     for axes, (number, one) in zip(panels, found, strict=True):
         claim, scale = one.contrast, 100 if one.contrast.column == "after" else 1
         values = [scale * value for value in one.values]
@@ -94,7 +94,7 @@ def claims(results: Results) -> Figure:
         axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
         sides = " - ".join(LOOKS[name][2] for name in (claim.left, claim.right) if name)
-        _finish(axes, f"{number}. {one.verdict}", f"{sides}, {'points' if scale == 100 else 'E[ρ, A < 0]'}")
+        _finish(axes, f"{number}. {one.verdict}", f"{sides}\n{'points' if scale == 100 else 'E[ρ, A < 0]'}")
         axes.set_ylim(-0.7, results.grid.seeds - 0.3)
         axes.set_yticks([])
         axes.xaxis.set_major_locator(MaxNLocator(4))
