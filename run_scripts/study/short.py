@@ -1,0 +1,105 @@
+"""Part three of docs/study/plan.md: scopes and thresholds on short answers. Runs what is missing, and collects.
+
+    python -m run_scripts.study.short --out DIR    # writes docs/study/short.csv; Ctrl-C saves, the same command continues
+
+Run it in the repository's root. Each seed's stage is generated once (`mugrpo generate`) and swept (`mugrpo sweep`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.stages.store import StageStore
+from run_scripts.study.results import DOCS, SHORT, Row, read_rows
+from run_scripts.study.run import ROOT, SAME_SUMS, commit
+
+RECIPE, GRID = (Path(__file__).with_name(name) for name in ("short.toml", "short_grid.toml"))
+SEEDS = (0, 1, 2)
+THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4")
+"""Of which every run records how many tokens with negative advantage have a smaller ratio."""
+SETTINGS = {"objective": "objective.name", "rate": "optimizer.lr", "veto": "objective.veto"}
+"""Column of short.csv -> column of a sweep's cells.csv."""
+FIGURES = ("before", "after", "problems", "updates", "ess_min", "clipped_fraction_mean", "vetoed_fraction_mean")
+COLUMNS = (
+    *("seed", *SETTINGS, "threshold", "commit", *FIGURES, "ratio_neg_min", "first_trigger"),
+    *(f"below_{one}" for one in THRESHOLDS),
+)
+"""`first_trigger` is the update before which the first ratio below 1e-4 was seen; shares are means over the updates."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where the runs go")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where short.csv goes")
+    options = parser.parse_args(arguments)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    warm = out / "warm-start"
+    if not (warm / "hf" / "config.json").exists():
+        _call("sft", str(RECIPE), "--set", f"sft.output={warm}")
+    rows: list[Row] = []
+    for seed in SEEDS:
+        run, sweep = out / f"seed{seed}", out / f"seed{seed}-sweep"
+        if not StageStore(run / "stages" / "00000").sealed:
+            own = (f"model.path={warm / 'hf'}", f"run.seed={seed}", f"run.dir={run}")
+            _call("generate", str(RECIPE), *(word for one in own for word in ("--set", one)))
+        _call("sweep", str(run), "--stage", "0", "--grid", str(GRID), "--out", str(sweep))
+        rows += rows_of(seed, sweep)
+    write_rows(options.docs / SHORT, rows)
+    print(f"{len(rows)} cells into {options.docs / SHORT}")
+    return 0
+
+
+def rows_of(seed: int, sweep: Path) -> list[Row]:
+    """The rows of short.csv of one seed's sweep."""
+    return [_row(seed, one, read_run(sweep / one["cell"])) for one in _read(sweep / "cells.csv")]
+
+
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _row(seed: int, cell: Row, run: RunData) -> Row:
+    seen = [row["update"] for row in run.updates if row.get("ratio_neg_min", 1.0) < 1e-4]
+    return {
+        "seed": seed,
+        **{column: cell[key] for column, key in SETTINGS.items()},
+        "threshold": cell["objective.trigger_ratio"],
+        "commit": commit(),
+        **{name: cell[name] for name in FIGURES},
+        "ratio_neg_min": cell["ratio_neg_min"],
+        "first_trigger": seen[0] if seen else "",
+        **{f"below_{one}": _share(run, f"trigger_tokens_{one}") for one in THRESHOLDS},
+    }
+
+
+def _share(run: RunData, metric: str) -> str:
+    return f"{statistics.fmean(row[metric] for row in run.updates):.4g}"
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def _call(*words: str) -> None:
+    """Run a `mugrpo` command to its end; it has this process's terminal, and saves on Ctrl-C."""
+    command = [sys.executable, "-m", "mugrpo_megatron", *words]
+    code = subprocess.run(command, cwd=ROOT, env=os.environ | SAME_SUMS).returncode
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
