@@ -25,6 +25,7 @@ from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.plots import AXIS, drawn, write_plots
 from run_scripts.study.results import DOCS, Results, counted, differences, mean_of, points, read_results, scientific
 from run_scripts.study.search import wanted
+from run_scripts.study.short_tables import gap_table, plain_table
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
 BEGIN, END = "<!-- study -->\n", "<!-- /study -->\n"
@@ -86,6 +87,9 @@ def text(results: Results) -> str:
         contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
         noise=tables.noise(results),
+        short_gaps=gap_table(results.short),
+        short_plain=plain_table(results.short),
+        short_commits=", ".join(sorted({row["commit"] for row in results.short})),
         **_progress(results),
         **_figures(results),
     )

@@ -17,8 +17,8 @@ from run_scripts.study.search import Search, choose, tuned_rate
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
-CELLS, CURVES = "cells.csv", "curves.csv"
-TEXT = {"method", "stage", "same_as", "commit"}
+CELLS, CURVES, SHORT = "cells.csv", "curves.csv", "short.csv"
+TEXT = {"method", "stage", "same_as", "commit", "objective", "veto"}
 WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update", "seconds", "first_trigger"}
 
 T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -36,11 +36,12 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The rows of cells.csv and curves.csv, and their grid."""
+    """The rows of cells.csv and curves.csv, and their grid; and the rows of short.csv, which part three has."""
 
     grid: Grid
     rows: Sequence[Row]
     curves: Sequence[Row]
+    short: Sequence[Row] = ()
 
     def outcomes(self) -> dict[Cell, Outcome]:
         return {cell_of(row): outcome_of(row) for row in self.rows}
@@ -88,8 +89,8 @@ class Results:
 
 
 def read_results(grid: Grid, docs: Path = DOCS) -> Results:
-    """Both files are empty before anything was collected."""
-    return Results(grid, read_rows(docs / CELLS), read_rows(docs / CURVES))
+    """The results in `docs`, none before anything was collected."""
+    return Results(grid, *(read_rows(docs / name) for name in (CELLS, CURVES, SHORT)))
 
 
 def read_kept(docs: Path) -> dict[Cell, tuple[str, Outcome]]:

@@ -1,8 +1,9 @@
 """Part three of docs/study/plan.md: scopes and thresholds on short answers. Runs what is missing, and collects.
 
-    python -m run_scripts.study.short --out DIR    # writes docs/study/short.csv; Ctrl-C saves, the same command continues
+    python -m run_scripts.study.short --out DIR    # writes docs/study/short.csv
 
-Run it in the repository's root. Each seed's stage is generated once (`mugrpo generate`) and swept (`mugrpo sweep`).
+Run it in the repository's root. Ctrl-C saves, and the same command continues. Each seed's stage is generated once
+(`mugrpo generate`) and swept (`mugrpo sweep`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.stages.store import StageStore
-from run_scripts.study.results import DOCS, SHORT, Row, read_rows
-from run_scripts.study.run import ROOT, SAME_SUMS, commit
+from run_scripts.study.results import DOCS, SHORT, Row
+from run_scripts.study.run import CODE, ROOT, SAME_SUMS, commit
 
 RECIPE, GRID = (Path(__file__).with_name(name) for name in ("short.toml", "short_grid.toml"))
 SEEDS = (0, 1, 2)
@@ -32,7 +33,8 @@ COLUMNS = (
     *("seed", *SETTINGS, "threshold", "commit", *FIGURES, "ratio_neg_min", "first_trigger"),
     *(f"below_{one}" for one in THRESHOLDS),
 )
-"""`first_trigger` is the update before which the first ratio below 1e-4 was seen; shares are means over the updates."""
+"""`commit` has all with which the command ran, `first_trigger` the update before which the first ratio below 1e-4 was
+seen. Shares are means over the updates."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    with (out / CODE).open("a", encoding="utf-8") as file:
+        file.write(f"{commit()}\n")
     warm = out / "warm-start"
     if not (warm / "hf" / "config.json").exists():
         _call("sft", str(RECIPE), "--set", f"sft.output={warm}")
@@ -53,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _call("generate", str(RECIPE), *(word for one in own for word in ("--set", one)))
         _call("sweep", str(run), "--stage", "0", "--grid", str(GRID), "--out", str(sweep))
         rows += rows_of(seed, sweep)
-    write_rows(options.docs / SHORT, rows)
+    commits = " ".join(dict.fromkeys((out / CODE).read_text(encoding="utf-8").split()))
+    write_rows(options.docs / SHORT, [{**row, "commit": commits} for row in rows])
     print(f"{len(rows)} cells into {options.docs / SHORT}")
     return 0
 
@@ -76,7 +81,6 @@ def _row(seed: int, cell: Row, run: RunData) -> Row:
         "seed": seed,
         **{column: cell[key] for column, key in SETTINGS.items()},
         "threshold": cell["objective.trigger_ratio"],
-        "commit": commit(),
         **{name: cell[name] for name in FIGURES},
         "ratio_neg_min": cell["ratio_neg_min"],
         "first_trigger": seen[0] if seen else "",

@@ -12,6 +12,7 @@ from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS
 from run_scripts.study.findings import findings
 from run_scripts.study.grid import load_grid
 from run_scripts.study.results import DOCS, Results, Row, cell_of, read_results
+from run_scripts.study.short_tables import BELOW
 from run_scripts.study.tables import accuracy_table, collapsed, price_table, tuned_and_regime
 
 GRID = load_grid()
@@ -38,7 +39,9 @@ def finished(**gains: float) -> Results:
         for seed, method, rate in cells
         for repeat in (0, 1)
     ]
-    return Results(GRID, [*tuning, *own], [])
+    short = {"seed": 0, "rate": 5.6e-4, "objective": "mu_grpo", "veto": "none", "threshold": None, "commit": "c"}
+    short |= {"before": 0.5, "after": 0.4, "ratio_neg_min": 1e-5, **dict.fromkeys(BELOW, 0.0)}
+    return Results(GRID, [*tuning, *own], [], [short])
 
 
 def test_the_page_is_that_of_the_kept_results() -> None:
@@ -134,7 +137,7 @@ def test_advice_follows_the_verdicts() -> None:
 
 def test_a_page_without_cells_says_so_in_a_line_and_shows_no_empty_table() -> None:
     text = page.text(Results(GRID, [], []))
-    assert text.count("No cell of this section has finished yet.") == 5
+    assert text.count("No cell of this section has finished yet.") == 6
     assert "<img" not in text
     assert "\n\n\n" not in text
     tables = [part for part in text.split("\n\n") if part.startswith("|")]
