@@ -25,7 +25,7 @@ from run_scripts.study.grid import GRID, load_grid
 from run_scripts.study.plots import AXIS, drawn, write_plots
 from run_scripts.study.results import DOCS, Results, counted, differences, mean_of, points, read_results, scientific
 from run_scripts.study.search import wanted
-from run_scripts.study.short_tables import gap_table, plain_table
+from run_scripts.study.short_tables import ends_without_veto, plain_table, threshold_gap, veto_table
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
 BEGIN, END = "<!-- study -->\n", "<!-- /study -->\n"
@@ -87,8 +87,10 @@ def text(results: Results) -> str:
         contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
         noise=tables.noise(results),
-        short_gaps=gap_table(results.short),
+        short_vetoes=veto_table(results.short),
         short_plain=plain_table(results.short),
+        short_gap=partial(threshold_gap, results.short),
+        short_ends=ends_without_veto(results.short, 5.6e-4),
         short_commits=", ".join(sorted({row["commit"] for row in results.short})),
         **_progress(results),
         **_figures(results),

@@ -5,21 +5,32 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from run_scripts.study.results import Row, markdown, mean_of, percent, points, scientific
+from run_scripts.study.results import Row, counted, differences, markdown, mean_of, percent, points, scientific
+from run_scripts.study.tables import MISSING
 
 SCOPES = {"trigger": "T", "suffix": "S_κ", "suffix_non_trigger": "H_κ", "response": "S_seq"}
 BELOW = ("below_1e-1", "below_1e-2", "below_1e-3", "below_1e-4")
 
 
-def gap_table(rows: Sequence[Row]) -> str:
-    """Final accuracy minus that without a veto, in points, by scope and threshold; empty without cells."""
+def veto_table(rows: Sequence[Row]) -> str:
+    """Final accuracy by scope and threshold; empty without cells."""
     vetoed = [row for row in rows if row["veto"] in SCOPES and row["objective"] == "mu_grpo"]
     thresholds = sorted({row["threshold"] for row in vetoed})
     lines = []
     for scope, title in SCOPES.items():
         cells = [[row for row in vetoed if (row["veto"], row["threshold"]) == (scope, one)] for one in thresholds]
-        lines.append([title, *(_gap(rows, own) for own in cells)])
+        lines.append([title, *(percent(mean_of([row["after"] for row in own])) if own else "–" for own in cells)])
     return markdown(("Veto of", *map(_threshold, thresholds)), lines) if vetoed else ""
+
+
+def threshold_gap(rows: Sequence[Row], scope: str, left: float, right: float) -> str:
+    """Final accuracy of a scope with one threshold minus that with another, seed by seed."""
+    after = [
+        {row["seed"]: row["after"] for row in rows if (row["veto"], row["threshold"]) == (scope, one)}
+        for one in (left, right)
+    ]
+    apart = differences(*after)
+    return f"{points(mean_of(apart), 1)} points over {counted(len(apart), 'seed')}" if apart else MISSING
 
 
 def plain_table(rows: Sequence[Row]) -> str:
@@ -38,10 +49,10 @@ def plain_table(rows: Sequence[Row]) -> str:
     return markdown(head, lines) if lines else ""
 
 
-def _gap(rows: Sequence[Row], own: Sequence[Row]) -> str:
-    without = {(row["seed"], row["rate"]): row["after"] for row in rows if row["veto"] == "none"}
-    apart = [row["after"] - without[row["seed"], row["rate"]] for row in own]
-    return points(mean_of(apart), 1) if apart else "–"
+def ends_without_veto(rows: Sequence[Row], rate: float) -> str:
+    """Final accuracy of each seed's run without a veto: `57.1, 1.1 and 42.2 %`."""
+    ends = [f"{100 * row['after']:.1f}" for row in rows if (row["veto"], row["rate"]) == ("none", rate)]
+    return f"{' and '.join(filter(None, [', '.join(ends[:-1]), *ends[-1:]]))} %"
 
 
 def _figures(own: Sequence[Row]) -> list[str]:

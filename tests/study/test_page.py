@@ -41,7 +41,8 @@ def finished(**gains: float) -> Results:
     ]
     short = {"seed": 0, "rate": 5.6e-4, "objective": "mu_grpo", "veto": "none", "threshold": None, "commit": "c"}
     short |= {"before": 0.5, "after": 0.4, "ratio_neg_min": 1e-5, **dict.fromkeys(BELOW, 0.0)}
-    return Results(GRID, [*tuning, *own], [], [short])
+    vetoed = [short | {"veto": "suffix_non_trigger", "threshold": threshold} for threshold in (1e-4, 0.1)]
+    return Results(GRID, [*tuning, *own], [], [short, *vetoed])
 
 
 def test_the_page_is_that_of_the_kept_results() -> None:

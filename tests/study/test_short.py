@@ -6,14 +6,12 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 from mugrpo_megatron.commands.sweep_grid import cells_of, read_grid
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from run_scripts.study import short
 from run_scripts.study.results import DOCS, SHORT, Row, read_rows
-from run_scripts.study.short_tables import gap_table, plain_table
+from run_scripts.study.short_tables import ends_without_veto, plain_table, threshold_gap, veto_table
 
 PUBLISHED = read_rows(DOCS / SHORT)
 
@@ -65,24 +63,26 @@ def row(seed: int, veto: str, threshold: float | None, after: float, **changed: 
     return own | {"rate": 5.6e-4, "before": 0.5, "ratio_neg_min": 1e-5} | shares | changed
 
 
-def test_the_tables_take_differences_on_the_seeds_own_run_without_a_veto() -> None:
+def test_the_tables_have_means_by_scope_threshold_and_rate() -> None:
     rows = [
         *(row(seed, "none", None, 0.2 + seed / 10) for seed in range(3)),
         *(row(seed, "none", None, 0.6, rate=1e-4) for seed in range(3)),
         *(row(seed, "suffix", threshold, 0.3 + seed / 10) for seed in range(3) for threshold in (1e-4, 0.5)),
         row(0, "", None, 0.4, objective="grpo"),
     ]
-    lines = gap_table(rows).splitlines()
+    lines = veto_table(rows).splitlines()
     assert lines[0] == "| Veto of | 10⁻⁴ | 0.5 |"
-    assert "| S_κ | +10.0 ± 0.0 | +10.0 ± 0.0 |" in lines
+    assert "| S_κ | 40.0 ± 24.8 | 40.0 ± 24.8 |" in lines  # t(0.975, 2) = 4.303, s = 0.1
+    assert ends_without_veto(rows, 5.6e-4) == "20.0, 30.0 and 40.0 %"
     assert "| T | – | – |" in lines
     lines = plain_table(rows).splitlines()
     assert any(line.startswith("| no veto | 10⁻⁴ | 3 | 50.0 ± 0.0 | 60.0 ± 0.0 |") for line in lines)
     assert any(line.startswith("| GRPO's clip | 5.6·10⁻⁴ | 1 | 50.0 | 40.0 |") for line in lines)
-    assert gap_table([]) == plain_table([]) == ""
+    assert veto_table([]) == plain_table([]) == ""
+    assert threshold_gap(rows, "suffix", 0.5, 1e-4) == "+0.0 ± 0.0 points over 3 seeds"
+    assert threshold_gap(rows, "response", 0.5, 1e-4) == "not measured yet"
 
 
-@pytest.mark.skipif(not PUBLISHED, reason="part three has not been collected")
 def test_the_kept_rows_are_three_seeds_of_the_whole_grid_from_one_warm_start() -> None:
     assert Counter(one["seed"] for one in PUBLISHED) == dict.fromkeys(short.SEEDS, 21)
     assert len({one["before"] for one in PUBLISHED}) == 1
