@@ -100,7 +100,11 @@ def _read(path: Path) -> list[dict[str, str]]:
 def _call(*words: str) -> None:
     """Run a `mugrpo` command to its end; it has this process's terminal, and saves on Ctrl-C."""
     command = [sys.executable, "-m", "mugrpo_megatron", *words]
-    code = subprocess.run(command, cwd=ROOT, env=os.environ | SAME_SUMS).returncode
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | SAME_SUMS)
+    try:
+        code = process.wait()
+    except KeyboardInterrupt:  # which the command has received too
+        code = process.wait()
     if code:
         sys.exit(code)
 
