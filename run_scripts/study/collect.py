@@ -21,7 +21,7 @@ from mugrpo_megatron.report.rundata import RunData, read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_kept, read_results
-from run_scripts.study.run import CODE, Study
+from run_scripts.study.run import Study, commits_of
 
 WINDOW = 32
 """Updates of a row of curves.csv."""
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     others = [row for row in old.rows if _kept(study, row, rows)]
     names = {_key(row) for row in others}
     curves += [row for row in old.curves if _key(row) in names]
-    _write(options.docs / CELLS, CELL_COLUMNS, [*rows, *others])
-    _write(options.docs / CURVES, CURVE_COLUMNS, curves)
+    write_rows(options.docs / CELLS, CELL_COLUMNS, sorted([*rows, *others], key=_key))
+    write_rows(options.docs / CURVES, CURVE_COLUMNS, sorted(curves, key=_key))
     print(f"{len(rows)} cells from {options.out} and {len(others)} kept ones into {options.docs}")
     return 0
 
@@ -89,8 +89,6 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
     """One row of cells.csv. `stage` is the run that generated the cell's stage, or the cell's own."""
     name = study.grid.set_of(cell.seed)
     first, last = stage.evals[0], run.evals[-1]
-    threshold = study.grid.threshold(cell.method)
-    seen = [row["update"] for row in run.updates if row.get("ratio_neg_min", 1.0) < threshold]
     early, late = run.updates[:EARLY], run.updates[-LATE:]
     return {
         "seed": cell.seed,
@@ -100,7 +98,7 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
         "warm_start": int(study.warm_start(cell.seed).name.rpartition("-")[2]),
         "stage": study.fingerprint(cell),
         "same_as": "",
-        "commit": " ".join(dict.fromkeys((study.directory(cell) / CODE).read_text(encoding="utf-8").split())),
+        "commit": commits_of(study.directory(cell)),
         "updates": len(run.updates),
         "problems": last[f"problems/{name}"],
         "seconds": round(run.seconds),
@@ -110,27 +108,27 @@ def row_of(study: Study, cell: Cell, run: RunData, stage: RunData) -> Row:
         "high": _short(last[f"high/{name}"]),
         "truncated_before": _short(first[f"truncated/{name}"]),
         "truncated_after": _short(last[f"truncated/{name}"]),
-        "clipped": _over(run.updates, "clipped_fraction"),
-        "clipped_early": _over(early, "clipped_fraction"),
-        "clipped_late": _over(late, "clipped_fraction"),
-        "ratio_neg_early": _over(early, "ratio_neg_mean"),
-        "ratio_neg_p01_early": _over(early, "ratio_neg_p01", statistics.median),
-        "ratio_neg_late": _over(late, "ratio_neg_mean"),
-        "ratio_neg_min": _over(run.updates, "ratio_neg_min", min),
-        "first_trigger": seen[0] if seen else None,
-        "trigger_tokens": _over(run.updates, "trigger_tokens_1e-4"),
-        "trigger_responses": _over(run.updates, "trigger_responses_1e-4"),
-        "vetoed": _over(run.updates, "vetoed_fraction"),
-        "vetoed_late": _over(late, "vetoed_fraction"),
-        "ess_min": _over(run.updates, "ess", min),
-        "ess_late": _over(late, "ess"),
-        "kl_k3_late": _over(late, "kl_k3"),
-        "entropy_late": _over(late, "entropy"),
-        "stage_reward": _over(run.stages, "reward_mean"),
-        "stage_truncated": _over(run.stages, "truncated_fraction"),
-        "stage_tokens": _over(run.stages, "generated_tokens", sum),
-        "zero_variance": _over(run.stages, "zero_variance_fraction"),
-        "mismatch_mean": _over(run.stages, "mismatch_mean"),
+        "clipped": over(run.updates, "clipped_fraction"),
+        "clipped_early": over(early, "clipped_fraction"),
+        "clipped_late": over(late, "clipped_fraction"),
+        "ratio_neg_early": over(early, "ratio_neg_mean"),
+        "ratio_neg_p01_early": over(early, "ratio_neg_p01", statistics.median),
+        "ratio_neg_late": over(late, "ratio_neg_mean"),
+        "ratio_neg_min": over(run.updates, "ratio_neg_min", min),
+        "first_trigger": first_below(run.updates, study.grid.threshold(cell.method)),
+        "trigger_tokens": over(run.updates, "trigger_tokens_1e-4"),
+        "trigger_responses": over(run.updates, "trigger_responses_1e-4"),
+        "vetoed": over(run.updates, "vetoed_fraction"),
+        "vetoed_late": over(late, "vetoed_fraction"),
+        "ess_min": over(run.updates, "ess", min),
+        "ess_late": over(late, "ess"),
+        "kl_k3_late": over(late, "kl_k3"),
+        "entropy_late": over(late, "entropy"),
+        "stage_reward": over(run.stages, "reward_mean"),
+        "stage_truncated": over(run.stages, "truncated_fraction"),
+        "stage_tokens": over(run.stages, "generated_tokens", sum),
+        "zero_variance": over(run.stages, "zero_variance_fraction"),
+        "mismatch_mean": over(run.stages, "mismatch_mean"),
     }
 
 
@@ -146,10 +144,10 @@ def curve_of(grid: Grid, cell: Cell, run: RunData, stage: RunData) -> list[Row]:
     ends = range(0, len(run.updates) + 1, WINDOW)
     for end in sorted({*ends, *evals}):
         window = run.updates[max(0, end - WINDOW) : end] if end in ends else []
-        own: Row = key | {"update": end} | {metric: _over(window, metric) for metric in AVERAGED}
+        own: Row = key | {"update": end} | {metric: over(window, metric) for metric in AVERAGED}
         if end in evals:
             own |= {"accuracy": evals[end][f"accuracy/{name}"], "truncated": _short(evals[end][f"truncated/{name}"])}
-        rows.append(own | {"ratio_neg_min": _over(window, "ratio_neg_min", min)})
+        rows.append(own | {"ratio_neg_min": over(window, "ratio_neg_min", min)})
     return rows
 
 
@@ -168,15 +166,21 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in KEY)
 
 
-def _write(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
+    """Write a csv file of the study; `results.read_rows` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n", restval="")
         writer.writeheader()
-        writer.writerows(sorted(rows, key=_key))
+        writer.writerows(rows)
 
 
-def _over(rows: Sequence[Row], name: str, of: Callable[[list[float]], float] = statistics.fmean) -> float | None:
+def first_below(updates: Iterable[Row], threshold: float) -> int | None:
+    """The update before which the first ratio below the threshold was seen; None if there was none."""
+    return next((row["update"] for row in updates if row.get("ratio_neg_min", 1.0) < threshold), None)
+
+
+def over(rows: Sequence[Row], name: str, of: Callable[[list[float]], float] = statistics.fmean) -> float | None:
     """A figure over the rows that have the metric; None without any."""
     values = [row[name] for row in rows if row.get(name) is not None]
     return _short(of(values)) if values else None

@@ -199,11 +199,8 @@ def _prices(results: Results) -> list[str]:
             prices.append(
                 f"µ={results.grid.methods[name].mu} {points(mean_of(apart), 1)} ({counted(len(apart), 'seed')})"
             )
-    return (
-        [f"The price of staleness, in points above GRPO, each at its tuned rate: {'; '.join(prices)}."]
-        if prices
-        else []
-    )
+    lead = "The price of staleness, in points above GRPO, each at its tuned rate:"
+    return [f"{lead} {'; '.join(prices)}."] if prices else []
 
 
 def _hot_ends(results: Results) -> list[str]:

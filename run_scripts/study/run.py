@@ -171,14 +171,24 @@ def run_cell(study: Study, cell: Cell) -> bool:
             if not _call(study, "generate", [*start, *draw, f"run.dir={stage}"], stage / "console.log"):
                 return False
         branch(load_recipe(study.base, own), stage, 0)
-    with (directory / CODE).open("a", encoding="utf-8") as file:
-        file.write(f"{commit()}\n")
+    record_commit(directory)
     if not _call(study, "train", own, directory / "console.log") or not (outcome := study.outcome(cell)):
         return False
     for folder in BULK:
         shutil.rmtree(directory / folder, ignore_errors=True)
     print(f"{cell.name}: {100 * outcome.before:.1f} -> {100 * outcome.after:.1f} %", flush=True)
     return True
+
+
+def record_commit(directory: Path) -> None:
+    """Add this repository's commit to those that the directory's runs ran with."""
+    with (directory / CODE).open("a", encoding="utf-8") as file:
+        file.write(f"{commit()}\n")
+
+
+def commits_of(directory: Path) -> str:
+    """The commits that the directory's runs ran with, each once."""
+    return " ".join(dict.fromkeys((directory / CODE).read_text(encoding="utf-8").split()))
 
 
 def commit() -> str:

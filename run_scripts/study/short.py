@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -19,19 +18,19 @@ from pathlib import Path
 
 from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.stages.store import StageStore
+from run_scripts.study.collect import first_below, over, write_rows
 from run_scripts.study.results import DOCS, SHORT, Row
-from run_scripts.study.run import CODE, ROOT, SAME_SUMS, commit
+from run_scripts.study.run import ROOT, SAME_SUMS, commits_of, record_commit
+from run_scripts.study.short_tables import BELOW, THRESHOLDS
 
 RECIPE, GRID = (Path(__file__).with_name(name) for name in ("short.toml", "short_grid.toml"))
 SEEDS = (0, 1, 2)
-THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4")
-"""Of which every run records how many tokens with negative advantage have a smaller ratio."""
 SETTINGS = {"objective": "objective.name", "rate": "optimizer.lr", "veto": "objective.veto"}
 """Column of short.csv -> column of a sweep's cells.csv."""
 FIGURES = ("before", "after", "problems", "updates", "ess_min", "clipped_fraction_mean", "vetoed_fraction_mean")
 COLUMNS = (
     *("seed", *SETTINGS, "threshold", "commit", *FIGURES, "ratio_neg_min", "first_trigger"),
-    *(f"below_{one}" for one in THRESHOLDS),
+    *BELOW,
 )
 """`commit` has all with which the command ran, `first_trigger` the update before which the first ratio below 1e-4 was
 seen. Shares are means over the updates."""
@@ -44,8 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    with (out / CODE).open("a", encoding="utf-8") as file:
-        file.write(f"{commit()}\n")
+    record_commit(out)
     warm = out / "warm-start"
     if not (warm / "hf" / "config.json").exists():
         _call("sft", str(RECIPE), "--set", f"sft.output={warm}")
@@ -57,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _call("generate", str(RECIPE), *(word for one in own for word in ("--set", one)))
         _call("sweep", str(run), "--stage", "0", "--grid", str(GRID), "--out", str(sweep))
         rows += rows_of(seed, sweep)
-    commits = " ".join(dict.fromkeys((out / CODE).read_text(encoding="utf-8").split()))
-    write_rows(options.docs / SHORT, [{**row, "commit": commits} for row in rows])
+    write_rows(options.docs / SHORT, COLUMNS, [{**row, "commit": commits_of(out)} for row in rows])
     print(f"{len(rows)} cells into {options.docs / SHORT}")
     return 0
 
@@ -68,28 +65,16 @@ def rows_of(seed: int, sweep: Path) -> list[Row]:
     return [_row(seed, one, read_run(sweep / one["cell"])) for one in _read(sweep / "cells.csv")]
 
 
-def write_rows(path: Path, rows: Sequence[Row]) -> None:
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def _row(seed: int, cell: Row, run: RunData) -> Row:
-    seen = [row["update"] for row in run.updates if row.get("ratio_neg_min", 1.0) < 1e-4]
     return {
         "seed": seed,
         **{column: cell[key] for column, key in SETTINGS.items()},
         "threshold": cell["objective.trigger_ratio"],
         **{name: cell[name] for name in FIGURES},
         "ratio_neg_min": cell["ratio_neg_min"],
-        "first_trigger": seen[0] if seen else "",
-        **{f"below_{one}": _share(run, f"trigger_tokens_{one}") for one in THRESHOLDS},
+        "first_trigger": first_below(run.updates, 1e-4),
+        **{name: over(run.updates, f"trigger_tokens_{one}") for name, one in zip(BELOW, THRESHOLDS, strict=True)},
     }
-
-
-def _share(run: RunData, metric: str) -> str:
-    return f"{statistics.fmean(row[metric] for row in run.updates):.4g}"
 
 
 def _read(path: Path) -> list[dict[str, str]]:

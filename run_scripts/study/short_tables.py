@@ -5,11 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from run_scripts.study.results import Row, counted, differences, markdown, mean_of, percent, points, scientific
-from run_scripts.study.tables import MISSING
+from run_scripts.study.results import Row, differences, markdown, mean_of, percent, scientific
+from run_scripts.study.tables import over_seeds
 
 SCOPES = {"trigger": "T", "suffix": "S_κ", "suffix_non_trigger": "H_κ", "response": "S_seq"}
-BELOW = ("below_1e-1", "below_1e-2", "below_1e-3", "below_1e-4")
+THRESHOLDS = ("1e-1", "1e-2", "1e-3", "1e-4")
+"""Of which every run records how many tokens with negative advantage have a smaller ratio."""
+BELOW = tuple(f"below_{one}" for one in THRESHOLDS)
+"""Columns of short.csv with these shares."""
 
 
 def veto_table(rows: Sequence[Row]) -> str:
@@ -29,20 +32,15 @@ def threshold_gap(rows: Sequence[Row], scope: str, left: float, right: float) ->
         {row["seed"]: row["after"] for row in rows if (row["veto"], row["threshold"]) == (scope, one)}
         for one in (left, right)
     ]
-    apart = differences(*after)
-    return f"{points(mean_of(apart), 1)} points over {counted(len(apart), 'seed')}" if apart else MISSING
+    return over_seeds(differences(*after))
 
 
 def plain_table(rows: Sequence[Row]) -> str:
     """The runs without a veto: accuracy, the smallest ratio, and tokens with A < 0 below each threshold."""
-    lines = []
-    for rate in sorted({row["rate"] for row in rows}):
-        for title, objective, veto in (("GRPO's clip", "grpo", None), ("no veto", "mu_grpo", "none")):
-            own = [
-                row
-                for row in rows
-                if (row["rate"], row["objective"]) == (rate, objective) and veto in (None, row["veto"])
-            ]
+    plain, lines = [row for row in rows if row["threshold"] is None], []
+    for rate in sorted({row["rate"] for row in plain}):
+        for title, objective in (("GRPO's clip", "grpo"), ("no veto", "mu_grpo")):
+            own = [row for row in plain if (row["rate"], row["objective"]) == (rate, objective)]
             if own:
                 lines.append([title, scientific(rate), str(len(own)), *_figures(own)])
     head = ("Run", "Rate", "Seeds", "Before %", "After %", "Least ρ, A < 0", "% below 0.1", "10⁻²", "10⁻³", "10⁻⁴")

@@ -152,8 +152,12 @@ def tuned_and_regime(results: Results, method: str) -> str:
 
 def gap(results: Results, block: str, left: str, right: str) -> str:
     """The difference of two methods' final accuracies in a block."""
-    found = differences(*(results.column(block, name, "after") for name in (left, right)))
-    return f"{points(mean_of(found), 1)} points over {counted(len(found), 'seed')}" if found else MISSING
+    return over_seeds(differences(*(results.column(block, name, "after") for name in (left, right))))
+
+
+def over_seeds(apart: Sequence[float]) -> str:
+    """The mean of differences of accuracies, seed by seed, and how many there are."""
+    return f"{points(mean_of(apart), 1)} points over {counted(len(apart), 'seed')}" if apart else MISSING
 
 
 def collapsed(results: Results, block: str, method: str) -> str:

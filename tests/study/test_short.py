@@ -10,8 +10,9 @@ from mugrpo_megatron.commands.sweep_grid import cells_of, read_grid
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from run_scripts.study import short
+from run_scripts.study.collect import write_rows
 from run_scripts.study.results import DOCS, SHORT, Row, read_rows
-from run_scripts.study.short_tables import ends_without_veto, plain_table, threshold_gap, veto_table
+from run_scripts.study.short_tables import THRESHOLDS, ends_without_veto, plain_table, threshold_gap, veto_table
 
 PUBLISHED = read_rows(DOCS / SHORT)
 
@@ -45,11 +46,11 @@ def test_a_sweeps_cells_become_rows(tmp_path: Path) -> None:
     (tmp_path / "one" / "recipe.toml").write_text(dump_recipe(load_recipe(short.RECIPE)))
     updates = [
         {"kind": "update", "time": 0.0, "stage": 0, "update": k, "age": k, "ratio_neg_min": least}
-        | {f"trigger_tokens_{threshold}": 0.25 * k for threshold in short.THRESHOLDS}
+        | {f"trigger_tokens_{threshold}": 0.25 * k for threshold in THRESHOLDS}
         for k, least in enumerate((0.5, 5e-5))
     ]
     (tmp_path / "one" / "metrics.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in updates))
-    short.write_rows(tmp_path / SHORT, [{**row, "commit": "c"} for row in short.rows_of(3, tmp_path)])
+    write_rows(tmp_path / SHORT, short.COLUMNS, [{**row, "commit": "c"} for row in short.rows_of(3, tmp_path)])
     (row,) = read_rows(tmp_path / SHORT)
     assert (row["seed"], row["objective"], row["veto"], row["rate"], row["threshold"]) == (
         *(3, "mu_grpo", "suffix", 5.6e-4, 0.01),
