@@ -48,8 +48,8 @@ class Block:
     beside: tuple[str, ...] = ()
     """Methods of other blocks, at their tuned rates, which this block's methods are compared with."""
     again: tuple[int, ...] = ()
-    """Seeds at which the block's cells, those beside them too, are a second draw, from a warm start made again: that of
-    the first draw is gone."""
+    """Seeds at which the block's cells, those beside them too, are a second draw: the warm start or the stage of the
+    first draw is gone, and its cells stay as they are."""
 
     def draw(self, seed: int) -> int:
         """The repeat of the block's cells at a seed, unless `repeats` says how many there are."""

@@ -185,11 +185,13 @@ def test_claims_that_wait_for_seeds_are_open_and_come_last() -> None:
 
 def test_the_page_counts_what_is_left() -> None:
     nothing = Results(GRID, [], [])
-    fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
+    fixed = (
+        2 * 8 + (6 + 4 + 8 + 1) * 3 + 2 + 2
+    )  # claims 3 and 4; hot, thresholds, regime and fresh; their pair again; noise
     waiting = 4 * 8 + 8 + (5 + 3) * 3
     assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
     assert page.remarks(nothing) == f"0 of {page.planned(nothing)} cells have finished."
     own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals
-    own += 4 * 5  # claims 1 and 2 at the other seeds: here every tuned rate is the regime's
+    own += 4 * 6  # claims 1 and 2 at the seeds without regime cells of that draw: here every tuned rate is the regime's
     own += 3  # GRPO again, where the chosen schedule's cell is a second draw
     assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)
