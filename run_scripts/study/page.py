@@ -34,13 +34,13 @@ BEGIN, END = "<!-- study -->\n", "<!-- /study -->\n"
 QUESTIONS = {
     "tuned": "clip, veto and GRPO, each at its own rate (claims 1, 2)",
     "hot_pair": "the veto at a hot rate (claims 3, 4)",
-    "schedule": "the best of the schedules (claim 5)",
-    "schedules": "all schedules",
+    "schedule": "the chosen schedule and GRPO (claim 5)",
+    "schedules": "all schedules, GRPO, and one stage",
     "hot": "clip and scopes at a hot rate",
     "thresholds": "thresholds at the hot rate",
     "regime": "clip and scopes at one rate",
     "fresh": "GRPO at the regime rate",
-    "rivals": "rivals",
+    "rivals": "rivals, and clip and veto next to them",
 }
 """Block -> what it is for, in the order in which blocks run."""
 
@@ -80,6 +80,7 @@ def text(results: Results) -> str:
         chosen=results.chosen("schedule"),
         scientific=scientific,
         rate_of=tables.rate_of,
+        methods_of=methods_of,
         advice=advice(results, found),
         verdicts=verdicts(results),
         remarks=remarks(results),
@@ -87,6 +88,8 @@ def text(results: Results) -> str:
         contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
         noise=tables.noise(results),
+        again=tables.ran_again(results),
+        starts=tables.warm_starts(results),
         short_vetoes=veto_table(results.short),
         short_plain=plain_table(results.short),
         short_gap=partial(threshold_gap, results.short),
@@ -111,11 +114,11 @@ def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
         },
         "mu": {
             "holds": f"{title}: less than 1 point below GRPO",
-            "not shown": f"4, where accuracy counts most; {title} is not shown to end less than 1 point below GRPO",
+            "not shown": "4 where accuracy counts most, else several stages: one stage costs most",
             "open": "open: start with 128, and compare with 4",
         },
         "veto": {
-            "holds": "`suffix_non_trigger` (H_κ)",
+            "holds": "`suffix_non_trigger` (H_κ), as in the paper: it helps where the rate is too high",
             "not shown": "`suffix_non_trigger` (H_κ), as in the paper; not shown to hold accuracy here",
             "open": "`suffix_non_trigger` (H_κ), as in the paper",
         },
@@ -132,27 +135,34 @@ def planned(results: Results) -> str:
 
 
 def seeds_of(results: Results, block: str) -> int:
-    """Seeds at which every method of a block has finished; the chosen one, of a block that has only that."""
+    """Seeds at which every method of a block, and those beside them, have finished."""
+    methods = methods_of(results, block)
+    return len(results.complete(block, methods)) if methods else 0
+
+
+def methods_of(results: Results, block: str) -> list[str]:
+    """The methods of a block and those beside them, none while the block waits for the choice of the best."""
     own = results.grid.blocks[block]
     if own.best_of is None:
-        return len(results.complete(block, own.methods))
+        return [*own.methods, *own.beside]
     chosen = results.chosen(block)
-    return len(results.complete(block, [chosen])) if chosen else 0
+    return [chosen, *own.beside] if chosen else []
 
 
 def verdicts(results: Results) -> list[str]:
     """Every claim in a sentence, those that hold first and open ones last."""
     found = sorted(enumerate(findings(results), 1), key=lambda one: list(WORDS).index(one[1].verdict))
     return [
-        f"**{WORDS[one.verdict]}:** {one.contrast.claim} (claim {number}: {one.measured})." for number, one in found
+        f"**{WORDS[one.verdict]}:** {one.contrast.claim} (claim {number}: {one.measured}{_opposite(one)})."
+        for number, one in found
     ]
 
 
-def remarks(results: Results) -> str:
-    """Where the runs of claim 3 end, the price of staleness, and how much has run, in a few sentences."""
+def remarks(results: Results) -> list[str]:
+    """What makes claim 1's difference, where claim 3's runs end, what shorter stages cost, and how much has run."""
     decided = any(one.p is not None for one in findings(results))
-    rest = [*_hot_ends(results), *_prices(results)] if decided else _gains(results)
-    return " ".join([*rest, f"{len(results.rows)} of {planned(results)} cells have finished."])
+    rest = [*_shares(results), *_hot_ends(results), *_prices(results)] if decided else _gains(results)
+    return [*rest, f"{len(results.rows)} of {planned(results)} cells have finished."]
 
 
 def with_summary(readme: str, results: Results) -> str:
@@ -162,9 +172,13 @@ def with_summary(readme: str, results: Results) -> str:
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
     seeds = results.grid.seeds
-    lead = f"Differences are means over {seeds} seeds with 95 % intervals, verdicts are one-sided tests at 5 %."
-    claims = [textwrap.fill(f"- {one}", 120, subsequent_indent="  ") for one in verdicts(results)]
-    paragraph = "\n".join([lead, "", *claims, "", textwrap.fill(remarks(results), 120)])
+    lead = (
+        f"Every run takes {results.grid.updates} updates. Claims were planned before the runs. Their differences are "
+        f"means over {seeds} seeds with 95 % intervals (Student's t), and the verdicts are one-sided tests at 5 %."
+    )
+    said = [*verdicts(results), *remarks(results)]
+    items = [textwrap.fill(f"- {one}", 120, subsequent_indent="  ") for one in said]
+    paragraph = "\n".join([textwrap.fill(lead, 120), "", *items])
     return f"{head}{begin}{paragraph}\n{end}{tail}"
 
 
@@ -187,35 +201,56 @@ def _figures(results: Results) -> dict[str, Callable[..., str] | str]:
     return {
         **{one.__name__: partial(one, results) for one in (*made, *single)},
         "tuning": tables.tuning_table(results),
+        "rate": lambda block, method: scientific(results.rate(block, method)),
     }
 
 
 def _prices(results: Results) -> list[str]:
     """A sentence on the price of staleness, once a method has been compared with GRPO."""
     prices = []
-    for name in AXIS[1:]:
+    for name in AXIS[1:-1]:  # the last is claim 2
         after = results.column("schedules", name, "after")
         if apart := differences(after, results.column("schedules", AXIS[0], "after")):
-            prices.append(
-                f"µ={results.grid.methods[name].mu} {points(mean_of(apart), 1)} ({counted(len(apart), 'seed')})"
-            )
-    lead = "The price of staleness, in points above GRPO, each at its tuned rate:"
+            prices.append(f"µ={results.grid.methods[name].mu} {tables.over_seeds(apart)}")
+    lead = "Shorter stages, exploratory, minus GRPO, each at its tuned rate:"
     return [f"{lead} {'; '.join(prices)}."] if prices else []
+
+
+def _opposite(found: Finding) -> str:
+    """What a verdict adds where the data point the other way."""
+    if not found.opposite or found.verdict != "not shown":
+        return ""
+    accuracy = found.contrast.column == "after"
+    return f", all of the interval below {100 * found.contrast.bound:g} points" if accuracy else ", all of it below"
+
+
+def _shares(results: Results) -> list[str]:
+    """A sentence on what of claim 1's difference the relaxed clip makes, and what the veto."""
+    cells = {name: results.column("tuned", name, "after") for name in ("strict", "none", "veto")}
+    if not all(cells.values()):
+        return []
+    clip, veto = (differences(cells[left], cells[right]) for left, right in (("none", "strict"), ("veto", "none")))
+    idle = sum(bool(row["same_as"]) for row in results.of("tuned", "veto").values())
+    return [
+        f"Of claim 1's difference, the relaxed clip alone makes {points(mean_of(clip), 1)} points and the veto "
+        f"{points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
+        f"{scientific(results.grid.trigger_ratio)}, so there was nothing to veto."
+    ]
 
 
 def _hot_ends(results: Results) -> list[str]:
     """A sentence on where the runs of claim 3 end, which their difference does not say."""
+    rate, tuned = results.grid.blocks["hot_pair"].rate, results.rate("tuned", "veto")
     ends = {name: results.column("hot_pair", name, "after") for name in results.grid.blocks["hot_pair"].methods}
-    if not all(ends.values()):
+    if not all(ends.values()) or not rate or not tuned:
         return []
     before = statistics.fmean(results.column("hot_pair", "none", "before").values())
-    said = [
-        f"{100 * statistics.fmean(after.values()):.1f} % ({results.grid.methods[name].title})"
-        for name, after in ends.items()
-    ]
-    rate = scientific(results.grid.blocks["hot_pair"].rate)
+    none, veto = (f"{100 * statistics.fmean(after.values()):.1f} %" for after in ends.values())
+    lost = [tables.collapsed(results, "hot_pair", name) for name in ends]
     return [
-        f"At the hot rate, {rate}, runs begin at {100 * before:.1f} % and end, on average, at {' and '.join(said)}."
+        f"The hot rate, {scientific(rate)}, is {rate / tuned:.3g} times mu-GRPO's tuned rate. Runs begin there at "
+        f"{100 * before:.1f} % and end, on average, at {none} without the veto and at {veto} with it; "
+        f"{lost[0]} runs collapse without it, and {lost[1]} with it."
     ]
 
 

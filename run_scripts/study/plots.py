@@ -31,17 +31,19 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "dppo": ("red", "--", "DPPO"),
     "sapo": ("blue", "--", "SAPO"),
     "kl": ("violet", "--", "KL"),
-    "four": ("blue", "-.", "4 stages"),
-    "eight": ("violet", "-.", "8 stages"),
-    "grow_mild": ("grey", "--", "growth 1.5"),
-    "grow": ("orange", "--", "growth 2"),
-    "grow_decay": ("red", "-.", "growing"),
+    "four": ("blue", "-.", "4 of 128"),
+    "eight": ("violet", "-.", "8 of 64"),
+    "grow_mild": ("grey", "--", "8 growing by 1.5"),
+    "grow": ("orange", "--", "8 doubling"),
+    "grow_decay": ("red", "-.", "8 doubling, decay"),
     "veto_1e-3": ("blue", ":", "below 10⁻³"),
     "veto_1e-2": ("violet", ":", "below 10⁻²"),
     "veto_0.1": ("red", ":", "below 0.1"),
     "veto_0.5": ("grey", ":", "below 0.5"),
 }
 """Method -> colour, line, and a name that fits an axis."""
+RATIO_TOP = 1.5
+"""The highest E[ρ given A < 0] that is shown: one run's peak would hide all others."""
 PANELS = (
     ("accuracy", "Accuracy on test problems", True),
     ("truncated", "Test responses cut off", True),
@@ -84,34 +86,40 @@ def drawn(results: Results) -> list[str]:
 
 
 def claims(results: Results) -> Figure:
-    """The differences of each primary contrast that has any, seed by seed, their mean, and the bound to exceed."""
+    """The differences of each primary contrast that has any, seed by seed, their mean and interval, and the bound."""
     found = [(number, one) for number, one in enumerate(findings(results), 1) if one.values]
     figure, panels = _figure(2.7, 1, len(found), sharey=True)
     for axes, (number, one) in zip(panels, found, strict=True):
         claim, scale = one.contrast, 100 if one.contrast.column == "after" else 1
         values = [scale * value for value in one.values]
         axes.scatter(values, range(len(values)), color=LIGHT["blue"], s=28, linewidths=0)
-        axes.axvline(mean_of(values).value, color=LIGHT["blue"], linewidth=2)
+        mean = mean_of(values)
+        axes.axvline(mean.value, color=LIGHT["blue"], linewidth=2)
+        if mean.half is not None:
+            axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=LIGHT["blue"], alpha=0.15, linewidth=0)
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
         sides = " - ".join(LOOKS[name][2] for name in (claim.left, claim.right) if name)
         _finish(axes, f"{number}. {one.verdict}", f"{sides}\n{'points' if scale == 100 else 'E[ρ, A < 0]'}")
         axes.set_ylim(-0.7, results.grid.seeds - 0.3)
-        axes.set_yticks([])
         axes.xaxis.set_major_locator(MaxNLocator(4))
+    panels[0].set_yticks(range(results.grid.seeds), [f"seed {seed}" for seed in range(results.grid.seeds)])
     return figure
 
 
 def staleness(results: Results, methods: Sequence[str]) -> Figure:
-    """Final accuracy over µ at tuned rates: thin lines are seeds, the thick one the mean of those with all methods."""
+    """Final accuracy over µ at tuned rates: thin lines are seeds, large dots the means of those with all methods."""
     figure, (axes,) = _figure(3.8, 1, 1)
     after = {results.grid.methods[name].mu: results.column("schedules", name, "after") for name in methods}
     for seed in results.grid.blocks["schedules"].seeds:
         own = [(mu, cells[seed]) for mu, cells in after.items() if seed in cells]
         if own:
-            axes.plot(*zip(*own, strict=True), color=LIGHT["green"], linewidth=0.8, alpha=0.5, marker="o", markersize=4)
+            axes.plot(*zip(*own, strict=True), color=LIGHT["soft"], linewidth=0.8, alpha=0.6, marker="o", markersize=3)
     if whole := results.complete("schedules", methods):
         means = [mean_of([cells[seed] for seed in whole]).value for cells in after.values()]
-        axes.plot(list(after), means, color=LIGHT["green"], linewidth=2, marker="o")
+        axes.plot(list(after), means, color=LIGHT["soft"], linewidth=1.5)
+        colors = [LIGHT[LOOKS["grpo" if name == "grpo" else "veto"][0]] for name in methods]
+        for mu, value, color in zip(after, means, colors, strict=True):
+            axes.plot([mu], [value], color=color, marker="o", markersize=9)
     axes.set_xscale("log", base=2)
     shown = [results.grid.methods[name] for name in methods]
     labels = [f"{method.mu}\n{counted(results.grid.phases(method.name), 'stage')}" for method in shown]
@@ -129,7 +137,7 @@ def inside(results: Results, block: str, beside: Iterable[str] = (), panels: int
     """
     cells = _cells(results, block, (*results.grid.blocks[block].methods, *beside))
     rows = -(-panels // 2)
-    figure, axes_of = _figure(3.2 * rows, rows, min(panels, 2))
+    figure, axes_of = _figure(3.2 * rows if rows > 1 else 4.8, rows, min(panels, 2))
     for axes, (column, title, share) in zip(axes_of, PANELS[:panels], strict=True):
         for name, own in cells.items():
             _lines(axes, results, name, own, column)
@@ -137,6 +145,8 @@ def inside(results: Results, block: str, beside: Iterable[str] = (), panels: int
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         if share and column != "accuracy":
             axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 1e-4))
+        if column == "ratio_neg_mean":
+            axes.set_ylim(top=min(axes.get_ylim()[1], RATIO_TOP))
         _finish(axes, title, "update")
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),

@@ -65,7 +65,7 @@ def accuracy_table(results: Results, block: str, methods: Sequence[str], against
             [
                 results.grid.methods[name].title,
                 scientific(results.rate(block, name)),
-                str(len(after)),
+                _seeds(results, block, name),
                 percent(mean_of(list(results.column(block, name, "before").values()))),
                 percent(mean_of(list(after.values()))),
                 points(mean_of(apart), 1) if apart else "–",
@@ -147,7 +147,7 @@ def tuned_and_regime(results: Results, method: str) -> str:
     if regime not in found:
         return MISSING
     best = max(found, key=lambda rate: (found[rate], -rate))
-    return f"{100 * found[best]:.1f} % at {scientific(best)}, {100 * found[regime]:.1f} % at {scientific(regime)}"
+    return ", ".join(f"{100 * found[rate]:.1f} % at {scientific(rate)}" for rate in dict.fromkeys((best, regime)))
 
 
 def gap(results: Results, block: str, left: str, right: str) -> str:
@@ -178,6 +178,26 @@ def noise(results: Results) -> Mean | None:
     key = (block.methods[0], block.rate, block.seeds[0])
     ends = [row["after"] for row in results.rows if (row["method"], row["rate"], row["seed"]) == key]
     return mean_of(ends) if len(ends) > 1 else None
+
+
+def ran_again(results: Results) -> list[float]:
+    """How far a cell's final accuracy moved when it ran a second time, from the same warm start and other responses."""
+    first = {(row["seed"], row["method"], row["rate"]): row for row in results.rows if not row["repeat"]}
+    pairs = [(row, first.get((row["seed"], row["method"], row["rate"]))) for row in results.rows if row["repeat"]]
+    return [abs(row["after"] - one["after"]) for row, one in pairs if one and one["before"] == row["before"]]
+
+
+def warm_starts(results: Results) -> int:
+    """From how many warm starts the cells of the first four claims began: those made again answer another share."""
+    cells = [row for name in ("tuned", "hot_pair") for row in results.of(name, "veto").values()]
+    return len({(row["warm_start"], row["before"]) for row in cells})
+
+
+def _seeds(results: Results, block: str, method: str) -> str:
+    """How many seeds a method has; and how many of them did not run, because they have another method's figures."""
+    cells = results.of(block, method).values()
+    twins = sum(bool(row["same_as"]) for row in cells)
+    return f"{len(cells)}" + (f" ({twins} the same as without a veto)" if twins else "")
 
 
 def _mean(rows: Sequence[Row], column: str, scale: float, digits: int) -> str:
