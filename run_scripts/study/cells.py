@@ -65,22 +65,23 @@ def draw_name(seed: int, repeat: int) -> str:
 def settings(grid: Grid, cell: Cell) -> list[str]:
     """The `--set` values of a cell's run, except the directories of run and model."""
     method = grid.methods[cell.method]
+    every = grid.every * method.updates // grid.updates
     end = [] if method.end_rate is None else [f"optimizer.min_lr={cell.rate * method.end_rate:g}"]
     return [
-        *stage_settings(grid, cell.seed, cell.repeat, method.mu),
+        *stage_settings(grid, cell.seed, grid.phases(cell.method), method.mu),
         f"optimizer.lr={cell.rate:g}",
         *end,
-        f"eval.every_stages={max(1, grid.every // method.mu)}",
-        f"eval.every_updates={grid.every if grid.longest(cell.method) > grid.every else 0}",
+        f"eval.every_stages={max(1, every // method.mu)}",
+        f"eval.every_updates={every if grid.longest(cell.method) > every else 0}",
         *(f"{key}={value}" for key, value in method.settings.items()),
     ]
 
 
-def stage_settings(grid: Grid, seed: int, repeat: int, mu: int) -> list[str]:
-    """The `--set` values that decide what is generated. A repeat differs by nothing but chance."""
+def stage_settings(grid: Grid, seed: int, stages: int, mu: int) -> list[str]:
+    """The `--set` values that decide what is generated. A repeat has the same: it differs by nothing but chance."""
     return [
         f"run.seed={seed}",
-        f"schedule.stages={grid.updates // mu}",
+        f"schedule.stages={stages}",
         f"schedule.updates_per_stage={mu}",
         f"data.eval={grid.set_of(seed)}",
     ]

@@ -26,6 +26,10 @@ class Method:
     """Keys of the recipe, such as `objective.veto`, and their values."""
     mu: int
     """Updates per stage; their mean where stages grow."""
+    updates: int
+    """Updates of the whole run."""
+    rate_of: str | None = None
+    """The method whose tuned rate this one takes, because it is too long to be tuned itself."""
     end_rate: float | None = None
     """Learning rate at the end of the decay, as a share of the rate."""
     twin: str | None = None
@@ -61,7 +65,9 @@ class Grid:
     """What grid.toml holds."""
 
     updates: int
+    """Of a run whose method says nothing else."""
     every: int
+    """Updates between two evaluations; in a longer run as many times more."""
     seeds: int
     warm_starts: int
     tuning_seed: int
@@ -76,11 +82,11 @@ class Grid:
 
     def shares_stage(self, method: str) -> bool:
         """Whether the method takes all its updates on the one stage that the methods of a seed share."""
-        return self.methods[method].mu == self.updates
+        return self.methods[method].mu == self.methods[method].updates
 
     def phases(self, method: str) -> int:
         """How often the method's run generates."""
-        return self.updates // self.methods[method].mu
+        return self.methods[method].updates // self.methods[method].mu
 
     def longest(self, method: str) -> int:
         """Updates of the method's longest stage."""
@@ -119,7 +125,8 @@ def load_grid(path: Path = GRID) -> Grid:
 def _method(name: str, fields: Mapping[str, Any], updates: int) -> Method:
     settings = {f"{section}.{key}": value for section in SECTIONS for key, value in fields.get(section, {}).items()}
     own = {key: value for key, value in fields.items() if key not in SECTIONS}
-    return Method(name, settings=settings, **{"mu": updates, **own})
+    length = own.get("updates", updates)
+    return Method(name, settings=settings, **{"mu": length, "updates": length, **own})
 
 
 def _blocks(tables: Mapping[str, Mapping[str, Any]], seeds: int) -> dict[str, Block]:
@@ -136,10 +143,11 @@ def _blocks(tables: Mapping[str, Mapping[str, Any]], seeds: int) -> dict[str, Bl
 def _problems(grid: Grid) -> Iterator[str]:
     """Why the study cannot be run, a sentence each."""
     for method in grid.methods.values():
-        if grid.updates % method.mu:
-            yield f"mu = {method.mu} of {method.name} does not divide updates = {grid.updates}"
-        if method.twin and method.twin not in grid.methods:
-            yield f"{method.twin}, the twin of {method.name}, is not in [methods]"
+        if method.updates % method.mu:
+            yield f"mu = {method.mu} of {method.name} does not divide updates = {method.updates}"
+        for other in (method.twin, method.rate_of):
+            if other and other not in grid.methods:
+                yield f"{other}, which {method.name} names, is not in [methods]"
     for block in grid.blocks.values():
         if unknown := [name for name in (*block.methods, *block.beside) if name not in grid.methods]:
             yield f"{', '.join(unknown)} is not in [methods]; it has {', '.join(grid.methods)}"

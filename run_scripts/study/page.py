@@ -40,7 +40,7 @@ QUESTIONS = {
     "thresholds": "thresholds at the hot rate",
     "regime": "clip and scopes at one rate",
     "fresh": "GRPO at the regime rate",
-    "rivals": "rivals, and clip and veto next to them",
+    "long": "four stages of 512, and GRPO",
 }
 """Block -> what it is for, in the order in which blocks run."""
 
@@ -173,7 +173,7 @@ def with_summary(readme: str, results: Results) -> str:
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
     seeds = results.grid.seeds
     lead = (
-        f"Every run takes {results.grid.updates} updates. Claims were planned before the runs. Their differences are "
+        f"Claims were planned before the runs, which take {results.grid.updates} updates. Their differences are "
         f"means over {seeds} seeds with 95 % intervals (Student's t), and the verdicts are one-sided tests at 5 %."
     )
     said = [*verdicts(results), *remarks(results)]

@@ -28,9 +28,8 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "response": ("blue", "-", "veto of S_seq"),
     "none_dual": ("orange", ":", "dual, no veto"),
     "veto_dual": ("green", ":", "dual, H_κ"),
-    "dppo": ("red", "--", "DPPO"),
-    "sapo": ("blue", "--", "SAPO"),
-    "kl": ("violet", "--", "KL"),
+    "grpo_long": ("ink", "--", "GRPO, 2,048 updates"),
+    "four_long": ("green", "--", "4 of 512"),
     "four": ("blue", "-.", "4 of 128"),
     "eight": ("violet", "-.", "8 of 64"),
     "grow_mild": ("grey", "--", "8 growing by 1.5"),
@@ -258,9 +257,7 @@ PICTURES: Mapping[str, Picture] = {
     "inside-hot": Picture(partial(inside, block="hot"), partial(_any, block="hot")),
     "inside-tuned": Picture(partial(inside, block="tuned"), partial(_any, block="tuned")),
     "ends": Picture(ends, _one_stage),
-    "inside-rivals": Picture(
-        partial(inside, block="rivals", beside=("strict", "none", "veto")), partial(_any, block="rivals")
-    ),
+    "inside-long": Picture(partial(inside, block="long", panels=2), partial(_any, block="long")),
     "inside-thresholds": Picture(partial(inside, block="thresholds"), _varied),
 }
 """Name -> picture, in the order of the page."""

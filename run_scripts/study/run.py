@@ -86,7 +86,7 @@ class Study:
         if (directory / "summary.json").exists():
             run = read_run(directory)
             own = run.evals if not self.grid.shares_stage(cell.method) else read_run(self.stage(cell)).evals
-            if len(run.updates) >= self.grid.updates:
+            if len(run.updates) >= self.grid.methods[cell.method].updates:
                 name, last = self.grid.set_of(cell.seed), run.evals[-1]
                 before, after = (row[f"accuracy/{name}"] for row in (own[0], last))
                 least = min(row.get("ratio_neg_min", 1.0) for row in run.updates)
@@ -166,7 +166,7 @@ def run_cell(study: Study, cell: Cell) -> bool:
     if study.grid.shares_stage(cell.method):
         stage = study.stage(cell)
         if not StageStore(stage / "stages" / "00000").sealed:
-            draw = stage_settings(study.grid, cell.seed, cell.repeat, study.grid.updates)
+            draw = stage_settings(study.grid, cell.seed, 1, study.grid.methods[cell.method].mu)
             stage.mkdir(parents=True, exist_ok=True)
             if not _call(study, "generate", [*start, *draw, f"run.dir={stage}"], stage / "console.log"):
                 return False

@@ -41,7 +41,11 @@ def wanted(grid: Grid, done: Outcomes) -> Iterator[Cell | Waiting]:
 
 
 def tuned_rate(grid: Grid, done: Outcomes, method: str) -> Search:
-    """The best of the starting rates and, while the best is an end of those tried, of the next one on the ladder."""
+    """The best of the starting rates and, while the best is an end of those tried, of the next one on the ladder.
+
+    Of the method whose rate this one takes, if it names one.
+    """
+    method = grid.methods[method].rate_of or method
     tried = set(grid.start)
     while True:
         cells = [Cell(grid.tuning_seed, method, rate) for rate in sorted(tried)]

@@ -73,7 +73,7 @@ def accuracy_table(results: Results, block: str, methods: Sequence[str], against
                 percent(mean_of(list(results.column(block, name, "truncated_after").values()))),
             ]
         )
-    other = {"none": "no veto", "grpo": "GRPO"}[against]
+    other = {"none": "no veto", "grpo": "GRPO", "grpo_long": "GRPO"}[against]
     head = ("Method", "Rate", "Seeds", "Before %", "After %", f"Minus {other}, points", "Collapsed", "Cut off %")
     return markdown(head, rows) if rows else ""
 

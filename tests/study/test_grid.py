@@ -17,7 +17,8 @@ STUDY = load_grid()
 RATE = 4e-5
 RECIPES = {name: load_recipe(BASE, settings(STUDY, Cell(0, name, RATE))) for name in STUDY.methods}
 STALE = [name for name in STUDY.methods if STUDY.shares_stage(name)]
-SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, "grow_decay": 64}
+LONG = {"grpo_long": 4, "four_long": 512}
+SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, "grow_decay": 64, **LONG}
 
 
 def without(recipe: Recipe, *sections: str) -> Recipe:
@@ -27,7 +28,8 @@ def without(recipe: Recipe, *sections: str) -> Recipe:
 @pytest.mark.parametrize("name", STUDY.methods)
 def test_every_cell_is_a_recipe_of_the_same_updates_and_the_same_loss_but_for_the_objective(name: str) -> None:
     recipe = RECIPES[name]
-    assert recipe.schedule.total_updates == sum(map(recipe.schedule.length, range(recipe.schedule.stages))) == 512
+    lengths = map(recipe.schedule.length, range(recipe.schedule.stages))
+    assert recipe.schedule.total_updates == sum(lengths) == (2048 if name in LONG else 512)
     assert recipe.optimizer.lr == RATE
     assert (recipe.objective.reduction, recipe.objective.advantage) == ("token_mean", "group_std")
     assert recipe.objective.trigger_ratio == STUDY.threshold(name)
@@ -54,17 +56,11 @@ def test_methods_with_several_stages_are_those_of_the_plan() -> None:
     lengths = {name: [*map(RECIPES[name].schedule.length, range(STUDY.phases(name)))] for name in SEVERAL}
     assert lengths["grow"] == lengths["grow_decay"] == [3, 5, 9, 17, 32, 65, 127, 254]
     assert lengths["grow_mild"] == [11, 17, 24, 35, 53, 79, 117, 176]
-    assert all(RECIPES[name].objective == RECIPES["veto"].objective for name in SEVERAL if name != "grpo")
+    for name in SEVERAL:
+        assert RECIPES[name].objective == RECIPES["strict" if name.startswith("grpo") else "veto"].objective
+    assert lengths["four_long"] == [512] * 4
     falling = RECIPES["grow_decay"].optimizer
     assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
-
-
-def test_the_kl_penalty_takes_the_vetos_place() -> None:
-    own = RECIPES["kl"].objective
-    assert (own.kl_anchor, own.kl_coef, own.kl_in, own.kl_estimator) == ("stage", 0.001, "loss", "k3")
-    none = RECIPES["none"].objective
-    changes = {"kl_anchor": none.kl_anchor, "kl_coef": none.kl_coef, "kl_estimator": none.kl_estimator}
-    assert own.model_copy(update=changes) == none
 
 
 def evaluated(recipe: Recipe) -> list[int]:
@@ -83,10 +79,12 @@ def evaluated(recipe: Recipe) -> list[int]:
 @pytest.mark.parametrize("name", STUDY.methods)
 def test_no_run_goes_long_without_an_evaluation_and_all_end_with_one(name: str) -> None:
     found = evaluated(RECIPES[name])
-    assert (found[0], found[-1]) == (0, STUDY.updates)
-    assert max(late - early for early, late in pairwise(found)) <= STUDY.every
-    if name in STALE or name in ("grpo", "four", "eight"):
-        assert found == [*range(0, STUDY.updates + 1, STUDY.every)]
+    updates = STUDY.methods[name].updates
+    every = STUDY.every * updates // STUDY.updates
+    assert (found[0], found[-1]) == (0, updates)
+    assert max(late - early for early, late in pairwise(found)) <= every
+    if name in (*STALE, *LONG, "grpo", "four", "eight"):
+        assert found == [*range(0, updates + 1, every)]
 
 
 def test_a_collapse_is_more_than_evaluation_noise() -> None:
@@ -101,7 +99,8 @@ def test_a_collapse_is_more_than_evaluation_noise() -> None:
     [
         ("updates = 512", "updates = 510", "mu = 4 of grpo does not divide"),
         ('"veto_dual"]\nseeds', '"unknown"]\nseeds', "unknown is not in .methods"),
-        ('twin = "none_dual"', 'twin = "unknown"', "unknown, the twin of veto_dual, is not in .methods"),
+        ('twin = "none_dual"', 'twin = "unknown"', "unknown, which veto_dual names, is not in .methods"),
+        ('rate_of = "veto"', 'rate_of = "unknown"', "unknown, which four_long names, is not in .methods"),
         ('best_of = "schedules"', 'best_of = "unknown"', "schedule is the best of unknown, which is not in .blocks"),
         ("repeats = 2", "repeats = 2\n[blocks.again]\nmethods = []\nrepeats = 1", "again needs a rate"),
         ("again = [0, 3, 4]", "again = [0, 8]", r"again of schedule has \[8\]; its seeds are 0, 1, 2, 3, 4, 5, 6, 7"),

@@ -56,9 +56,9 @@ def test_the_kept_cells_are_cells_of_the_plan_and_share_their_seeds_warm_start_a
     starts: dict[tuple[int, int], set[float]] = {}
     for one in PUBLISHED.rows:
         cell = cell_of(one)
-        assert one["updates"] == GRID.updates
+        assert one["updates"] == GRID.methods[cell.method].updates
         assert one["commit"]
-        assert PUBLISHED.curve(one)[-1]["update"] == GRID.updates
+        assert PUBLISHED.curve(one)[-1]["update"] == one["updates"]
         assert PUBLISHED.curve(one)[-1]["accuracy"] == pytest.approx(one["after"], abs=1e-4)
         if cell.seed != GRID.tuning_seed:
             starts.setdefault((cell.seed, cell.repeat), set()).add(one["before"])
@@ -153,7 +153,7 @@ def test_rows_of_a_table_are_of_the_seeds_of_its_block() -> None:
     assert rows["GRPO, µ=4"] == "| 4 | 128 | GRPO, µ=4 | 8·10⁻⁵ | 3 | 70.0 ± 0.0 | – |"
     assert rows["4 stages of 128"].endswith("| 3 | 50.0 ± 0.0 | -20.0 ± 0.0 |")
     assert " | 8 | " in accuracy_table(whole, "tuned", ["grpo"])
-    assert " | 3 | " in accuracy_table(whole, "rivals", ["none"])
+    assert " | 3 | " in accuracy_table(whole, "schedules", ["four"])
     assert accuracy_table(Results(GRID, [], []), "tuned", ["grpo"]) == ""
 
 
@@ -205,11 +205,11 @@ def test_the_page_counts_what_is_left() -> None:
     nothing = Results(GRID, [], [])
     fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
     fixed += 2  # claim 3's methods again, where the cells of hot are a second draw
-    waiting = 4 * 8 + 8 + (5 + 3) * 3
-    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 3) * len(GRID.start)}"
+    waiting = 4 * 8 + 8 + (5 + 2) * 3
+    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5) * len(GRID.start)}"
     (done,) = page.remarks(nothing)
     assert done == f"0 of {page.planned(nothing)} cells have finished."
-    own = 8 + 4 * 3 + 3 * 3  # the chosen schedule, the other schedules, rivals
+    own = 8 + 4 * 3 + 2 * 3  # the chosen schedule, the other schedules, the paper's shape
     own += 4 * 6  # claims 1 and 2 at the seeds without regime cells of that draw: here every tuned rate is the regime's
     own += 3  # GRPO again, where the chosen schedule's cell is a second draw
-    assert page.planned(finished()) == str(fixed + own + (4 + 5 + 3) * 3)
+    assert page.planned(finished()) == str(fixed + own + (4 + 5) * 3)

@@ -59,11 +59,8 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
     cells = list(dict.fromkeys(wanted(STUDY, tuned(dict.fromkeys(STUDY.methods, 0.6)))))
     own = [one for one in cells if isinstance(one, Cell) and one.seed != STUDY.tuning_seed]
     assert not any(isinstance(one, Waiting) for one in cells)
-    second = (
-        2,
-        3,
-    )  # the methods of earlier lines that a second draw has of its own: none, veto; at tuned rates strict too
-    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3 + second[0], (8 + 1) * 3, 2, 3 * 3 + second[1]]  # what each line adds
+    # what each line of the order adds; the fourth has none and veto again, for a second draw
+    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3 + 2, (8 + 1) * 3, 2, 2 * 3]
     assert len(own) == sum(sizes)
     parts = [own[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes))]
     assert {(one.method, one.rate) for one in parts[0]} == {
@@ -83,12 +80,13 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
         (name, 1.6e-4) for name in ("none", "veto", "strict", *scopes, *thresholds)
     }
     assert {one.seed for one in parts[3] if one.method in ("none", "veto")} == {5}  # others are in a primary contrast
-    assert {one.repeat for line in (3, 4, 6) for one in parts[line] if one.seed == 5} == {1}
+    assert {one.repeat for line in (3, 4) for one in parts[line] if one.seed == 5} == {1}
     assert {(one.method, one.rate) for one in parts[4]} == {
         (name, 8e-5) for name in ("none", "strict", "veto", *scopes, "grpo")
     }
     assert [(one.seed, one.method, one.repeat) for one in parts[5]] == [(6, "none", 1), (6, "none", 2)]
-    assert {one.method for one in parts[6]} == {"dppo", "sapo", "kl", "strict", "none", "veto"}  # these three at seed 5
+    assert {(one.method, one.rate) for one in parts[6]} == {("grpo_long", 4e-5), ("four_long", 4e-5)}
+    assert not {one.method for one in cells if one.seed == STUDY.tuning_seed} & {"grpo_long", "four_long"}
     for part in parts:
         assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
     for part in (*parts[2:5], parts[6]):
@@ -97,7 +95,7 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
 
 def test_tuned_cells_wait_for_their_rate_and_schedules_for_the_choice() -> None:
     waiting = {one for one in wanted(STUDY, {}) if isinstance(one, Waiting)}
-    assert len(waiting) == 4 * 8 + 8 + (5 + 3) * 3
+    assert len(waiting) == 4 * 8 + 8 + (5 + 2) * 3
     part = tuned(dict.fromkeys(SCHEDULES, 0.6))
     missing = Cell(STUDY.tuning_seed, "grow_decay", 4e-5)
     del part[missing]
