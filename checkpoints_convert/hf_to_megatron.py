@@ -94,7 +94,7 @@ def write_entry(
     """One whole parameter, cut where tensor parallel ranks will read it."""
     place = stored(entry, architecture)
     whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-    whole = whole.to(dtype or whole.dtype)
+    whole = narrowed(whole, dtype or whole.dtype, " or ".join(entry.hf))
     shape = place.stack + tuple(whole.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
@@ -111,6 +111,14 @@ def write_entry(
         # Megatron's layers expect an (empty) Transformer Engine state.
         index, stack = (".".join(map(str, numbers)) for numbers in (place.index, place.stack))
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
+
+
+def narrowed(whole: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """The tensor as `dtype`; UserError when that makes a finite value infinite, as float16 does above 65,504."""
+    found = whole.to(dtype)
+    if dtype != whole.dtype and torch.isinf(found).any() and torch.isfinite(whole).all():
+        raise UserError(f"{name}: a value is too large for {str(dtype).removeprefix('torch.')}; take bfloat16")
+    return found
 
 
 def divide(

@@ -34,6 +34,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.model import hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
+from mugrpo_megatron.weights.fingerprint import fingerprint
 
 SETTINGS = "settings.json"
 """The file that makes a directory an evaluation's own."""
@@ -91,8 +92,12 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
 def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
     """Settings that must be equal to continue an evaluation of the sets `names` (name -> source)."""
     keys = {"samples", "temperature", "top_p", "max_tokens"}
+    hub = hub_model(recipe)
     return {
-        "model": asdict(hub) if (hub := hub_model(recipe)) else str(recipe.model.path.resolve()),
+        "model": asdict(hub) if hub else str(recipe.model.path.resolve()),
+        "weights": None
+        if hub
+        else fingerprint(recipe.model.directory),  # a run writes its later ones to the same place
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,
@@ -117,7 +122,7 @@ class Record:
         differing = [key for key in settings if before.get(key) != settings[key]]
         if differing:
             raise UserError(
-                f"{directory} holds an evaluation with another {', '.join(differing)}: choose another directory"
+                f"{directory} holds an evaluation of other settings ({', '.join(differing)}); choose another"
             )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)

@@ -26,7 +26,9 @@ def seal(run_dir: Path) -> str:
     where = standing(directory, recipe)
     stage = directory.stage(where.cursor.stage)
     with locked(directory.path / ".lock"):
-        if StageStore(stage, 0, where.origin).sealed:
+        store = StageStore(stage, 0, where.origin)
+        if store.sealed:
+            store.remove_merged()
             return f"{stage} is sealed already; `mugrpo optimize` takes its updates"
         count = close_stage(directory, recipe, where)
     return f"{stage} is sealed: {count:,} groups; `mugrpo optimize` takes its updates, `mugrpo train` goes on from it"

@@ -143,11 +143,12 @@ def applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     if "objective.name" in settings:
         table["objective"] = {}
     for key, value in settings.items():
-        section, _, name = key.partition(".")
-        into = table.setdefault(section, {})
-        *parents, last = name.split(".")
+        *parents, last = key.split(".")
+        into: Any = table
         for parent in parents:
             into = into.setdefault(parent, {})
+            if not isinstance(into, dict):
+                raise UserError(f"{key}: {parent} is a value, not a section")
         into[last] = value
     return table
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from mugrpo_megatron.commands.command import Command, Options, Parser, takes_overrides
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.run.record import MARK
 
 
 def _takes_eval(parser: Parser) -> None:
@@ -34,13 +35,18 @@ def _eval(options: Options) -> int:
         ),
         *options.overrides,
     ]
-    run(load_recipe(options.recipe, chosen), options.data, options.out or _results(options.model))
+    run(load_recipe(options.recipe, chosen), options.data, options.out or results_of(options.model))
     return 0
 
 
-def _results(model: Path) -> Path:
-    """Where the results of a model go: next to its weights, those of a model of the hub under `runs`."""
-    return model / "eval" if model_name(model) is None else Path("runs/eval") / model.name
+def results_of(model: Path) -> Path:
+    """Where the results of a model go: next to its weights, those of a model of the hub under `runs`.
+
+    A run replaces its `hf/`, so results of these weights go into the run's directory.
+    """
+    if model_name(model) is not None:
+        return Path("runs/eval") / model.name
+    return (model.resolve().parent if (model / MARK).exists() else model) / "eval"
 
 
 def _takes_score(parser: Parser) -> None:

@@ -40,7 +40,10 @@ def is_warm_started(recipe: Recipe) -> bool:
 
 
 def _computed(recipe: Recipe) -> tuple[object, ...]:
-    """What a warm start's weights follow from."""
+    """What makes a warm start another one.
+
+    Not the seed on a bundled task: runs of several seeds begin from one warm start.
+    """
     section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
     if section.train is None:
         return section, recipe.data.train, recipe.model.dtype

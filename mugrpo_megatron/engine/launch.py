@@ -248,7 +248,7 @@ def _routed(recipe: Recipe) -> Routed | None:
     """The routers whose choices come with a training response, if the recipe wants them."""
     if recipe.learner.routing_replay != "rollout":
         return None
-    config = read_model_config(recipe.model.path)
+    config = read_model_config(recipe.model.directory)
     return Routed(config["num_hidden_layers"] or 0, config["num_experts_per_tok"] or 0, experts_of(config))
 
 

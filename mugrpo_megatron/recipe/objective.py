@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
@@ -17,6 +17,16 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_no_boolean_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts true as 1, a recipe does not."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        given = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in given) and bool not in kinds and kinds & {int, float}:
+            raise ValueError("is true or false, where a number belongs")
+        return value
+
     @model_validator(mode="after")
     def _check_integers(self) -> Self:
         """No key needs a larger integer, and beyond it an array's size or a C long overflows."""
@@ -28,6 +38,12 @@ class Section(BaseModel):
 
 MOST = 2**53
 """Largest integer of a recipe."""
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The plain types in an annotation: `int | None` has int and NoneType."""
+    parts = get_args(annotation)
+    return set().union(*map(_kinds, parts)) if parts else {annotation}
 
 
 OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")

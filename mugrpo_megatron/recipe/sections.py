@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -97,6 +97,10 @@ class DataSection(Section):
         return value
 
 
+MOST_NUMBERED = 99_999
+"""Most stages of a run, and most updates on a stage: the largest number in the names of their files."""
+
+
 class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
@@ -118,6 +122,13 @@ class ScheduleSection(Section):
     prefetch_patience_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds without a new group of a prefetched stage after which a waiting learner saves and ends."""
 
+    @field_validator("stages")
+    @classmethod
+    def _check_stages(cls, value: int) -> int:
+        if value > MOST_NUMBERED:
+            raise ValueError(f"is above {MOST_NUMBERED:,}: its stages could not be numbered")
+        return value
+
     @field_validator("prefetch")
     @classmethod
     def _check_prefetch(cls, value: int, info: ValidationInfo) -> int:
@@ -127,6 +138,13 @@ class ScheduleSection(Section):
         if value and (given.get("min_ess", 0.0) > 0 or given.get("max_vetoed", 1.0) < 1):
             raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_vetoed")
         return value
+
+    @model_validator(mode="after")
+    def _check_longest(self) -> Self:
+        longest = self.passes * max(self.length(0), self.length(self.stages - 1))
+        if longest > MOST_NUMBERED:
+            raise ValueError(f"a stage has {longest:,} updates, and at most {MOST_NUMBERED:,} can be numbered")
+        return self
 
     def length(self, stage: int) -> int:
         """Updates that stage `stage` (from 0) samples responses for: µ, or its part of the S µ where stages grow.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from mugrpo_megatron.recipe.objective import Section
 
@@ -103,3 +104,11 @@ class EngineSection(Section):
     """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of SGLang's server: `[engine.extra]`, checked against the installed SGLang (docs/engine.md)."""
+
+    @field_validator("extra")
+    @classmethod
+    def _check_finite(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if isinstance(given, float) and not math.isfinite(given):
+                raise ValueError(f"{name} is {given}, and must be a finite number")
+        return value

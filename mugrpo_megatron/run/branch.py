@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
@@ -13,7 +14,7 @@ from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
-from mugrpo_megatron.run.model import hub_model, with_model
+from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model, with_model
 from mugrpo_megatron.run.published import check_start, read_published
 from mugrpo_megatron.run.record import Branch, Record, claim, read_record, write_record
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
@@ -55,14 +56,14 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
     origin = check_branch(recipe, source, stage)
     begun = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
-        record = claim(directory.path, hub_model(recipe))
+        record = claim(directory.path, hub_model(recipe), begun_weights(recipe))
         if _is_branch(directory.path, record, begun):
             return
         _link(of.stage(stage), directory.stage(stage), manifest_name(0))
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
-        write_record(directory.path, Record(record.id, begun, record.model))
+        write_record(directory.path, replace(record, branch=begun))
 
 
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
@@ -103,6 +104,8 @@ def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
             f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
             "`checkpoint.keep` checkpoints, a stage published with --weights has them, and stage 0 needs none"
         )
+    if stage == 0 and (record := read_record(source.path)):
+        check_begun(record, recipe, f"{source.path}: stage 0")
     origin = read_manifest(source.stage(stage)).origin
     if origin is None or origin.stage != stage:
         raise UserError(f"{source.stage(stage)} holds a stage of another place; put the right one there")

@@ -14,8 +14,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.model import hub_model
-from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim
+from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model
+from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim, read_record
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
@@ -109,7 +109,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     with locked(directory.path / ".lock"):
         for name in WRITTEN:
             remove_leftovers(directory.path, name)
-        claim(directory.path, hub_model(recipe))
+        claim(directory.path, hub_model(recipe), begun_weights(recipe))
         check_directory(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory
@@ -121,6 +121,9 @@ def check_directory(recipe: Recipe) -> None:
     check_own(recipe.run.dir)
     check_same_run(RunDirectory(recipe.run.dir), recipe)
     check_hf(recipe.run.dir)
+    directory, record = RunDirectory(recipe.run.dir), read_record(recipe.run.dir)
+    if record and not any(directory.checkpoints.glob("stage*")):
+        check_begun(record, recipe, f"run.dir = {directory.path}, which has no checkpoint yet,")
 
 
 class InUse(UserError):

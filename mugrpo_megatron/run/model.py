@@ -8,7 +8,8 @@ from pathlib import Path
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hub import download_model, model_name
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.record import HubModel, read_record
+from mugrpo_megatron.run.record import HubModel, Record, read_record
+from mugrpo_megatron.weights.fingerprint import fingerprint
 
 
 def with_model(recipe: Recipe, say: Callable[[str], None] = lambda line: None, run_dir: Path | None = None) -> Recipe:
@@ -39,6 +40,20 @@ def hub_model(recipe: Recipe) -> HubModel | None:
     """The name and the commit of a recipe's model of the hub, once it is on this machine."""
     commit = recipe.model.commit
     return HubModel(str(recipe.model.path), commit) if commit else None
+
+
+def begun_weights(recipe: Recipe) -> str:
+    """The fingerprint of the weights that a run starts from, if they are in a directory; empty for a hub's model."""
+    return "" if recipe.model.commit else fingerprint(recipe.model.directory)
+
+
+def check_begun(record: Record, recipe: Recipe, what: str) -> None:
+    """Raise UserError when `model.path` holds other weights than when the run began, from which `what` is."""
+    if record.weights and record.weights != begun_weights(recipe):
+        raise UserError(
+            f"{what} is of other weights than {recipe.model.path} holds now; put those that the run began with back, "
+            "or choose another run.dir"
+        )
 
 
 def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Recipe:

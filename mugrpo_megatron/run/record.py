@@ -1,8 +1,9 @@
 """The run's record: its id, which its stages, checkpoints and hf/ carry, and what a run directory must not hold.
 
-    run.json     {"id": ..., "branch": null, "model": null}, with a checksum; written before anything else of the run
+    run.json     {"id": ..., "branch": null, "model": null, "weights": ...}, with a checksum; written before all else
 
-`model` is the hub's model that the run starts from, with its commit; null when it starts from a directory.
+`model` is the hub's model that the run starts from, with its commit; null when it starts from a directory, of whose
+weights `weights` is the fingerprint.
 
 Only these rules decide what a run may replace. Neither torch nor Megatron is imported here.
 """
@@ -68,6 +69,8 @@ class Record:
     branch: Branch | None = None
     model: HubModel | None = None
     """What the run starts from, unless it is a directory."""
+    weights: str = ""
+    """Fingerprint of the weights in the directory that the run starts from; empty for a hub's model and in old runs."""
 
     def of_stage(self, stage: int) -> str:
         """The id of the run that generated the stage: this one, but for the stage at which a branch began."""
@@ -82,7 +85,8 @@ def read_record(run_dir: Path) -> Record | None:
     try:
         body = read_sealed(path, "run")
         branch, model = body["branch"], body.get("model")
-        return Record(body["id"], Branch(**branch) if branch else None, HubModel(**model) if model else None)
+        begun = Branch(**branch) if branch else None, HubModel(**model) if model else None
+        return Record(body["id"], *begun, body.get("weights", ""))
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged, so which run this is is unknown; restore it from a copy") from None
 
@@ -92,15 +96,15 @@ def write_record(run_dir: Path, record: Record) -> None:
     write_sealed(run_dir / FILE_NAME, "run", asdict(record))
 
 
-def claim(run_dir: Path, model: HubModel | None = None) -> Record:
+def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Record:
     """The directory's record, written now for a new run; call it with the directory's lock. Errors of `check_own`.
 
-    A new run starts from `model`, if it is one of the hub.
+    A new run starts from `model`, if it is one of the hub, else from a directory whose fingerprint is `weights`.
     """
     check_own(run_dir)
     record = read_record(run_dir)
     if record is None:
-        record = Record(secrets.token_hex(8), model=model)
+        record = Record(secrets.token_hex(8), model=model, weights=weights)
         write_record(run_dir, record)
     return record
 
@@ -138,7 +142,10 @@ def check_model(run_dir: Path, model: Path) -> None:
 
 
 def check_hf(run_dir: Path) -> None:
-    """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark."""
+    """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark.
+
+    It holds files only, so a directory in it is someone else's.
+    """
     hf = run_dir / "hf"
     if not os.path.lexists(hf):
         return
@@ -148,6 +155,8 @@ def check_hf(run_dir: Path) -> None:
     record = read_record(run_dir)
     if record is None or _marked(hf) != record.id:
         raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
+    if foreign := sorted(path.name for path in hf.iterdir() if path.is_dir()):
+        raise UserError(f"{hf / foreign[0]} was not written by this run, which replaces {hf}; move it elsewhere")
 
 
 def mark(

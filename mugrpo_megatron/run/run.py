@@ -135,7 +135,10 @@ def open_run(
         if is_main and found:
             record_data(directory.path, found)
         if record:
-            check_stage(directory.stage(standing.stage), stage_origin(directory, record, standing, recipe.schedule))
+            origin = stage_origin(directory, record, standing, recipe.schedule)
+            check_stage(directory.stage(standing.stage), origin)
+            if (stage := StageStore(directory.stage(standing.stage), 0, origin)).sealed:
+                stage.remove_merged()
         tracked = open_log(
             directory.path,
             recipe.track,

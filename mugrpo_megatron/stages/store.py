@@ -201,6 +201,11 @@ class StageStore:
             of |= of_stage(final.content)
         self._replace([], final)
         self._final = final
+        self.remove_merged()
+
+    def remove_merged(self) -> None:
+        """Remove the shards of a sealed stage, which a writer that was killed after sealing has left."""
+        self._sealed()
         for pattern in MERGED:
             for merged in self.directory.glob(pattern):
                 merged.unlink()

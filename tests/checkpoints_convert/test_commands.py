@@ -91,6 +91,16 @@ def test_verify_names_what_differs(
     assert "rms_norm_eps is 1e-06" in capsys.readouterr().err
 
 
+def test_a_type_that_cannot_hold_a_weight_is_refused(
+    hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, name = shutil.copytree(hf, tmp_path / "source"), "model.layers.2.mlp.up_proj.weight"
+    edit_tensor(source, name, lambda value: value.index_fill(0, torch.tensor([3]), 1e5))
+    assert to_megatron(source, tmp_path / "m", "--dtype", "float16") == 2
+    assert f"{name}: a value is too large for float16; take bfloat16" in capsys.readouterr().err
+    assert not (tmp_path / "m").exists()
+
+
 def test_fast_tokenizer_travels(hf: Path, megatron: Path, tmp_path: Path) -> None:
     source = shutil.copytree(hf, tmp_path / "source")
     before = AutoTokenizer.from_pretrained(source)

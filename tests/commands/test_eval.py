@@ -13,11 +13,13 @@ from transformers import AutoModelForCausalLM
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
 from mugrpo_megatron.commands.eval import Evaluation, Record, run, settings_of, table
+from mugrpo_megatron.commands.table_measuring import results_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.grading import Graded, summarize
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
 
@@ -52,8 +54,27 @@ def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
 def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:
     Record(tmp_path, settings_of(Recipe(), SUMS))
     other = Recipe.model_validate({"eval": {"samples": 4}})
-    with pytest.raises(UserError, match="another sampling: choose another directory"):
+    with pytest.raises(UserError, match=r"of other settings \(sampling\); choose another"):
         Record(tmp_path, settings_of(other, SUMS))
+
+
+def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> None:
+    """A run writes its later weights where the earlier ones lay."""
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"first")
+    recipe = Recipe.model_validate({"model": {"path": tmp_path / "hf"}})
+    Record(tmp_path / "out", settings_of(recipe, SUMS))
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"later")
+    with pytest.raises(UserError, match=r"of other settings \(weights\); choose another"):
+        Record(tmp_path / "out", settings_of(recipe, SUMS))
+
+
+def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) -> None:
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    assert results_of(tmp_path / "run" / "hf") == tmp_path / "run" / "hf" / "eval"
+    (tmp_path / "run" / "hf" / MARK).touch()
+    assert results_of(tmp_path / "run" / "hf") == tmp_path / "run" / "eval"
+    assert results_of(Path("owner/name")) == Path("runs/eval/name")
 
 
 def test_the_table_can_be_pasted() -> None:

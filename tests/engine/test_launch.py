@@ -26,7 +26,7 @@ from mugrpo_megatron.engine.launch import (
 )
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.engines import DETERMINISTIC_ATTENTION
 from tests import models
 from tests.engine.tiny import recipe
@@ -187,6 +187,18 @@ def test_a_deterministic_engine(checkpoint: Path) -> None:
     assert "enable_deterministic_inference" not in engine_arguments(recipe(checkpoint), checkpoint, cuda=True)
     with pytest.raises(UserError, match=r"run.deterministic = true needs CUDA to generate"):
         engine_arguments(wanted, checkpoint, cuda=False)
+
+
+def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> None:
+    """A model of the hub is named by its path, and lies elsewhere."""
+    snapshot = tmp_path / "snapshot"
+    models.save_model(snapshot, "qwen3_moe")
+    wanted = load_recipe(None, ["model.path=owner/name", "learner.routing_replay=rollout"])
+    wanted = wanted.model_copy(update={"model": wanted.model.at(snapshot)})
+    routed = sampling(wanted, build_arithmetic_tokenizer()).routed
+    assert routed
+    assert routed.layers > 0
+    assert routed.experts > routed.chosen > 0
 
 
 def test_streams_of_training_and_of_each_held_out_set(checkpoint: Path) -> None:

@@ -13,9 +13,11 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import read_manifest
-from tests.hostile.rundir import content, make, recipe
+from mugrpo_megatron.weights.fingerprint import fingerprint
+from tests.hostile.rundir import PROMPTS, UPDATES, content, fill, make, recipe, stage_of
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,24 @@ def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, mo
     assert content(source) == before
     with pytest.raises(UserError, match=r"is a branch of .* at stage 1; choose another run\.dir"):
         branch(recipe(tmp_path / "b"), source, 0)
+
+
+def test_stage_0_is_refused_with_other_weights_than_those_that_sampled_it(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(b"first")
+    own = f"model.path={tmp_path / 'model'}"
+    with open_directory(recipe(tmp_path / "a", own)) as directory:
+        fill(stage_of(directory, 0), 0)
+        stage_of(directory, 0).seal(UPDATES, PROMPTS)
+    branch(recipe(tmp_path / "b", own), tmp_path / "a", 0)
+    record = read_record(tmp_path / "b")
+    assert record
+    assert record.weights == fingerprint(tmp_path / "model")
+    weights.write_bytes(b"other")
+    with pytest.raises(UserError, match=r"a: stage 0 is of other weights than .*model holds now"):
+        branch(recipe(tmp_path / "c", own), tmp_path / "a", 0)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_branch_of_a_branch_is_of_the_run_that_generated(source: Path, tmp_path: Path) -> None:

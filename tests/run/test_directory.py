@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.directory import open_directory
+from mugrpo_megatron.run.directory import check_directory, open_directory
 from mugrpo_megatron.run.preflight import check_on_paper, check_run
+from mugrpo_megatron.run.record import MARK, mark, read_record
 
 HOLD = """
 import sys
@@ -47,6 +49,36 @@ def test_another_recipe_is_refused_with_the_keys_that_differ(tmp_path: Path) -> 
     keys = r"learner\.routing_replay, objective\.trigger_ratio, optimizer\.lr"
     with pytest.raises(UserError, match=keys), open_directory(changed):
         pass
+
+
+def test_weights_that_changed_before_the_first_checkpoint_are_refused(tmp_path: Path) -> None:
+    """Responses and the evaluation before the first update may be those of the weights that are gone."""
+    run, model = tmp_path / "run", tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    own = recipe(run, f"model.path={model}")
+    with open_directory(own):
+        pass
+    with open_directory(own):  # as they were
+        pass
+    (model / "model.safetensors").write_bytes(b"other")
+    with pytest.raises(UserError, match=r"no checkpoint yet, is of other weights than .*model holds now"):
+        check_directory(own)
+    (run / "checkpoints" / "stage00000-age00004").mkdir()
+    with open_directory(own):  # the run goes on from its own weights
+        pass
+
+
+def test_a_directory_in_hf_that_the_run_did_not_write_is_kept(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path)) as directory:
+        record = read_record(directory.path)
+        assert record
+        directory.hf.mkdir()
+        write_json(directory.hf / MARK, mark(record))
+    check_directory(recipe(tmp_path))
+    (directory.hf / "eval").mkdir()
+    with pytest.raises(UserError, match=r"hf/eval was not written by this run, which replaces .*move it elsewhere"):
+        check_directory(recipe(tmp_path))
 
 
 def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:

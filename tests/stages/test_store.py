@@ -131,6 +131,22 @@ def test_what_is_incomplete_cannot_be_sealed_and_what_is_sealed_cannot_grow(tmp_
             writer.append(group(GROUPS))
 
 
+def test_shards_that_a_kill_right_after_the_seal_left_are_removed(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    with pytest.raises(ValueError, match="not sealed"):
+        store.remove_merged()
+    shards = {path: path.read_bytes() for path in tmp_path.glob("shard-*.parquet")}
+    assert shards
+    store.seal(UPDATES, PROMPTS)
+    sealed = {path.name for path in tmp_path.iterdir()}
+    for path, data in shards.items():
+        path.write_bytes(data)
+    again = StageStore(tmp_path)
+    again.remove_merged()
+    assert {path.name for path in tmp_path.iterdir()} == sealed
+    assert_same(again.read_update(0), store.read_update(0))
+
+
 def test_a_reader_sees_the_stage_that_another_process_seals(tmp_path: Path) -> None:
     reader, writer = StageStore(tmp_path / "stage"), StageStore(tmp_path / "stage")
     assert not reader.sealed
