@@ -12,7 +12,8 @@ from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
 from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
-from mugrpo_megatron.phases.finish import finish, show_finished
+from mugrpo_megatron.phases.finish import finish
+from mugrpo_megatron.phases.finished import show_finished
 from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.phases.optimize import measure_mismatch, optimizing, record_update
 from mugrpo_megatron.phases.passes import record_behaviour, refresh_reference

@@ -41,7 +41,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], run_dir: P
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("schedule.stagez=3", "`schedule.stagez` is not a recipe key; did you mean `stages`?"),
+        ("schedule.stagez=3", "`schedule.stagez` is not a recipe key; did you mean `schedule.stages`?"),
         ("parallel.tensor=3", "needs a multiple of 3 ranks but 1 run"),
         ("engine.tensor=3", "engine.tensor = 3 does not divide the model's 4 attention heads"),
         ("model.path=/nowhere", "not a Hugging Face checkpoint (no config.json there)"),

@@ -52,8 +52,10 @@ def takes_overrides(parser: Parser) -> None:
     )
 
 
-def with_recipe(options: Options, run: Callable[[Recipe], object]) -> int:
-    """Load the recipe and `run` it, or print it and check it for `--dry-run`."""
+def with_recipe(
+    options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
+) -> int:
+    """Load the recipe and `run` it, which writes to `output`; or print it and check it for `--dry-run`."""
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         from mugrpo_megatron.run.preflight import check_on_paper
@@ -61,7 +63,7 @@ def with_recipe(options: Options, run: Callable[[Recipe], object]) -> int:
         print(dump_recipe(recipe), end="", flush=True)
         check_on_paper(recipe, lambda line: print(f"mugrpo: {visible(line)}", file=sys.stderr))
         return 0
-    say(visible(f"mugrpo {__version__}: {options.recipe} -> {recipe.run.dir}"))
+    say(visible(f"mugrpo {__version__}: {options.recipe} -> {output(recipe)}"))
     run(recipe)
     return 0
 

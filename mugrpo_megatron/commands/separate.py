@@ -11,10 +11,9 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases.finish import export
 from mugrpo_megatron.phases.prefetch import next_is_offered
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.branch import branch
+from mugrpo_megatron.run.branch import branch, stage_to_take
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.published import read_published
 from mugrpo_megatron.run.run import open_run
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.train import generate_stage, optimize_stage
@@ -47,11 +46,8 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     `stage`: the same responses and weights, with the recipe's own objective and optimizer. Raises UserError when
     `stage` is given and is not the current one, or when the stage is not sealed.
     """
-    if source is not None and stage is None:
-        published = read_published(source)
-        if published is None:
-            raise UserError("--from needs --stage: the stage of that run to optimize again")
-        stage = published.stage
+    if source is not None:
+        stage = stage_to_take(source, stage)
     if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)

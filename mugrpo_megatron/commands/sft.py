@@ -83,6 +83,7 @@ def train(recipe: Recipe) -> None:
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
                 save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
+                _tell(learner, out)
 
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
@@ -117,6 +118,12 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
             out=section.output / "hf",
             notes={MARK: {"model": asdict(hub)}} if hub else None,
         )
+        _tell(learner, section.output)
+
+
+def _tell(learner: Learner, out: Path) -> None:
+    if learner.ranks.rank == 0:
+        print(f"Hugging Face checkpoint: {out / 'hf'}")
 
 
 def _write_recipe(recipe: Recipe, learner: Learner) -> None:

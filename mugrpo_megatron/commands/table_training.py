@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from mugrpo_megatron import __version__
@@ -23,13 +22,15 @@ from mugrpo_megatron.recipe import Recipe
 
 def _train(options: Options) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.phases.finished import show_finished
+
+        if show_finished(recipe):
+            return
         from mugrpo_megatron.engine.ahead import host_ahead
-        from mugrpo_megatron.run.directory import is_finished
         from mugrpo_megatron.run.preflight import check_run
 
-        finished = is_finished(recipe)
-        recipe, found = (recipe, None) if finished else check_run(recipe, say)
-        with nullcontext() if finished else host_ahead(recipe) as ahead:
+        recipe, found = check_run(recipe, say)
+        with host_ahead(recipe) as ahead:
             say(IMPORTING)
             from mugrpo_megatron.train import train
 
@@ -133,13 +134,15 @@ def _takes_optimize(parser: Parser) -> None:
 
 def _optimize(options: Options) -> int:
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.run.branch import stage_to_take
         from mugrpo_megatron.run.preflight import check_run
 
+        stage = stage_to_take(options.source, options.stage) if options.source else options.stage
         recipe, _ = check_run(recipe, say, generates=False)
         say(IMPORTING)
         from mugrpo_megatron.commands.separate import optimize_alone
 
-        optimize_alone(recipe, options.stage, options.source)
+        optimize_alone(recipe, stage, options.source)
 
     return with_recipe(options, run)
 
@@ -193,7 +196,7 @@ def _sft(options: Options) -> int:
 
         train(recipe)
 
-    return with_recipe(options, run)
+    return with_recipe(options, run, lambda recipe: recipe.sft.output)
 
 
 TRAIN = Command("train", "stages of generate -> optimize, from a recipe", takes_recipe, _train, CONTINUES)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib
 import sys
 import traceback
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,13 +32,60 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
             sys.path.append(here)
         function = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way when it is imported
-        raise UserError(
-            f"{key} {name!r} cannot be loaded ({told(error)}): name it as module:function, importable from the "
-            "current directory"
-        ) from error
+        raise _unnamed(key, name, told(error)) from error
     if not callable(function):
         raise UserError(f"{key} {name!r} cannot be loaded: it is {str(function)[:SHOWN_CHARS]}, not a function")
     return function
+
+
+def check_function(key: str, name: str) -> None:
+    """Raise UserError when `module:function` names nothing; the module is read, and neither imported nor run.
+
+    A module that is not a file of Python source, or defines names as it runs, is taken for right.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        source = _source_of(module) if attribute else None
+        tree = ast.parse(source.read_bytes()) if source else None
+    except (ImportError, OSError, SyntaxError, ValueError) as error:
+        raise _unnamed(key, name, f"{type(error).__name__}: {error}"[:SHOWN_CHARS]) from None
+    if not attribute:
+        raise _unnamed(key, name, "it has no `:function`")
+    if tree and (names := _names(tree)) is not None and attribute not in names:
+        close = difflib.get_close_matches(attribute, names, n=1)
+        raise _unnamed(key, name, f"{module} has no {attribute}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def _unnamed(key: str, name: str, why: str) -> UserError:
+    return UserError(
+        f"{key} {name!r} cannot be loaded ({why}): name it as module:function, importable from the current directory"
+    )
+
+
+def _source_of(module: str) -> Path | None:
+    """The file of a module, found as `load_function` finds it; None where it has no Python source."""
+    first, *rest = module.split(".")
+    spec = find_spec(first) or PathFinder.find_spec(first, [str(Path.cwd())])
+    for part in rest:  # `find_spec` of a dotted name would import its packages
+        spec = PathFinder.find_spec(part, list(spec.submodule_search_locations or ())) if spec else None
+    if spec is None:
+        raise ModuleNotFoundError(f"No module named {module!r}")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _names(tree: ast.Module) -> set[str] | None:
+    """The names that a module's top level gives; None where they are not all written there."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
+            return None
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return None if "__getattr__" in found else found
 
 
 def told(error: BaseException, *own: str) -> str:

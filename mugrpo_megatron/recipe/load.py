@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_origin
 
 import tomli_w
@@ -35,17 +36,24 @@ def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
     Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
     table = _read_with_base(path, within=(), read=[]) if path else {}
+    given = {}
     for override in overrides:
         _apply(table, override)
-    return validate(table, source=str(path or "--set"))
+        given[override.partition("=")[0].strip()] = f"--set {override}"
+    return validate(table, source=str(path or "--set"), overrides=given)
 
 
-def validate(table: Table, source: str) -> Recipe:
-    """The typed recipe of a table; UserError lists every wrong key of `source` in one sentence each."""
+def validate(table: Table, source: str, overrides: Mapping[str, str] = MappingProxyType({})) -> Recipe:
+    """The typed recipe of a table; UserError lists every wrong key in one sentence each.
+
+    `source` names the table, and `overrides` what set a key after it, by the key.
+    """
     try:
         return Recipe.model_validate(table)
     except ValidationError as error:
-        raise UserError("; ".join(f"{source}: {_sentence(e)}" for e in error.errors())) from None
+        places = [overrides.get(_place(e), source) for e in error.errors()]
+        said = [f"{place}: {_sentence(e)}" for place, e in zip(places, error.errors(), strict=True)]
+        raise UserError("; ".join(said)) from None
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -147,15 +155,27 @@ def _value(override: str, text: str) -> Any:
 
 
 def _sentence(error: ErrorDetails) -> str:
-    place = ".".join(str(part) for part in error["loc"])
+    place = _place(error)
     if error["type"] == "extra_forbidden":
+        *sections, key = map(str, error["loc"])
         known = _known_keys(error["loc"][:-1])
-        close = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"known keys: {', '.join(sorted(known))}"
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = (
+            f"did you mean `{'.'.join([*sections, *close])}`?" if close else f"known keys: {', '.join(sorted(known))}"
+        )
         return f"`{place}` is not a recipe key; {hint}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
+            message = f"did you mean `{close[0]}`? {message}"
     value = "" if isinstance(error["input"], dict) else f" = {_shown(error['input'])}"
     return f"`{place}`{value}: {message}" if place else message
+
+
+def _place(error: ErrorDetails) -> str:
+    """The wrong key, as `section.key`."""
+    return ".".join(str(part) for part in error["loc"])
 
 
 def _shown(value: Any) -> str:

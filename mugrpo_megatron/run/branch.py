@@ -66,6 +66,20 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         write_record(directory.path, replace(record, branch=begun))
 
 
+def stage_to_take(source: Path, stage: int | None) -> int:
+    """The stage to branch at: the one that is asked for, else the only one of a published stage.
+
+    Raises UserError when `source` is no run directory, or has several and none is asked for.
+    """
+    _check_is_run(source)
+    if stage is not None:
+        return stage
+    published = read_published(source)
+    if published is None:
+        raise UserError("--from needs --stage: the stage of that run to optimize again")
+    return published.stage
+
+
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
     """Where the stage to branch at is from; the errors of `branch`, with nothing changed."""
     origin = _check_source(recipe, RunDirectory(source), stage)
@@ -87,10 +101,15 @@ def _is_branch(directory: Path, record: Record, wanted: Branch) -> bool:
     return False
 
 
+def _check_is_run(source: Path) -> None:
+    recipe = RunDirectory(source).recipe
+    if not recipe.exists():
+        raise UserError(f"--from {source}: not a run directory (it has no {recipe.name})")
+
+
 def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
     """Where the stage to branch at is from."""
-    if not source.recipe.exists():
-        raise UserError(f"--from {source.path}: not a run directory (it has no {source.recipe.name})")
+    _check_is_run(source.path)
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
     _check_commit(recipe, source)

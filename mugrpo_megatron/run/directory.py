@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
@@ -17,8 +18,10 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model
 from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim, read_record
 
-FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track"}
+FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track", "report", "sft"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""
+FREE_KEYS = {"reward.workers", "reward.timeout_s", "reward.worker_memory_mb", "reward.max_failure_share"}
+"""Keys of other sections that are free too: what a reward function may take, and how often it may fail."""
 COMPUTES = {"learner.routing_replay"}
 """Their keys that say what is computed all the same."""
 WRITTEN = ("run.json", "data.json", "recipe.toml", "summary.json", "hf")
@@ -190,8 +193,14 @@ def differing(old: Recipe, new: Recipe) -> list[str]:
         for name in Recipe.model_fields
         for key in sorted(getattr(old, name).model_fields_set | getattr(new, name).model_fields_set)
         if name not in FREE_TO_CHANGE or f"{name}.{key}" in COMPUTES
-        if getattr(getattr(old, name), key) != getattr(getattr(new, name), key)
+        if f"{name}.{key}" not in FREE_KEYS
+        if not _same(getattr(getattr(old, name), key), getattr(getattr(new, name), key))
     ]
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Whether two values of a key are the same; paths also when they lead to one place."""
+    return bool(old == new) or (isinstance(old, Path) and isinstance(new, Path) and old.resolve() == new.resolve())
 
 
 def check_same_run(directory: RunDirectory, new: Recipe) -> None:
@@ -202,7 +211,9 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     if new.schedule.growth == 1.0:  # else the lengths of stages depend on their number
         allowed.add("schedule.stages")
     if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):
+        begun = directory.stages() or any(directory.checkpoints.glob("stage*"))
+        way = "resume with the recipe it holds" if begun else "remove this one, in which nothing was generated"
+        keys = ", ".join(wrong)
         raise UserError(
-            f"{directory.path} belongs to a run with other values of {', '.join(wrong)}; "
-            "choose another run.dir, or resume with the recipe it holds"
+            f"{directory.path} belongs to a run with other values of {keys}; choose another run.dir, or {way}"
         )

@@ -31,8 +31,9 @@ from mugrpo_megatron.recipe.engines import (
     engine_problems,
     needs_a_kind_of_device,
 )
-from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.layouts import describe
+from mugrpo_megatron.recipe.scoring import CODE, MATH
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
 from mugrpo_megatron.run.model import with_cached_model, with_model
@@ -52,6 +53,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
+    _check_rewards(recipe)
     check_extra(recipe.engine.extra)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
@@ -77,6 +79,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_own_loss(recipe)
+    _check_rewards(recipe)
     check_extra(recipe.engine.extra)
     recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
@@ -98,6 +101,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     """`check_run` for a process without a learner, whose layout does not count then."""
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
+    _check_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -162,6 +166,14 @@ def _check_own_loss(recipe: Recipe) -> None:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
         load_function("objective.diagnostics", recipe.objective.diagnostics)
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    """The users' reward functions are named right; they are loaded in the verifier's workers alone."""
+    section = recipe.reward
+    for name, one in section.table.items():
+        if one.function not in (MATH, CODE):
+            check_function(f"reward.functions.{name}" if section.functions else "reward.function", one.function)
 
 
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:

@@ -179,6 +179,9 @@ def open_run(
             with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
                 first_start(generator, world)
             hand_over(engines, learner, world)
+        if cursor != Cursor():
+            total = recipe.schedule.total_updates
+            display.say(f"{directory.path} continues after {cursor.updates:,} of {total:,} updates")
         for note in problems.notes if problems else ():
             display.say(note)
         if note := sampling_note(recipe) if problems else "":

@@ -71,7 +71,7 @@ def test_a_file_has_axes_and_cells_besides(source: RunDirectory) -> None:
         (["optimizer.lr=1e-4,2e-4", "run.dir=x"], "", "run.dir: each cell has its own"),
         (["optimizer.lr=1e-4,1e-4"], "", "two cells"),
         (["optimizer.lr=1e-4,-1"], "", "cell lr=-1"),
-        (["objective.nam=grpo,mu_grpo"], "", "did you mean `name`"),
+        (["objective.nam=grpo,mu_grpo"], "", "did you mean `objective.name`"),
         (["optimizer.lr.x=1,2"], "", "optimizer.lr.x: lr is a value, not a section"),
         ([], "axis = 1", "`axis` is not a table"),
         ([], "[axes]\n'optimizer.lr' = 1e-4", "needs a list"),

@@ -55,7 +55,7 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "said"),
     [
-        ("[schedule]\nstagez = 4\n", [], r"`schedule.stagez` is not a recipe key; did you mean `stages`"),
+        ("[schedule]\nstagez = 4\n", [], r"`schedule.stagez` is not a recipe key; did you mean `schedule.stages`"),
         ("[schedual]\nstages = 4\n", [], r"`schedual` is not a recipe key; did you mean `schedule`"),
         ("[schedule]\nstages = 0\n", [], r"`schedule.stages` = 0: .*greater than 0"),
         ("[schedule\nstages = 4\n", [], r"not valid TOML"),
@@ -76,7 +76,11 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("", ["objective.kappa=0.5"], r"`kappa` is now `trigger_ratio`"),
         ('base = "r.toml"\n', [], r"leads back to itself"),
         ('base = "nowhere.toml"\n', [], r"nowhere.toml: no such recipe"),
-        ("", ["eval.sets.aime24.sampels=3"], r"`eval.sets.aime24.sampels` is not a recipe key; did you mean `samples`"),
+        (
+            "",
+            ["eval.sets.aime24.sampels=3"],
+            r"`eval.sets.aime24.sampels` is not a recipe key; did you mean `eval.sets.aime24.samples`",
+        ),
         ("[eval.sets.aime24]\ntop_p = 2\n", [], r"`eval.sets.aime24.top_p` = 2"),
         ("", ["optimizer.lr=true"], r"`optimizer.lr` = True: .*true or false, where a number belongs"),
         ("", ["rollout.top_k=true"], r"where a number belongs"),
@@ -89,6 +93,13 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ),
         ("", ["schedule.updates_per_stage=90000", "schedule.growth=10"], r"at most 99,999 can be numbered"),
         ("", ["engine.extra.mem_fraction_static=nan"], r"mem_fraction_static is nan, and must be a finite number"),
+        ("", ["objective.name=mugrpo"], r"--set objective.name=mugrpo: .* did you mean `mu_grpo`\? Input should be"),
+        (
+            "",
+            ["schedule.stage=2"],
+            r"--set schedule.stage=2: `schedule.stage` is not a recipe key; .*`schedule.stages`",
+        ),
+        ("[schedule]\nstage = 2\n", ["optimizer.lr=-1"], r"r.toml: `schedule.stage`.*; --set optimizer.lr=-1: `opt"),
         ("base = 3\n", [], r"`base` is the path of another recipe, or a list of them"),
         ('base = ["r.toml"]\n', [], r"leads back to itself"),
     ],

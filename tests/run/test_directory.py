@@ -95,6 +95,38 @@ def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
 
 
+def test_what_a_message_tells_to_raise_can_be_raised(tmp_path: Path) -> None:
+    """A function that fails too often or takes too long, late in a run."""
+    with open_directory(recipe(tmp_path)):
+        pass
+    limits = ("max_failure_share=1", "timeout_s=60", "workers=3", "worker_memory_mb=2048")
+    with open_directory(
+        recipe(tmp_path, *(f"reward.{one}" for one in limits), "report.eval_problems=7", "sft.lr=1e-3")
+    ):
+        pass
+
+
+def test_one_model_by_two_paths_is_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    with open_directory(recipe(tmp_path / "run", "model.path=model")):
+        pass
+    check_directory(recipe(tmp_path / "run", f"model.path={tmp_path}/model"))
+    with pytest.raises(UserError, match=r"other values of model\.path"):
+        check_directory(recipe(tmp_path / "run", f"model.path={tmp_path}/other"))
+
+
+def test_a_directory_in_which_nothing_was_generated_may_go(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path)) as directory:
+        pass
+    other = recipe(tmp_path, "optimizer.lr=1e-3")
+    with pytest.raises(UserError, match="or remove this one, in which nothing was generated"):
+        check_directory(other)
+    directory.stage(0).mkdir()
+    with pytest.raises(UserError, match="or resume with the recipe it holds"):
+        check_directory(other)
+
+
 def test_what_is_refused_at_the_end_is_refused_on_paper(tmp_path: Path) -> None:
     """`--dry-run` and the preflight say what export would find, and write nothing."""
     (tmp_path / "hf").mkdir()
