@@ -12,7 +12,7 @@ from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.columns import Columns, described
 from mugrpo_megatron.data.files import SUFFIXES, rows
 from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
-from mugrpo_megatron.data.reading import columns_of, data_source_of, problem_of
+from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
 from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
@@ -45,6 +45,8 @@ class Read:
 
     problems: list[Problem] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
+    without_field: list[str] = field(default_factory=list)
+    """Those of them that lack a column."""
     recognised: Counter[str] = field(default_factory=Counter)
     """Columns that were recognised, in words -> rows."""
     notes: list[str] = field(default_factory=list)
@@ -88,6 +90,11 @@ def load(
             found.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
         read = read_source(replace(resolve(one, section, split), name=name), any_gold)
+        if not read.problems and read.malformed and read.without_field == read.malformed:
+            raise UserError(
+                f"{read.malformed[0]}, and no row of {one} has what it needs: name the columns of question and answer "
+                "with data.question_field and data.answer_field"
+            )
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
         found.problems.extend(read.problems)
@@ -167,6 +174,7 @@ def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
                 problem = problem_of(row, columns, source.name, f"{path}:{line}", free)
             except ValueError as error:
                 read.malformed.append(f"{path}:{line}: {error}")
+                read.without_field.extend(read.malformed[-1:] if isinstance(error, FieldMissing) else [])
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])

@@ -16,6 +16,11 @@ from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.samples import Message, Problem
 
+
+class FieldMissing(ValueError):
+    """A row lacks a column."""
+
+
 _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 
 
@@ -103,7 +108,7 @@ def _found(row: dict[str, Any], path: str) -> Any:
     try:
         return field_at(row, path)
     except KeyError:
-        raise ValueError(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
+        raise FieldMissing(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
 
 
 def _value(row: dict[str, Any], path: str) -> Any:

@@ -76,7 +76,7 @@ def test_many_malformed_rows_are_three_examples_and_a_count(tmp_path: Path) -> N
     ("name", "content", "message"),
     [
         ("empty.jsonl", "", "holds no usable problem"),
-        ("only_bad.jsonl", "{}\n", "holds no usable problem"),
+        ("only_bad.jsonl", "[]\n", "holds no usable problem"),
         ("not.parquet", "no table", "not a readable Parquet file"),
     ],
 )
@@ -85,6 +85,17 @@ def test_a_set_without_problems_is_the_users_mistake(tmp_path: Path, name: str, 
     path.write_text(content)
     with pytest.raises(UserError, match=message):
         load_problems(str(path), LENIENT)
+
+
+@pytest.mark.parametrize("section", [DataSection(), LENIENT])
+def test_columns_of_unknown_names_are_to_be_named_and_not_left_out(section: DataSection, tmp_path: Path) -> None:
+    path = write(tmp_path / "own.jsonl", [{"frage": "1+1=", "antwort": "2"}] * 2)
+    with pytest.raises(
+        UserError, match=r"own.jsonl:1: field 'problem' is missing .*found antwort, frage.*question_field"
+    ):
+        load_problems(path, section)
+    named = section.model_copy(update={"question_field": "frage", "answer_field": "antwort"})
+    assert [one.answer for one in load_problems(path, named)] == ["2", "2"]
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "no such name", "", ","])
