@@ -38,8 +38,10 @@ SPAN = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"\bmugrpo\b|run_scripts/[\w/]+\.sh")
 QUICKSTART = "run_scripts/quickstart.sh"
 
-GRPO = {"objective.name": "grpo", "objective.clip_low": 0.8, "objective.clip_high": 1.2, "objective.veto": "none"}
-RELAXED = {"objective.name": "mu_grpo", "objective.clip_low": 0.0, "objective.clip_high": 5.0}
+SAME = {"objective.reduction": "token_mean"}
+STRICT = {"objective.clip_low": 0.8, "objective.clip_high": 1.2, "objective.veto": "none"}
+GRPO = SAME | {"objective.name": "grpo"} | STRICT
+RELAXED = SAME | {"objective.name": "mu_grpo", "objective.clip_low": 0.0, "objective.clip_high": 5.0}
 MU_GRPO = RELAXED | {"objective.veto": "suffix_non_trigger", "objective.trigger_ratio": 1e-4}
 WHOLE_RESPONSE = MU_GRPO | {"objective.veto": "response"}
 
@@ -55,12 +57,10 @@ STATED: dict[str, Mapping[str, Any]] = {
     # README.md
     "run_scripts/quickstart.sh": schedule(4, 64) | MU_GRPO,
     "run_scripts/test.sh": {},
-    "mugrpo train RECIPE --set schedule.stages=1024 --set schedule.updates_per_stage=4 --set objective.name=grpo": (
-        schedule(1024, 4) | GRPO
-    ),
-    "mugrpo train RECIPE --set schedule.stages=4 --set schedule.updates_per_stage=1024 --set objective.name=mu_grpo": (
-        schedule(4, 1024) | MU_GRPO
-    ),
+    "mugrpo train RECIPE --set schedule.stages=1024 --set schedule.updates_per_stage=4 --set objective.name=grpo"
+    " --set objective.reduction=token_mean": schedule(1024, 4) | GRPO,
+    "mugrpo train RECIPE --set schedule.stages=4 --set schedule.updates_per_stage=1024 --set objective.name=mu_grpo"
+    " --set objective.reduction=token_mean": schedule(4, 1024) | MU_GRPO,
     "mugrpo train RECIPE": {},
     "run_scripts/torchrun.sh 8 train RECIPE": {},
     "mugrpo generate RECIPE": {},
@@ -82,7 +82,7 @@ STATED: dict[str, Mapping[str, Any]] = {
     | MU_GRPO
     | {"run.dir": Path("runs/quickstart")},
     "run_scripts/quickstart.sh --set run.dir=runs/grpo --set objective.name=grpo"
-    " --set schedule.stages=64 --set schedule.updates_per_stage=4": (
+    " --set objective.reduction=token_mean --set schedule.stages=64 --set schedule.updates_per_stage=4": (
         schedule(64, 4) | GRPO | {"run.dir": Path("runs/grpo")}
     ),
     "run_scripts/quickstart.sh --set run.seed=SEED --set run.dir=runs/quickstart-SEED": (
