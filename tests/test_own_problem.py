@@ -50,6 +50,9 @@ def test_the_pages_recipe_passes_a_dry_run(tmp_path: Path, monkeypatch: pytest.M
     assert "data: rows: 6 rows read as GSM8K's question, answer" in said
     real = load_recipe(Path("real.toml"))
     assert (str(real.model.path), real.data.prompt_style) == ("Qwen/Qwen2.5-0.5B-Instruct", "auto")
+    assert real.data.train == "rows.jsonl"
+    directories = [load_recipe(Path("mine.toml")).run.dir, real.run.dir, load_recipe(QUICKSTART).sft.output]
+    assert len({*directories, real.sft.output}) == 4
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "6*7=", "response": "It is 42."}\n')
     [one] = demonstrations("demonstrations.jsonl", DataSection())
     assert one.response == "It is 42."
