@@ -65,6 +65,7 @@ STATED: dict[str, Mapping[str, Any]] = {
     "run_scripts/torchrun.sh 8 train RECIPE": {},
     "mugrpo generate RECIPE": {},
     "mugrpo optimize RECIPE": {},
+    "mugrpo seal RUN_DIR": {"run_dir": Path("runs/quickstart")},
     "mugrpo sweep RUN_DIR --stage N": {"run_dir": Path("runs/quickstart"), "stage": 2},
     "mugrpo rollouts RUN_DIR": {"run_dir": Path("runs/quickstart")},
     "mugrpo publish RUN_DIR --stage N --to OUT": {"run_dir": Path("runs/quickstart"), "stage": 2},
