@@ -36,7 +36,7 @@ class RunSection(Section):
     """Device of learner and engine; `auto` takes CUDA where torch finds it."""
     deterministic: bool = False
     """Equal runs on equal machines give equal bits, generation included; slower, and CUDA only. On a CPU the learner's
-    updates are so anyway, and generating cannot be."""
+    updates on equal stages give equal bits without this key, and generation never does."""
     collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 
