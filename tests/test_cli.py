@@ -216,7 +216,7 @@ def test_a_hundred_wrong_rows_are_three_examples_and_a_count(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "bad.jsonl"
-    data.write_text('{"problem": "1+1="}\n' * 100, encoding="utf-8")
+    data.write_text('{"problem": "1+1=", "answer": {}}\n' * 100, encoding="utf-8")
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"train": str(data)})
     said = refused(["train", str(recipe)], capsys, tmp_path / "run")
     assert said.count("bad.jsonl:") == 3
