@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from mugrpo_megatron.files.json_text import parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """`.json` is an array of objects, or JSON lines like `.jsonl`."""
+
+csv.field_size_limit(sys.maxsize)  # by default 128 KiB, which a row of tests or a worked solution may exceed
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:

@@ -89,6 +89,16 @@ def test_tables_of_text_are_read_by_their_first_line(delimiter: str, tmp_path: P
     assert [p.id for p in read.problems] == [f"{path}:3", f"{path}:4"]  # the line where the row ends
 
 
+@pytest.mark.parametrize("suffix", [".csv", ".tsv"])
+def test_a_cell_of_a_table_may_be_long(suffix: str, tmp_path: Path) -> None:
+    """Longer than the 128 KiB that Python's reader takes by default."""
+    path, delimiter = tmp_path / f"set{suffix}", "," if suffix == ".csv" else "\t"
+    long = "6*7, " + "x" * 200_000
+    path.write_text(delimiter.join(["problem", "answer"]) + f'\n"{long}"{delimiter}42\n')
+    [problem] = load(str(path), DataSection()).problems
+    assert (problem.question, problem.answer) == (long, "42")
+
+
 def test_columns_that_the_recipe_names_are_read_and_no_others(tmp_path: Path) -> None:
     path = write(tmp_path / "set.jsonl", {"question": "6*7=", "answer": "41", "right": 42})
     [problem] = load(path, DataSection(question_field="question", answer_field="right")).problems
