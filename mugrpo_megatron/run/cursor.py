@@ -92,5 +92,8 @@ def checkpoint_name(cursor: Cursor) -> str:
 
 
 def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
-    """Whether an update's metrics say that the stage's responses are too stale to continue with."""
-    return metrics["ess"] < schedule.min_ess or metrics["vetoed_fraction"] > schedule.max_vetoed
+    """Whether an update's metrics say that the stage's responses are too stale to continue with.
+
+    An update without a token to train on has neither metric, and says nothing of the stage.
+    """
+    return metrics.get("ess", 1.0) < schedule.min_ess or metrics.get("vetoed_fraction", 0.0) > schedule.max_vetoed

@@ -98,3 +98,7 @@ def test_a_stage_is_worn_out_by_either_bound() -> None:
     assert not stage_exhausted({"ess": 0.0, "vetoed_fraction": 1.0}, ScheduleSection()), "off unless asked for"
     assert stage_exhausted(fresh, ScheduleSection(min_ess=0.95))
     assert stage_exhausted(fresh, ScheduleSection(max_vetoed=0.01))
+
+
+def test_an_update_without_a_token_to_train_on_wears_no_stage_out() -> None:
+    assert not stage_exhausted({"loss": 0.0}, ScheduleSection(min_ess=0.99, max_vetoed=0.01))
