@@ -13,7 +13,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.publish import CARD, card
 from mugrpo_megatron.data.columns import ANSWERS, field_at, has
 from mugrpo_megatron.data.prompts import template_of
-from mugrpo_megatron.data.rollouts import Foreign, read_rollouts
+from mugrpo_megatron.data.rollouts import Foreign, read_rollouts, small_enough
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_text
@@ -23,6 +23,7 @@ from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Score
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.model import with_model
 from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin
@@ -39,10 +40,13 @@ def import_rollouts(
     recipe.
     """
     check_output(to, f"--to {to}", kind="directory", inputs=[file])
-    weights = weight_sums(recipe.model.path)
-    tokenizer = load_tokenizer(recipe.model.path)
+    recipe = with_model(recipe, say)
+    model = recipe.model.directory
+    weights = weight_sums(model)
+    tokenizer = load_tokenizer(model)
     groups = read_rollouts(file, tokenizer, template_of(recipe.data))
     updates = _check_shape(file, groups, recipe)
+    _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
     if not known and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
         raise UserError(
@@ -52,7 +56,7 @@ def import_rollouts(
     scores = _scores(groups, recipe, reward)
     shown, hidden = portable(recipe)
     run = secrets.token_hex(8)
-    published = Published(run, 0, *hub_name(recipe.model.path), weights, hidden, logprobs=known)
+    published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
     with durable_directory(to) as partial:
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
@@ -90,6 +94,18 @@ def _check_shape(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int
     return updates
 
 
+def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:
+    """Raise UserError for an update of `size` groups whose loss masks leave no token to train on."""
+    for start in range(0, len(groups), size):
+        masks = [one.loss_mask for group in groups[start : start + size] for one in group]
+        if all(mask is not None and not mask.any() for mask in masks):
+            raise UserError(
+                f"{file}: the loss masks of update {start // size} (from 0), whose responses begin at "
+                f"{groups[start][0].place}, are all 0, so it has no token to train on; set some to 1, or leave its "
+                "rows out"
+            )
+
+
 def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None) -> list[list[Score]]:
     column = reward or ("reward" if "reward" in groups[0][0].row else None)
     if column is not None:
@@ -111,8 +127,10 @@ def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None) -> 
 
 def _given(one: Foreign, column: str) -> Score:
     value = one.row.get(column)
-    if not isinstance(value, bool | int | float):
-        raise UserError(f"{one.place}: {column} holds no finite number; --reward names another column")
+    if not isinstance(value, bool | int | float) or not small_enough(value):
+        raise UserError(
+            f"{one.place}: {column} holds no finite number that fits float32; --reward names another column"
+        )
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 
 

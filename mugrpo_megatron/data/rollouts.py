@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 RESPONSES = ("completion", "response", "completions")
 LOGPROBS = ("logprobs", "behaviour_logprobs")
+ROUNDING = 1e-5
+"""Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +106,49 @@ def _foreign(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
     if not len(response):
         raise ValueError("the response has no token")
-    logprobs = next((row[name] for name in LOGPROBS if row.get(name) is not None), None)
-    mask = row.get("loss_mask")
-    for name, values in (("logprobs", logprobs), ("loss_mask", mask)):
+    given_logprobs = next((row[name] for name in LOGPROBS if row.get(name) is not None), None)
+    given_mask = row.get("loss_mask")
+    for name, values in (("logprobs", given_logprobs), ("loss_mask", given_mask)):
         if values is None:
             continue
         if given is None:
             raise ValueError(f"{name} are per token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
-        if not all(isinstance(value, bool | int | float) for value in values):
-            raise ValueError(f"{name} hold something that is not a number")
-    if logprobs is not None and max(logprobs) > 0:
-        raise ValueError(f"logprobs hold {max(logprobs)}, and the logarithm of a probability is at most 0")
     return Foreign(
         place,
         row,
         _prompt(row, place, tokenizer, template),
         response,
         text,
-        None if logprobs is None else np.array(logprobs, dtype=np.float32),
-        None if mask is None else np.array(mask).astype(bool),
+        None if given_logprobs is None else _logprobs(given_logprobs),
+        None if given_mask is None else _mask(given_mask),
         finish,
     )
+
+
+def small_enough(value: float) -> bool:
+    """Whether a number, an integer of any size included, is finite as float32."""
+    return abs(value) <= _LARGEST  # NaN is not
+
+
+def _logprobs(values: list[Any]) -> np.ndarray:
+    """float32 [R]; a logprob above 0 by no more than ROUNDING becomes 0."""
+    if not all(type(value) in (int, float) for value in values):
+        raise ValueError("logprobs hold something that is not a number")
+    if (highest := max(values)) > ROUNDING:
+        shown = highest if small_enough(highest) else "a number beyond float32"
+        raise ValueError(f"logprobs hold {shown}, and the logarithm of a probability is at most 0")
+    if not all(map(small_enough, values)):
+        raise ValueError("logprobs hold a number that is not finite as float32")
+    return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
+
+
+def _mask(values: list[Any]) -> np.ndarray:
+    """bool [R]"""
+    if not all(isinstance(value, bool | int | float) and value in (0, 1) for value in values):
+        raise ValueError("loss_mask holds something that is not true, false, 0 or 1")
+    return np.array(values, dtype=bool)
 
 
 def _prompt(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> np.ndarray:

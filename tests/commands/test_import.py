@@ -15,8 +15,9 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.published import read_published
+from mugrpo_megatron.run.published import read_published, weight_sums
 from mugrpo_megatron.stages.store import StageStore
+from tests.hub import FIRST, NAME, serving
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 PROMPTS, GROUP, UPDATES = 4, 4, 2
@@ -113,6 +114,54 @@ def test_a_recipe_that_does_not_fit_is_told_what_fits(
     with pytest.raises(UserError, match=words):
         imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
     assert not (tmp_path / "stage").exists()
+
+
+def of_ids(path: Path, *rows: dict[str, Any]) -> Path:
+    """Two updates of two groups of two responses, each row changed by `rows`."""
+    whole = [{"prompt_ids": [k, 2], "response_ids": [3, 4], "reward": n % 2} for k in range(4) for n in range(2)]
+    path.write_text("".join(json.dumps(row | change) + "\n" for row, change in zip(whole, rows, strict=True)))
+    return path
+
+
+SMALL = {"rollout": {"prompts_per_update": 2, "responses_per_prompt": 2}}
+
+
+def test_an_update_needs_a_token_to_train_on(model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, model, **SMALL))
+    none: dict[str, Any] = {"loss_mask": [0, 0]}
+    log = of_ids(tmp_path / "rows.jsonl", *[none] * 3, {"loss_mask": [0, 1]}, *[none] * 4)
+    words = r"rows\.jsonl: the loss masks of update 1 \(from 0\), whose responses begin at rows\.jsonl:5, are all 0"
+    with pytest.raises(UserError, match=words):
+        imported(log, recipe, tmp_path / "stage", reward=None)
+    assert not (tmp_path / "stage").exists()
+    log = of_ids(tmp_path / "rows.jsonl", *[none] * 3, {"loss_mask": [0, 1]}, *[none] * 3, {"loss_mask": [True, 0]})
+    store = imported(log, recipe, tmp_path / "stage", reward=None)
+    assert sum(int(sample.trained(sample.response_ids).size) for k in range(2) for sample in store.read_update(k)) == 2
+
+
+@pytest.mark.parametrize("reward", ["1" + "0" * 400, "-1" + "0" * 400, "1e39", "1e308", "1e400", "NaN"])
+def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(recipe_file(tmp_path, model, **SMALL))
+    log = of_ids(tmp_path / "rows.jsonl", *[{}] * 8)
+    first, rest = log.read_text().split("\n", 1)
+    log.write_text(first.replace('"reward": 0', f'"reward": {reward}') + "\n" + rest)
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: reward holds no finite number"):
+        imported(log, recipe, tmp_path / "stage", reward=None)
+
+
+def test_a_model_of_the_hub_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(model) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.chdir(tmp_path)
+        recipe = load_recipe(recipe_file(tmp_path, Path(NAME)))
+        imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
+    published = read_published(tmp_path / "stage")
+    assert published
+    assert (published.model, published.revision) == (NAME, FIRST)
+    assert published.weights == weight_sums(model)
 
 
 def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:

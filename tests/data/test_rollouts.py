@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mugrpo_megatron.data.prompts import Template
-from mugrpo_megatron.data.rollouts import Foreign, read_rollouts
+from mugrpo_megatron.data.rollouts import ROUNDING, Foreign, read_rollouts, small_enough
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 
@@ -64,6 +67,22 @@ def test_logprobs_and_masks_come_with_ids(tmp_path: Path) -> None:
     assert (one.logprobs.tolist(), one.loss_mask.tolist()) == ([-1, -2.5, 0], [True, False, True])
 
 
+def test_a_logprob_that_was_rounded_above_0_is_0(tmp_path: Path) -> None:
+    [[one]] = read(tmp_path, IDS | {"logprobs": [ROUNDING / 2, 0.0, -0.5]})
+    assert one.logprobs is not None
+    assert one.logprobs.tolist() == [0, 0, -0.5]
+    with pytest.raises(UserError, match=r"rollouts\.jsonl:1: logprobs hold 2e-05, .* at most 0"):
+        read(tmp_path, IDS | {"logprobs": [2 * ROUNDING, 0.0, -0.5]})
+
+
+@given(st.one_of(st.integers(-(10**60), 10**60), st.floats(), st.just(10**400), st.just(-(10**400))))
+def test_a_number_that_is_small_enough_is_finite_as_float32(value: float) -> None:
+    if small_enough(value):
+        assert np.isfinite(np.array(value, dtype=np.float64).astype(np.float32))
+    else:
+        assert not abs(value) < 3.4e38
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -75,7 +94,15 @@ def test_logprobs_and_masks_come_with_ids(tmp_path: Path) -> None:
         ([{"prompt": "1", "completion": "1", "logprobs": [-1]}], "the row needs its response_ids too"),
         ([IDS | {"logprobs": [-1]}], "one value for each of the 3 response_ids"),
         ([IDS | {"logprobs": [-1, -1, 0.5]}], "at most 0"),
-        ([IDS | {"loss_mask": ["a", 1, 1]}], "not a number"),
+        ([IDS | {"logprobs": [10**400, -1, -1]}], "at most 0"),
+        ([IDS | {"logprobs": [-(10**400), -1, -1]}], "not finite as float32"),
+        ([IDS | {"logprobs": [-1e300, -1, -1]}], "not finite as float32"),
+        ([IDS | {"logprobs": [False, -1, -1]}], "logprobs hold something that is not a number"),
+        ([IDS | {"logprobs": [None, -1, -1]}], "logprobs hold something that is not a number"),
+        ([IDS | {"loss_mask": ["a", 1, 1]}], "something that is not true, false, 0 or 1"),
+        ([IDS | {"loss_mask": [0.5, -3, 1]}], "something that is not true, false, 0 or 1"),
+        ([IDS | {"loss_mask": [None, 1, 1]}], "something that is not true, false, 0 or 1"),
+        ([IDS | {"loss_mask": [10**400, 1, 1]}], "something that is not true, false, 0 or 1"),
         ([IDS | {"response_ids": [10**6]}], "not a list of token ids below"),
         ([IDS | {"response_ids": []}], "the response has no token"),
         ([IDS, IDS | {"loss_mask": [1, 1, 1]}], "only some rows have loss_mask"),
