@@ -2,14 +2,15 @@
 
     data.json     for training and held-out sets: name -> SHA-256 of its problems, with a checksum
 
-The problems are fingerprinted and not the files, so a file may move, and a data set of the hub counts too.
+The problems are fingerprinted and not the files or their places, so a file may move, and a data set of the hub counts
+wherever its cache lies.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import Problems
@@ -23,7 +24,7 @@ Fingerprint = dict[str, dict[str, str]]
 
 def fingerprint(problems: Problems) -> Fingerprint:
     """{"train", "held-out"} -> a set's name -> SHA-256 of its problems, with their rows and their order."""
-    return {"train": _by_set(problems.train), "held-out": _by_set(problems.held_out)}
+    return _fingerprint(problems, _told)
 
 
 def check_data(run_dir: Path, problems: Problems) -> None:
@@ -36,13 +37,10 @@ def check_data(run_dir: Path, problems: Problems) -> None:
         before: Fingerprint = read_sealed(path, "data")
     except (OSError, ValueError):
         raise UserError(f"{path}: damaged, so whether the data are the run's is unknown; {accept}") from None
-    now = fingerprint(problems)
-    changed = [
-        f"{name} ({part})"
-        for part in now
-        for name in sorted(now[part].keys() | before[part].keys())
-        if now[part].get(name) != before[part].get(name)
-    ]
+    changed = _differing(before, fingerprint(problems))
+    if changed:  # perhaps only in form
+        with_place = _differing(before, _fingerprint(problems, _told_with_place))
+        changed = [name for name in changed if name in with_place]
     if changed:
         raise UserError(
             f"{run_dir} began with other problems of {', '.join(changed)}: put the file as it was back, or {accept}"
@@ -56,15 +54,34 @@ def record_data(run_dir: Path, problems: Problems) -> None:
         write_sealed(run_dir / FILE_NAME, "data", fingerprint(problems))
 
 
+def _differing(before: Fingerprint, now: Fingerprint) -> list[str]:
+    """The sets whose problems are others, as `name (part)`."""
+    return [
+        f"{name} ({part})"
+        for part in now
+        for name in sorted(now[part].keys() | before[part].keys())
+        if now[part].get(name) != before[part].get(name)
+    ]
+
+
 def _told(problem: Problem) -> list[object]:
-    """What a run's responses and rewards depend on; a problem without a row is told as it was before rows were kept."""
-    own: list[object] = [problem.id, problem.question, problem.answer, problem.source, problem.messages]
+    """What a run's responses and rewards depend on; not the problem's id, which has the place of its file in it."""
+    own: list[object] = [problem.question, problem.answer, problem.source, problem.messages]
     return [*own, problem.gold, problem.data_source, problem.row] if problem.row else own
 
 
-def _by_set(problems: Sequence[Problem]) -> dict[str, str]:
+def _told_with_place(problem: Problem) -> list[object]:
+    """As runs were told that began when the id still counted; they resume where their files still lie."""
+    return [problem.id, *_told(problem)]
+
+
+def _fingerprint(problems: Problems, told: Callable[[Problem], list[object]]) -> Fingerprint:
+    return {"train": _by_set(problems.train, told), "held-out": _by_set(problems.held_out, told)}
+
+
+def _by_set(problems: Sequence[Problem], told: Callable[[Problem], list[object]]) -> dict[str, str]:
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        line = json.dumps(_told(problem))
+        line = json.dumps(told(problem))
         sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
     return {name: whole.hexdigest() for name, whole in sums.items()}

@@ -23,7 +23,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.run.data import fingerprint
-from mugrpo_megatron.samples import Problem
 
 OWN = RewardSection(function="own:judge")
 USER = {"role": "user", "content": "Add."}
@@ -150,13 +149,3 @@ def test_a_runs_data_are_its_rows_too(tmp_path: Path) -> None:
 
     assert told({"problem": "q", "answer": 1, "x": 1}) == told({"problem": "q", "answer": 1, "x": 1})
     assert told({"problem": "q", "answer": 1, "x": 1}) != told({"problem": "q", "answer": 1, "x": 2})
-
-
-def test_a_problem_without_a_row_has_the_fingerprint_that_it_had_before_rows_were_kept() -> None:
-    from hashlib import sha256
-
-    from mugrpo_megatron.data.prepare import Problems
-
-    line = json.dumps(["p:1", "6*7=", "42", "task", []]) + "\n"
-    found = fingerprint(Problems([Problem("p:1", "6*7=", "42", "task")], [], []))
-    assert found["train"] == {"task": sha256(line.encode()).hexdigest()}

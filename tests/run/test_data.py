@@ -1,0 +1,87 @@
+"""A run's data are its problems, wherever their files lie; runs that began when the place counted still resume."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from mugrpo_megatron.data.prepare import Problems, read_problems
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.recipe.sections import DataSection
+from mugrpo_megatron.run.data import FILE_NAME, check_data, fingerprint, record_data
+from mugrpo_megatron.samples import Problem
+
+BARE = Problem("/here/set.jsonl:1", "6*7=", "42", "set", (("user", "6*7="),))
+WITH_ROW = replace(BARE, row={"problem": "6*7=", "answer": 42, "tests": ["assert a"]})
+
+
+def cached(cache: Path, monkeypatch: pytest.MonkeyPatch, last: int = 2) -> Problems:
+    """The problems of a data set of the hub whose files lie in `cache`."""
+    folder = cache / "datasets--openai--gsm8k" / "snapshots" / "abc"
+    for split in ("train", "test"):
+        place = folder / "main" / split / "0000.parquet"
+        place.parent.mkdir(parents=True)
+        texts = [f"{split}: what is 1+{n} apples?" for n in range(last)]
+        pq.write_table(pa.table({"question": texts, "answer": [f"#### {n + 1}" for n in range(last)]}), place)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_args, **_options: str(folder))
+    return read_problems(DataSection(train="gsm8k", eval="gsm8k"), RewardSection())
+
+
+def test_a_set_of_the_hub_is_the_same_in_another_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = cached(tmp_path / "a", monkeypatch)
+    record_data(tmp_path, here)
+    moved = cached(tmp_path / "b", monkeypatch)
+    assert {problem.id for problem in moved.train}.isdisjoint(problem.id for problem in here.train)
+    check_data(tmp_path, moved)
+    assert fingerprint(moved) == fingerprint(here)
+    with pytest.raises(UserError, match=r"other problems of gsm8k \(train\), gsm8k \(held-out\)"):
+        check_data(tmp_path, cached(tmp_path / "c", monkeypatch, last=3))
+
+
+def test_a_file_may_move(tmp_path: Path) -> None:
+    row = '{"problem": "6*7=", "answer": 42}\n'
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "set.jsonl").write_text(row)
+    found = [
+        fingerprint(read_problems(DataSection(train=str(tmp_path / folder / "set.jsonl")), RewardSection()))
+        for folder in ("a", "b")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("problem", [BARE, WITH_ROW])
+@pytest.mark.parametrize("change", [{}, {"question": "6*8="}, {"answer": "43"}, {"id": "/there:1"}])
+def test_a_run_that_began_when_the_place_counted_resumes_where_its_files_are(
+    problem: Problem, change: dict[str, Any], tmp_path: Path
+) -> None:
+    told: list[Any] = [problem.id, problem.question, problem.answer, problem.source, problem.messages]
+    if problem.row:
+        told += [problem.gold, problem.data_source, problem.row]
+    other = replace(problem, source="other")
+    before = fingerprint(Problems([other], [], []))
+    before["train"]["set"] = sha256((json.dumps(told) + "\n").encode()).hexdigest()
+    write_sealed(tmp_path / FILE_NAME, "data", before)
+    now = Problems([replace(problem, **change), other], [], [])
+    if change:
+        with pytest.raises(UserError, match=r"other problems of set \(train\):"):
+            record_data(tmp_path, now)
+    else:
+        record_data(tmp_path, now)
+    assert read_sealed(tmp_path / FILE_NAME, "data") == before
+
+
+@pytest.mark.parametrize("change", [{"question": "6*8="}, {"answer": "43"}, {"messages": ()}, {"row": {"tests": []}}])
+def test_what_a_reward_depends_on_is_told(change: dict[str, Any], tmp_path: Path) -> None:
+    record_data(tmp_path, Problems([WITH_ROW], [], []))
+    with pytest.raises(UserError, match=r"other problems of set \(train\)"):
+        check_data(tmp_path, Problems([replace(WITH_ROW, **change)], [], []))
