@@ -79,7 +79,9 @@ def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Ve
         found = [error] * len(items)
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:  # an answer may break a parser in any way; it scores 0 and the run goes on
+    except BaseException as error:
+        # An answer may break a function in any way; it scores 0 and the run goes on. KeyboardInterrupt is the
+        # function's own too: the worker ignores Ctrl-C.
         signal.setitimer(signal.ITIMER_PROF, 0)
         found = [error] * len(items)
     if any(isinstance(one, MemoryError) for one in found):

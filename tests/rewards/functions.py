@@ -41,6 +41,12 @@ def behave(response: str, answer: str) -> float:
         return None  # type: ignore[return-value]
     if response == "exit":
         sys.exit("no more")
+    if response == "interrupt":
+        raise KeyboardInterrupt("mine")
+    if response == "cancel":
+        raise asyncio.CancelledError("mine")
+    if response == "end":
+        raise GeneratorExit("mine")
     if response == "pid":
         return float(os.getpid())
     return float(response) + float(answer or 0)
@@ -88,6 +94,8 @@ async def judge(response: str, answer: str) -> float:
         await asyncio.Event().wait()
     while response == "spin":
         pass
+    if response in ("interrupt", "cancel"):
+        behave(response, answer)
     return float(response)
 
 

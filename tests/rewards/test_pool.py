@@ -92,6 +92,9 @@ def test_the_same_comparison_is_made_once(verifier: Verifier) -> None:
         ("text", "failed: TypeError"),
         ("nothing", "failed: TypeError"),
         ("exit", "failed: SystemExit: no more"),
+        ("interrupt", "failed: KeyboardInterrupt: mine (functions.py:"),
+        ("cancel", "failed: CancelledError: mine (functions.py:"),
+        ("end", "failed: GeneratorExit: mine (functions.py:"),
     ],
 )
 def test_a_bad_response_scores_0_and_costs_no_other(order: str, why: str) -> None:

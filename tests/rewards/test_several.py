@@ -103,6 +103,13 @@ def test_an_async_function_that_never_yields_is_given_up_and_its_worker_replaced
         assert verifier.score(["4", "5"], [""] * 2)[1].reward == 5.0
 
 
+@pytest.mark.parametrize(("order", "kind"), [("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")])
+def test_what_an_async_function_raises_is_its_failure_whatever_it_is(order: str, kind: str) -> None:
+    with Verifier(section(own={"function": f"{OWN}:judge"})) as verifier:
+        assert verifier.score([order], [""])[0].why.startswith(f"failed: {kind}: ")
+        assert verifier.score(["4", "5"], [""] * 2)[1].reward == 5.0
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
