@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 from mugrpo_megatron.rewards.process import WorkerProcess
@@ -13,6 +14,9 @@ from mugrpo_megatron.rewards.process import WorkerProcess
 BATCH = 16
 """Responses sent to a worker at once, unless one call is over more: enough to hide the round trip, few enough to lose
 little time at the end."""
+MEMORY_SHARE = 64
+"""Several calls in a batch have at most the memory of a worker divided by this, as JSON: text, its copy and the values
+in it then leave the most for the function, though a list of small numbers takes twenty times its text."""
 
 Form = str | None
 """A response whose form counts, else None."""
@@ -39,7 +43,7 @@ class Call:
     known: Verdict | None = None
     """The verdict where it needs no worker, and only the response's form does."""
     deaths: int = 0
-    """Workers that died on it."""
+    """Workers that died on it, or on the batch that it was the first of."""
 
     def answer(self, verdicts: Sequence[Verdict]) -> None:
         """Hand over the verdicts."""
@@ -63,10 +67,36 @@ class Worker:
     answered: int = 0
     """Calls."""
     batch: deque[Call] = field(default_factory=deque)
+    reading: bool = False
+    """Whether it has yet to say that it has read its batch; until then no call can have ended it."""
+    alone: bool = False
+    """Whether its batch was of one call."""
+    sent: int = 0
+    """Bytes of its batch."""
 
     @property
     def busy(self) -> bool:
         return bool(self.batch) or not self.ready
+
+    def message(self, needs: Needs, most: int) -> tuple[bytes, list[Call]]:
+        """Its batch as `message` writes it, cut to what fits, and the calls that were cut off."""
+        count, text = message(self.batch, needs, most)
+        rest = [self.batch.pop() for _ in range(len(self.batch) - count)]
+        self.reading, self.alone, self.sent = True, count == 1, len(text)
+        return text, rest[::-1]
+
+    def blamed(self) -> Call | None:
+        """The call that is given up because the worker died, taken out of its batch; None where there is none.
+
+        The first call of the batch is tried once more, alone, unless it was made alone in a fresh worker: earlier calls
+        or the others of the batch may be the cause. One that was not read is tried again in any case: something else
+        may have killed or stopped the worker.
+        """
+        if not self.batch:
+            return None
+        self.batch[0].deaths += 1
+        surely = self.alone and self.answered == 0 and not self.reading
+        return self.batch.popleft() if surely or self.batch[0].deaths > 1 else None
 
 
 def calls_of(
@@ -79,33 +109,54 @@ def calls_of(
 
 
 def next_batch(queue: deque[Call]) -> list[Call]:
-    """Take the calls that a worker gets next from the front of the queue."""
+    """Take the calls that a worker may get next from the front of the queue; one that a worker died on comes alone."""
     batch: list[Call] = []
     size = 0
     while queue and (not batch or size + len(queue[0].items) <= BATCH):
+        if batch and (queue[0].deaths or batch[0].deaths):
+            break
         size += len(queue[0].items)
         batch.append(queue.popleft())
     return batch
 
 
-def message(calls: Sequence[Call], needs: Needs) -> dict[str, Any]:
-    """A batch as it goes to a worker: what the function does not need stays here, what items share is sent once."""
-    subjects: list[list[Any]] = []
+def most_bytes(memory_mb: int) -> int:
+    """Of a batch of several calls, for a worker of so much memory."""
+    return (memory_mb << 20) // MEMORY_SHARE
+
+
+def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]:
+    """How many of the calls go to a worker together, and they as JSON: the first, and those that fit `most` bytes.
+
+    What the function does not need stays here, what items share is sent once.
+    """
+    subjects: list[str] = []
     numbers: dict[tuple[int, int, int, str], int] = {}
 
     def subject(item: Item) -> int:
         key = (id(item.gold), id(item.row), id(item.prompt), item.source)
         if key not in numbers:
             numbers[key] = len(subjects)
-            subjects.append(
-                [item.gold, item.row if needs.row else {}, item.prompt if needs.prompt else "", item.source]
-            )
+            whole = [item.gold, item.row if needs.row else {}, item.prompt if needs.prompt else "", item.source]
+            subjects.append(json.dumps(whole))
         return numbers[key]
 
-    def sent(call: Call) -> list[list[Any]]:
-        return [
-            [None if call.known else item.response, form, subject(item), list(item.ids) if needs.ids else []]
-            for item, form in zip(call.items, call.forms, strict=True)
-        ]
+    def sent(call: Call) -> str:
+        return json.dumps(
+            [
+                [None if call.known else item.response, form, subject(item), list(item.ids) if needs.ids else []]
+                for item, form in zip(call.items, call.forms, strict=True)
+            ]
+        )
 
-    return {"calls": [sent(call) for call in calls], "subjects": subjects}
+    taken: list[str] = []
+    size = 0
+    for call in calls:
+        before = len(subjects)
+        text = sent(call)
+        size += len(text) + sum(map(len, subjects[before:]))  # JSON is ASCII here: a character is a byte
+        if taken and size > most:
+            del subjects[before:]
+            break
+        taken.append(text)
+    return len(taken), f'{{"calls": [{", ".join(taken)}], "subjects": [{", ".join(subjects)}]}}'.encode()

@@ -13,13 +13,14 @@ from multiprocessing.connection import wait
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
-from mugrpo_megatron.rewards.calls import BATCH, Call, Form, Taker, Worker, calls_of, message, next_batch
+from mugrpo_megatron.rewards.calls import BATCH, Call, Form, Taker, Worker, calls_of, most_bytes, next_batch
 from mugrpo_megatron.rewards.failures import FailureCount
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 from mugrpo_megatron.rewards.literal import settle
 from mugrpo_megatron.rewards.process import start_worker
 
 START_TIMEOUT_S = 120.0
+"""Seconds in which a worker has to start, and to read a batch that it has got; neither is its function's time."""
 CACHE_ENTRIES = 16_384
 
 Comparison = tuple[str | None, str, str | None]
@@ -41,6 +42,7 @@ class Dispatcher:
         self._is_math = section.function == MATH
         self._needs = Needs()
         self._limit = section.workers or max(1, usable_cores() // 2)
+        self._most_bytes = most_bytes(section.worker_memory_mb)
         self._failures = FailureCount(section, self._title)
         self._lock = threading.Lock()  # guards the four below
         self._error: Exception | None = None
@@ -145,9 +147,9 @@ class Dispatcher:
                     self._cache.popitem(last=False)
         call.answer(verdicts)
 
-    def _give_up(self, call: Call, why: str, seconds: float = 0.0) -> None:
-        """Score 0 a call that ended its worker."""
-        share, failed = seconds / len(call.items), self._section.function != CODE  # else the program did it
+    def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
+        """Score 0 a call that ended its worker, or with `unread` one that no worker could read."""
+        share, failed = seconds / len(call.items), unread or self._section.function != CODE  # else the program did it
         self._finish(
             call, [Verdict(0.0, "", why, share, failed, None if form is None else False) for form in call.forms]
         )
@@ -187,6 +189,9 @@ class Dispatcher:
                     raise UserError(
                         f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded?"
                     )
+                if worker.reading:
+                    self._handle_death(worker)
+                    continue
                 call = worker.batch.popleft()
                 limit = self._limit_s(call)
                 self._discard(worker)
@@ -208,17 +213,27 @@ class Dispatcher:
             if queued <= 0:
                 break
         for worker in list(self._workers):
-            if worker.busy:
-                continue
-            with self._lock:
-                worker.batch.extend(next_batch(self._queue))
-            if worker.batch:
-                worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
-                try:
-                    worker.process.send(message(worker.batch, self._needs))
-                except OSError:  # it died while it was idle, or does not read
-                    self._discard(worker)
-                    self._wake()
+            if not worker.busy:
+                self._send(worker)
+
+    def _send(self, worker: Worker) -> None:
+        """Send an idle worker a batch from the queue, if there is one."""
+        if worker.process.connection.poll():  # it has died; `_receive` finds that, and no call is to blame
+            return
+        with self._lock:
+            worker.batch.extend(next_batch(self._queue))
+        if not worker.batch:
+            return
+        text, rest = worker.message(self._needs, self._most_bytes)
+        with self._lock:
+            self._queue.extendleft(reversed(rest))
+        try:
+            worker.process.send(text)
+        except OSError:  # it died, or does not read
+            self._handle_death(worker)
+            self._wake()
+        else:
+            worker.deadline = time.monotonic() + START_TIMEOUT_S
 
     def _receive(self, worker: Worker) -> None:
         try:
@@ -235,6 +250,10 @@ class Dispatcher:
             worker.ready = True
             self._loaded.set()
             return
+        if worker.reading:
+            worker.reading = False
+            worker.deadline = time.monotonic() + self._limit_s(worker.batch[0])
+            return
         call = worker.batch.popleft()
         worker.answered += 1
         if worker.batch:
@@ -244,21 +263,21 @@ class Dispatcher:
         self._finish(call, [Verdict(*verdict) for verdict in answer["verdicts"]])
 
     def _handle_death(self, worker: Worker) -> None:
-        """A worker died. Its call is retried once unless the worker was fresh: earlier calls may be the cause."""
+        """A worker died, or stopped before it had read its batch."""
         if not worker.ready:
             cause = "is reward.worker_memory_mb too small?"
             if not self._is_math:
                 cause = f"does the module of {self._title} exit, or need more memory?"
             raise UserError(f"a verifier process died while it started ({worker.process.ending()}): {cause}")
-        dead = None
-        if worker.batch:
-            worker.batch[0].deaths += 1
-            if worker.answered == 0 or worker.batch[0].deaths > 1:
-                dead = worker.batch.popleft()
-        how = worker.process.ending()
+        memory, unread = self._section.worker_memory_mb, worker.reading
+        if unread:
+            why = f"no room for its {worker.sent / 2**20:,.1f} MiB in a worker (raise worker_memory_mb, now {memory})"
+        else:
+            why = f"the worker died ({worker.process.ending()}): out of memory, or the parser crashed"
+        dead = worker.blamed()
         self._discard(worker)
         if dead is not None:
-            self._give_up(dead, f"the worker died ({how}): out of memory, or the parser crashed")
+            self._give_up(dead, why, unread=unread)
 
     def _discard(self, worker: Worker) -> None:
         """End a worker; the rest of its batch goes back to the front of the queue."""

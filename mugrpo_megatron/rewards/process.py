@@ -36,9 +36,9 @@ class WorkerProcess:
     """The guard; it ends when the worker does, with the worker's exit code."""
     connection: Connection
 
-    def send(self, message: Any) -> None:
+    def send(self, message: bytes) -> None:
         """Raises OSError when the worker is dead, or stopped and not reading."""
-        self.connection.send_bytes(json.dumps(message).encode())
+        self.connection.send_bytes(message)
 
     def receive(self) -> Any:
         """One message. Raises EOFError or OSError when the worker is dead, or stopped in the middle of a message."""

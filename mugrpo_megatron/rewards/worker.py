@@ -1,4 +1,4 @@
-"""A verifier worker: reads batches of calls from a socket, makes them one by one, answers after each.
+"""A verifier worker: reads batches of calls from a socket, says so, makes them one by one, answers after each.
 
 Started by rewards/guard.py. It limits its own address space, gives up on a call when its alarm rings, retires when it
 has grown, and may be killed at any time.
@@ -147,6 +147,7 @@ def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | 
             batch = json.loads(connection.recv_bytes())
         except EOFError:
             return
+        connection.send_bytes(b'{"read": true}')  # what ends this process from here on is a call, not the batch's size
         for call in batch["calls"]:
             items = [_item(response, batch["subjects"][subject], ids) for response, _, subject, ids in call]
             late = False

@@ -49,9 +49,34 @@ def test_a_batch_is_bounded_and_takes_the_calls_in_order(sizes: list[int]) -> No
 def test_a_row_is_sent_once_and_only_to_functions_that_read_it() -> None:
     items = [Item(str(n), "gold", "", ROW, "asked", "s", [1, 2]) for n in range(8)]
     call = Call(items, [None] * 8, [])
-    whole = message([call], Needs(8, True, True, True))
-    assert len(whole["subjects"]) == 1
-    assert len(json.dumps(whole)) < 11_000
-    bare = message([call], Needs(8))
-    assert len(json.dumps(bare)) < 500
-    assert [sent[0] for sent in bare["calls"][0]] == [str(n) for n in range(8)]
+    _, whole = message([call], Needs(8, True, True, True), 1 << 20)
+    assert len(json.loads(whole)["subjects"]) == 1
+    assert len(whole) < 11_000
+    _, bare = message([call], Needs(8), 1 << 20)
+    assert len(bare) < 500
+    assert [sent[0] for sent in json.loads(bare)["calls"][0]] == [str(n) for n in range(8)]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=BATCH), st.integers(1, 1000), st.booleans())
+def test_a_message_is_bounded_and_takes_the_calls_in_order(sizes: list[int], most: int, shared: bool) -> None:
+    rows = [{"n": n, "tests": "\u00e9" * size} for n, size in enumerate(sizes)]
+    rows = [rows[0]] * len(rows) if shared else rows
+    calls = [Call([Item(str(n), "", "", row)], [None], []) for n, row in enumerate(rows)]
+    count, text = message(calls, Needs(row=True), most)
+    found = json.loads(text)
+    assert [call[0][0] for call in found["calls"]] == [str(n) for n in range(count)]
+    assert [found["subjects"][call[0][2]][1] for call in found["calls"]] == rows[:count]
+    assert len(found["subjects"]) == (1 if shared else count)
+    overhead = len('{"calls": [], "subjects": []}') + 4 * count
+    assert count == 1 or len(text) <= most + overhead
+    if count < len(calls):
+        _, longer = message(calls[: count + 1], Needs(row=True), 1 << 20)
+        assert len(longer) > most
+
+
+def test_a_call_that_a_worker_died_on_is_sent_alone() -> None:
+    queue = deque(Call([Item(str(n), "", "")], [None], [], deaths=n in (0, 3)) for n in range(6))
+    batches = []
+    while queue:
+        batches.append([call.items[0].response for call in next_batch(queue)])
+    assert batches == [["0"], ["1", "2"], ["3"], ["4", "5"]]

@@ -61,6 +61,15 @@ def test_all_or_share() -> None:
 
 
 @pytest.mark.process
+def test_rows_that_are_too_large_together_score_as_alone() -> None:
+    """Each fits a worker; sixteen of them are more than its memory."""
+    rows = [{"tests": {"inputs": [str(n)], "outputs": [str(n)]}, "unread": "x" * (8 << 20)} for n in range(16)]
+    with Verifier(section(workers=1, worker_memory_mb=256, code_memory_mb=256, code_test_s=10.0)) as verifier:
+        scores = verifier.submit([fenced("print(input())")] * 16, [""] * 16, rows=rows).result()
+    assert [(score.reward, score.why) for score in scores] == [(1.0, "passed")] * 16
+
+
+@pytest.mark.process
 def test_reasons_say_what_went_wrong() -> None:
     row = {"tests": {"inputs": ["5"], "outputs": ["5"]}}
     programs = {

@@ -191,6 +191,17 @@ def test_a_stopped_worker_costs_one_response() -> None:
     assert [score.reward for score in scores] == [float(i) for i in range(BATCH)]
 
 
+def test_a_row_that_its_worker_cannot_hold_scores_0_and_costs_no_other() -> None:
+    """Its worker dies while it is sent."""
+    section = misbehaving(function="tests.rewards.functions:gold_is_in_row", workers=1, worker_memory_mb=128)
+    rows = [{"gold": n, "other": [1, {"a": None}]} for n in range(3)]
+    rows[1] |= {"blob": "x" * (100 << 20)}
+    with Verifier(section) as pool:
+        scores = pool.score(["a", "b", "c"], [0, 1, 2], rows)
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0]
+    assert scores[1].why == "no room for its 100.0 MiB in a worker (raise worker_memory_mb, now 128)"
+
+
 @pytest.mark.parametrize("order", ["raise", "nan", "text", "nothing", "die", "hang in Python", "hang in C"])
 def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> None:
     with Verifier(misbehaving(max_failure_share=0.01)) as pool:
