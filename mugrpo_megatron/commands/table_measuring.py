@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mugrpo_megatron.commands.command import Command, Options, Parser, takes_overrides
+from mugrpo_megatron.commands.command import Command, Options, Parser, say, takes_overrides
 from mugrpo_megatron.files.hub import model_name
+from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.record import MARK
 
@@ -16,7 +17,13 @@ def _takes_eval(parser: Parser) -> None:
     parser.add_argument("--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or preset names")
     parser.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
     parser.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
-    parser.add_argument("--out", type=Path, help="where results go; the same directory continues an evaluation")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where results go: MODEL/eval, RUN_DIR/eval for a run's hf/, runs/eval/NAME for a model of the hub; the "
+        "same directory continues an evaluation",
+    )
     parser.add_argument(
         "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
     )
@@ -35,7 +42,9 @@ def _eval(options: Options) -> int:
         ),
         *options.overrides,
     ]
-    run(load_recipe(options.recipe, chosen), options.data, options.out or results_of(options.model))
+    out = options.out or results_of(options.model)
+    run(load_recipe(options.recipe, chosen), options.data, out)
+    say(visible(f"results: {out}"))
     return 0
 
 

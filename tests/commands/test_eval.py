@@ -170,6 +170,22 @@ def test_sets_are_told_apart_and_sampled_as_each_of_them_asks(
         run(recipe, [str(files[1])] * 2, tmp_path / "other")
 
 
+@pytest.mark.parametrize(("options", "place"), [([], "model/eval"), (["--out", "elsewhere"], "elsewhere")])
+def test_the_command_says_last_where_the_results_are(
+    options: list[str],
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    written: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(eval, "run", lambda recipe, sources, output: written.append(output))
+    assert main(["eval", "model", "--data", "amc23", *options]) == 0
+    assert written == [Path(place)]
+    assert capsys.readouterr().out.splitlines()[-1] == f"results: {place}"
+
+
 def test_the_command_takes_the_recipes_sampling_and_its_own_options_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
