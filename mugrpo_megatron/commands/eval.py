@@ -38,6 +38,8 @@ from mugrpo_megatron.weights.fingerprint import fingerprint
 
 SETTINGS = "settings.json"
 """The file that makes a directory an evaluation's own."""
+UNDEFINED = "–"
+"""What the table has for a majority where no response has an extracted answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,7 @@ def table(evaluation: Evaluation) -> str:
     ]
     for one in evaluation.sets:
         shown = [_text(one.passes[k]) if k in one.passes else "" for k in passes]
-        shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure)]
+        shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure) if one.majority else UNDEFINED]
         responses = one.problems * one.samples
         lines.append(
             f"| {one.name} | {one.problems} | {one.samples} | {' | '.join(shown)} | {one.tokens / responses:.0f} | "

@@ -51,8 +51,8 @@ class Summary:
     """mean@K."""
     passes: dict[int, Interval]
     """pass@k for k = 1, 2, 4, ... K."""
-    majority: Interval
-    """majority@K."""
+    majority: Interval | None
+    """majority@K; None where no response of the set has an extracted answer, so that there is nothing to vote for."""
     tokens: int
     truncated: int
 
@@ -110,6 +110,7 @@ def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
         per_problem = [pass_at_k(samples, sum(reward >= 1.0 for reward in g.rewards), k) for g in graded]
         passes[k] = clustered_interval(per_problem, samples)
         k *= 2
+    votes = [[majority_at_k(g.answers, g.rewards)] for g in graded]
     return Summary(
         name=name,
         measure=measure,
@@ -117,7 +118,7 @@ def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
         samples=samples,
         mean=mean_at_k([g.rewards for g in graded], measure),
         passes=passes,
-        majority=mean_at_k([[majority_at_k(g.answers, g.rewards)] for g in graded], measure),
+        majority=mean_at_k(votes, measure) if any(any(g.answers) for g in graded) else None,
         tokens=sum(sum(g.tokens) for g in graded),
         truncated=sum(g.truncated for g in graded),
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -93,6 +94,12 @@ def test_the_table_can_be_pasted() -> None:
 def test_mean_rewards_are_no_percentages() -> None:
     sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
     assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Evaluation(sets, {"one": 1.0}))
+
+
+def test_a_majority_that_is_not_defined_is_a_dash() -> None:
+    silent = [replace(graded(n, 4.0), answers=["", ""]) for n in range(8)]
+    line = table(Evaluation([summarize("one", silent, "reward")], {"one": 1.0})).splitlines()[2]
+    assert line == "| one | 8 | 2 | 2.5 [2.5, 2.5] | 100.0 [67.6, 100.0] | – | 4 | 0.0% | 1 |"
 
 
 class Parrot:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,6 +71,15 @@ def test_rewards_of_a_users_function_have_their_mean_unclipped() -> None:
     assert summary.passes[1].value == pytest.approx(0.25)
     assert summary.majority.value == pytest.approx((0.5 + 1.0) / 2)
     assert summary.mean.low <= summary.mean.value <= summary.mean.high
+
+
+def test_without_extracted_answers_there_is_no_majority() -> None:
+    """A user's function need not report what it read; one answer in the set is enough to vote."""
+    silent = [replace(graded(place, [float(place)]), answers=[""]) for place in range(3)]
+    assert summarize("silent", silent, "reward").majority is None
+    found = summarize("told", [graded(place, [float(place)]) for place in range(3)], "reward")
+    assert found.majority == found.mean
+    assert summarize("one", [*silent[:2], graded(2, [2.0])], "reward").majority is not None
 
 
 def test_the_reward_function_decides_what_the_figures_are_called() -> None:
