@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,7 +81,8 @@ def publish(
     say(f"{to}: stage {stage} of run {origin.run}, {int(store.statistics()['responses']):,} responses, see {CARD}")
     if hidden:
         say(f"left out, as places of this machine: {', '.join(hidden)}")
-    say(f"sources, rows and responses are in it as they are; look at it before others do: mugrpo rollouts {to}")
+    look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
+    say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
 
 
 def card(published: Published, recipe: Recipe, store: StageStore, weights: bool) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -16,10 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
-from mugrpo_megatron.commands.rollouts_printing import Rollout, print_in_full, print_json, print_table
+from mugrpo_megatron.commands.rollouts_printing import Rollout, legend, print_in_full, print_json, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.files.hf_config import check_tokenizer
+from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.samples import Sample
@@ -47,8 +51,13 @@ class Selection:
     vetoed: bool = False
     """Only those of which the veto drops tokens."""
     grep: str | None = None
-    """Regular expression that the prompt, the response, or what is known of its score or its row contains."""
+    """Regular expression that the prompt, the response, what is known of its score, or a value of its row contains."""
     limit: int = 20
+
+    @property
+    def whole(self) -> bool:
+        """Whether every response of the stage is selected, but for the limit."""
+        return replace(self, limit=0) == Selection(limit=0)
 
 
 def browse(
@@ -62,7 +71,8 @@ def browse(
     """Print the selected responses: a table, one group in full with its triggers marked, or JSON lines.
 
     The veto is applied under `policy`, a Hugging Face checkpoint; with `selection.vetoed` by default the trained one
-    in the run's `hf/`. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`. Raises
+    in the run's `hf/`. `overrides` of the run's recipe show another veto: `objective.trigger_ratio=0.1`. Where neither
+    the run nor its model nor `policy` has a tokenizer, prompts are left out and responses are the stored texts. Raises
     UserError when the run or the stage does not exist.
     """
     directory = RunDirectory(run_dir)
@@ -74,20 +84,84 @@ def browse(
     _check(selection, store, recipe)
     later = LaterPolicy(policy, recipe.rollout.temperature) if policy else None
     hf = directory.hf if directory.hf.exists() else with_cached_model(recipe, run_dir).model.directory
-    tokenizer = load_tokenizer(hf)
-    chosen = islice(_rollouts(store, selection, later, recipe, tokenizer), min(selection.limit, sys.maxsize))
+    tokenizer = _tokenizer([hf, *([policy] if policy else [])])
+    missing = "" if tokenizer else _without_tokenizer(run_dir, hf)
+    found = islice(_rollouts(store, selection, later, recipe, tokenizer), min(selection.limit, sys.maxsize))
+    shown = Shown(found)
     console = Console()
-    if as_json:
-        print_json(console, chosen)
-        return
+    notes = Console(stderr=True) if as_json else console
     if not console.is_terminal:
         console.width = PIPED_WIDTH
-    if note:
-        console.print(note, markup=False)
-    if selection.group is not None:
+    for line in (note, missing):
+        _tell(notes, line)
+    vetoed = recipe.objective if later else None
+    first = next(shown, None)
+    chosen = shown if first is None else chain([first], shown)
+    if first is None and selection.limit:
+        _tell(notes, _nothing(number, selection, vetoed))
+    elif as_json:
+        print_json(console, chosen)
+    elif selection.group is not None:
         print_in_full(console, chosen, tokenizer)
     else:
-        print_table(console, f"{run_dir}: stage {number}", chosen, recipe.objective if later else None)
+        print_table(console, f"{run_dir}: stage {number}", chosen, vetoed)
+    _tell(notes, _cut(shown.count, selection, store))
+
+
+class Shown(Iterator[Rollout]):
+    """Responses on their way to the screen, counted."""
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self._rollouts, self.count = iter(rollouts), 0
+
+    def __next__(self) -> Rollout:
+        one = next(self._rollouts)
+        self.count += 1
+        return one
+
+
+def _tell(console: Console, line: str) -> None:
+    """Print a line on its own, not wrapped; none for an empty one."""
+    if line:
+        console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def _nothing(number: int, selection: Selection, vetoed: ObjectiveSection | None) -> str:
+    """What is said instead of an empty table."""
+    if not selection.vetoed:
+        return f"stage {number}: no response fits the options"
+    who = "no response" if replace(selection, vetoed=False).whole else "no response that fits the other options"
+    return f"stage {number}: {who} has a vetoed token ({legend(vetoed)})"
+
+
+def _cut(shown: int, selection: Selection, store: StageStore) -> str:
+    """The line that the limit has left out responses; they are counted only where that costs no reading."""
+    if shown < selection.limit:
+        return ""
+    if not selection.whole:
+        return f"{shown:,} shown, which is the limit; --limit shows more, if there are"
+    total = int(store.statistics()["responses"])
+    return f"{shown:,} of {total:,} shown; --limit shows more" if shown < total else ""
+
+
+def _tokenizer(places: Iterable[Path]) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of the first of these directories that has one."""
+    for place in places:
+        try:
+            check_tokenizer(place)
+        except UserError:
+            continue
+        return load_tokenizer(place)
+    return None
+
+
+def _without_tokenizer(run_dir: Path, directory: Path) -> str:
+    """What is not shown without a tokenizer, and the command that shows it."""
+    command = f"mugrpo rollouts {shlex.quote(str(run_dir))} --set model.path=DIR"
+    return (
+        f"{directory} holds no tokenizer, so prompts and marked tokens are left out; "
+        f"to see them, say where the stage's model is: {command}"
+    )
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
@@ -124,7 +198,7 @@ def _rollouts(
     selection: Selection,
     later: LaterPolicy | None,
     recipe: Recipe,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> Iterator[Rollout]:
     """The selected responses, read update by update, so that memory holds one update."""
     objective, updates = recipe.objective, range(store.updates)
@@ -159,15 +233,28 @@ def _pattern(grep: str | None) -> re.Pattern[str] | None:
         raise UserError(f"--grep {grep}: not a regular expression ({error})") from None
 
 
-def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
-    """Prompt and response as text."""
+def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[str | None, str]:
+    """Prompt and response as text; without a tokenizer no prompt, which is stored as tokens alone."""
+    if tokenizer is None:
+        return None, sample.text
     prompt = str(tokenizer.decode(sample.prompt_ids.tolist()))
     return prompt, sample.text or str(tokenizer.decode(sample.response_ids.tolist()))
 
 
-def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str, str]) -> bool:
-    told = (*texts, sample.gold, sample.extracted, sample.why, sample.row, sample.problem)
-    return any(pattern.search(text) for text in told)
+def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str | None, str]) -> bool:
+    told = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
+    if any(text is not None and pattern.search(text) for text in told):
+        return True
+    return bool(sample.row) and any(pattern.search(text) for text in _values(json.loads(sample.row)))
+
+
+def _values(value: Any) -> Iterator[str]:
+    """The values inside a JSON value, each as text, without the names that they have in it."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _values(inner)
+    else:
+        yield value if isinstance(value, str) else json.dumps(value)
 
 
 def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:

@@ -43,7 +43,8 @@ class Rollout:
     """In the group, from 0."""
     sample: Sample
     advantage: float
-    prompt: str
+    prompt: str | None
+    """None without a tokenizer."""
     text: str
     stale: Stale | None
     """None without a later policy."""
@@ -52,7 +53,7 @@ class Rollout:
 def print_table(console: Console, title: str, rollouts: Iterable[Rollout], vetoed: ObjectiveSection | None) -> None:
     """One line a response; `vetoed` is the objective whose veto was applied, None without a later policy."""
     wide = console.width >= WIDE
-    table = Table(title=escape(visible(title)), caption=_legend(vetoed), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=escape(visible(title)), caption=legend(vetoed), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     numbers = ["update", "group", "reward", "advantage", "tokens"] if wide else ["group", "reward", "A"]
     for name in (*numbers, *(["lowest ratio" if wide else "ratio", "dropped"] if vetoed else [])):
         table.add_column(name, justify="right", no_wrap=True)
@@ -67,26 +68,30 @@ def print_table(console: Console, title: str, rollouts: Iterable[Rollout], vetoe
         facts += [str(len(sample.response_ids))] if wide else []
         facts += [] if stale is None else [f"{stale.lowest_ratio:.1e}", str(int(stale.dropped.sum()))]
         facts += [sample.finish_reason] if wide else []
-        texts = [sample.gold, sample.extracted, *([one.prompt] if wide else []), one.text]
+        texts = [sample.gold, sample.extracted, *([one.prompt or ""] if wide else []), one.text]
         table.add_row(*facts, *(_line(text) for text in texts), style="" if one.advantage >= 0 else "dim")
     console.print(table)
 
 
-def print_in_full(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Prompt and source row of each group, then its responses with what is known of their scores."""
+def print_in_full(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Prompt and source row of each group, then its responses with what is known of their scores.
+
+    Without a tokenizer responses are their stored texts, in which no token can be marked.
+    """
     group = None
     for one in rollouts:
         sample = one.sample
         if sample.group != group:
             group = sample.group
             console.rule(f"group {group}, {escape(visible(sample.problem))}")
-            console.print(Text(visible(one.prompt), style="dim"))
+            if one.prompt is not None:
+                console.print(Text(visible(one.prompt), style="dim"))
             _print_facts(console, [("gold", sample.gold), *_row_facts(sample.row)])
         console.rule(f"response {one.place}: reward {sample.reward:g}, advantage {one.advantage:+.2f}", align="left")
         parts = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
         facts = [("answer", sample.extracted), ("why", sample.why), ("components", parts)]
         _print_facts(console, [*facts, ("end", f"{sample.finish_reason}, after {len(sample.response_ids)} tokens")])
-        console.print(Text(_decoded(tokenizer, sample.response_ids)) if one.stale is None else _marked(one, tokenizer))
+        console.print(_response(one, tokenizer))
 
 
 def print_json(console: Console, rollouts: Iterable[Rollout]) -> None:
@@ -148,12 +153,18 @@ def _line(text: str) -> str:
     return escape(visible(text[: 4 * CLIP]).replace("\n", "⏎").replace("\t", " "))
 
 
-def _legend(objective: ObjectiveSection | None) -> str | None:
+def legend(objective: ObjectiveSection | None) -> str | None:
     """The caption that says what a trigger is and what is dropped."""
     if objective is None:
         return None
     measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
     return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
+
+
+def _response(one: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Text:
+    if tokenizer is None:
+        return Text(visible(one.text))
+    return Text(_decoded(tokenizer, one.sample.response_ids)) if one.stale is None else _marked(one, tokenizer)
 
 
 def _marked(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Text:

@@ -14,7 +14,7 @@ def _takes_rollouts(parser: Parser) -> None:
     parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
     parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
     parser.add_argument(
-        "--grep", metavar="REGEX", help="only where prompt, response, gold, answer, reason or row has it"
+        "--grep", metavar="REGEX", help="only where prompt, response, gold, answer, reason or a value of the row has it"
     )
     rightness = parser.add_mutually_exclusive_group()
     rightness.add_argument("--right", action="store_const", const=True, help="only rewards of at least 0.5")
@@ -26,7 +26,7 @@ def _takes_rollouts(parser: Parser) -> None:
     parser.add_argument(
         "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
     )
-    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses")
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses; 20 by default")
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
     takes_overrides(parser)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def test_training_on_a_published_stage_ends_bitwise_like_training_on_the_run_s_o
     publish(finished_run, stage, tmp_path / "set", weights=True, say=said.append)
     assert "data.train" not in said[1]
     assert "model.path" in said[1]
+    look = shlex.split(said[2].rpartition(": ")[2])
+    assert look[:2] == ["mugrpo", "rollouts"]
+    assert "holds no tokenizer" not in mugrpo(*look[1:]).stdout
     model = (finished_run.parent / "model").resolve()
     (tmp_path / "elsewhere").symlink_to(model)
     changes = [f"run.dir={tmp_path / 'b'}", f"model.path={tmp_path / 'elsewhere'}"]

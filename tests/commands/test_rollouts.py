@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoModelForCausalLM
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands.later_policy import LaterPolicy
 from mugrpo_megatron.commands.rollouts import Selection, browse
 from mugrpo_megatron.commands.rollouts_printing import Rollout, print_in_full, print_table
@@ -74,7 +77,7 @@ def sample(model: Path, group: int, response: str, reward: float) -> Sample:
         extracted=FOUND if reward else "",
         why="" if reward else "no answer",
         components={"math": reward},
-        row=json.dumps({"question": "a\x7f?", "level": group}),
+        row=json.dumps({"question": "a\x7f?", "level": group, "extra": {"inner": ["kept", None], "deep": "too"}}),
     )
 
 
@@ -125,8 +128,10 @@ def test_another_veto_than_the_recipe_s_can_be_looked_at(
 ) -> None:
     browse(run_dir, 0, Selection(vetoed=True), model, ["objective.trigger_ratio=1e-5"])
     shown = capsys.readouterr().out
-    assert WRONG not in shown
+    assert shown.startswith("stage 0: no response has a vetoed token (dropped: by veto ")
     assert "below 1e-05" in shown
+    browse(run_dir, 0, Selection(vetoed=True, update=1), model, ["objective.trigger_ratio=1e-5"])
+    assert "no response that fits the other options has a vetoed token" in capsys.readouterr().out
     browse(run_dir, 0, Selection(group=3, advantage="negative"), model, ["objective.veto=response"])
     assert "⟦5«5»+1⟧" in capsys.readouterr().out
 
@@ -147,7 +152,10 @@ def test_a_group_is_printed_with_its_triggers_marked(
         (Selection(right=True), [RIGHT] * 4),
         (Selection(right=False, limit=3), [WRONG] * 3),
         (Selection(grep="no answer"), [WRONG] * 4),
-        (Selection(grep=r'"level": [12]\}', right=True), [RIGHT] * 2),
+        (Selection(grep="^[12]$", right=True), [RIGHT] * 2),
+        (Selection(grep="level|question"), []),
+        (Selection(grep="inner|deep|,"), []),
+        (Selection(grep="^kept$", update=0, right=True), [RIGHT] * 2),
         (Selection(grep=r"^12\+34=$", update=0), [RIGHT, WRONG] * 2),
         (Selection(grep="nowhere"), []),
     ],
@@ -167,7 +175,7 @@ def test_json_has_every_fact_of_the_responses_searched_for(
         assert (row["extracted"], row["why"]) == ((FOUND, "") if right else ("", "no answer"))
         assert row["components"] == {"math": row["reward"]} == {"math": float(right)}
         assert row["advantage"] == pytest.approx(0.7071 if right else -0.7071, abs=1e-4)
-        assert row["row"] == {"question": "a\x7f?", "level": row["group"]}
+        assert row["row"].items() >= {"question": "a\x7f?", "level": row["group"]}.items()
         assert row["response"] == (0 if right else 1)
         assert row["update"] == row["group"] // PROMPTS
 
@@ -186,6 +194,54 @@ def test_eighty_columns_hold_what_a_response_was_and_why(model: Path, colour: bo
     assert max(map(len, lines)) <= 80
     for fact in (GOLD, "a long⏎response", "group 3", "response 1: reward 0", "why: no answer", "row.level: 3", WRONG):
         assert any(fact in line for line in lines), fact
+
+
+@pytest.mark.parametrize(
+    ("selection", "said"),
+    [
+        (Selection(limit=3), "3 of 8 shown; --limit shows more"),
+        (Selection(limit=8), ""),
+        (Selection(right=True, limit=3), "3 shown, which is the limit; --limit shows more, if there are"),
+        (Selection(right=True, limit=5), ""),
+        (Selection(group=1, limit=1), "1 shown, which is the limit; --limit shows more, if there are"),
+        (Selection(grep="nowhere"), "stage 0: no response fits the options"),
+    ],
+)
+def test_what_the_limit_left_out_is_said_last(
+    selection: Selection, said: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    browse(run_dir, 0, selection, None)
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last == said if said else "shown" not in last
+    browse(run_dir, 0, selection, None, as_json=True)
+    out, err = capsys.readouterr()
+    assert all(json.loads(line) for line in out.splitlines())
+    assert err.strip() == said
+
+
+def test_without_a_tokenizer_the_stored_texts_are_shown(
+    model: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A published stage has none, and its recipe names the model without its folder."""
+    published = shutil.copytree(run_dir, tmp_path / "set")
+    nowhere = ["model.path=nowhere"]
+    browse(published, None, Selection(right=True), None, nowhere)
+    first, *shown = capsys.readouterr().out.splitlines()
+    assert first.startswith("nowhere holds no tokenizer, so prompts and marked tokens are left out; ")
+    assert "\n".join(shown).count(RIGHT) == PROMPTS * UPDATES
+    assert not any(PROMPT in line for line in shown)
+    browse(published, None, Selection(group=1, grep=r"^46$"), None, nowhere)
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == RIGHT
+    browse(published, None, Selection(limit=1), None, nowhere, as_json=True)
+    assert json.loads(capsys.readouterr().out)["prompt"] is None
+    command = shlex.split(first.rpartition(": ")[2].replace("DIR", str(model)))
+    assert command[:2] == ["mugrpo", "rollouts"]
+    assert main(command[1:]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert sum(PROMPT in line for line in shown) == 2 * PROMPTS * UPDATES
+    assert not any("holds no tokenizer" in line for line in shown)
+    browse(published, None, Selection(limit=1), model, nowhere)  # the policy's does as well
+    assert PROMPT in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_said(run_dir: Path, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def test_every_command_of_the_page_does_what_it_is_there_for(finished_run: Path,
         for place in ("rollouts-0", "imported"):
             words = [str(tmp_path / word) if word == place else word for word in words]
         words = [word.replace("run.dir=", f"run.dir={tmp_path}/") for word in words]
+        words = [word.replace("model.path=MODEL", f"model.path={finished_run.parent / 'model'}") for word in words]
         said = mugrpo(*(places.get(word, word) for word in words))
         assert said.stdout
         ran.append(words[0])
