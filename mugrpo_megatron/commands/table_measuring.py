@@ -21,8 +21,8 @@ def _takes_eval(parser: Parser) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where results go: MODEL/eval, RUN_DIR/eval for a run's hf/, runs/eval/NAME for a model of the hub; the "
-        "same directory continues an evaluation",
+        help="where results go; by default MODEL/eval, RUN_DIR/eval for a run's hf/, runs/eval/NAME for a model of the "
+        "hub; the same directory continues an evaluation",
     )
     parser.add_argument(
         "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
@@ -77,9 +77,11 @@ def _score(options: Options) -> int:
 def _takes_plan(parser: Parser) -> None:
     parser.add_argument("recipe", type=Path, help="TOML file; the bundled ones are in run_scripts/recipes/")
     takes_overrides(parser)
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="with --gpu cpu: ranks on each node")
-    parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu")
+    parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the cluster; 1 by default")
+    parser.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="N", help="with --gpu cpu: ranks on each node; 8 by default"
+    )
+    parser.add_argument("--gpu", default="h200", help="h200, h100, a100, b200, rtx4090 or cpu; h200 by default")
     parser.add_argument("--model-config", type=Path, help="config.json of a model that is not on this machine")
     parser.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="replace an assumed rate")
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from mugrpo_megatron.plan.training import bubble
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout
 from mugrpo_megatron.recipe.engines import check_engine_device
+from mugrpo_megatron.recipe.systems import ParallelSection
+
+PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
+"""The way out where the layout does not fit the ranks of the planned cluster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ def make_plan(
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     check_engine_device(recipe, cluster.device.cuda)
     model = find_model(recipe, model_config)
-    check_layout(recipe, model.config, cluster.world)
+    check_layout(recipe, model.config, cluster.world, PLANNED, partial(_options, recipe))
     engines = engines_of(recipe, cluster)
     case = make_case(recipe, model.architecture, model.config, cluster, assumed)
     engine = engine_memory(case)
@@ -99,8 +104,8 @@ def make_plan(
 def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
     """The plan as JSON values: bytes, seconds, shares; and the commands that start the run."""
     return {
-        "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
         "cluster": asdict(plan.cluster),
+        "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
         "assumptions": asdict(plan.assumptions),
         "layout": asdict(plan.layout),
         "batch": asdict(plan.batch),
@@ -133,10 +138,15 @@ def _split_as_dict(split: Split | None) -> dict[str, Any] | None:
     return asdict(split) | {"total": split.seconds, "gpu_hours": split.device_seconds / 3600} if split else None
 
 
+def _options(recipe: Recipe, layout: ParallelSection) -> str:
+    """The layout as options of `mugrpo plan`."""
+    return recipe_keys(recipe, recipe.model_copy(update={"parallel": layout}))
+
+
 def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
     said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
     if found is None:
         return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
-    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found)}"
+    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found.recipe)}"

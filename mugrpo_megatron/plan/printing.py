@@ -47,12 +47,16 @@ def print_json(plan: Plan, launch: Mapping[str, str]) -> None:
 
 def _head(plan: Plan) -> Iterable[str]:
     cluster, device = plan.cluster, plan.cluster.device
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    yield (
+        f"planned for [bold]{nodes} with {cluster.per_node} x {device.name}[/bold] of {device.memory / GIB:.0f} GiB "
+        "(--nodes, --gpus-per-node, --gpu)"
+    )
     yield f"[bold]{plan.parameters / 1e9:.2f} B parameters[/bold] ({plan.model.source})"
     yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
     yield (
-        f"{cluster.nodes} x {cluster.per_node} {device.name} of {device.memory / GIB:.0f} GiB; learner: "
-        f"[bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} tokens on each "
-        f"rank; pipeline bubble {100 * plan.bubble:.1f} %"
+        f"learner: [bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} "
+        f"tokens on each rank; pipeline bubble {100 * plan.bubble:.1f} %"
     )
 
 

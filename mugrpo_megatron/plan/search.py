@@ -74,12 +74,12 @@ def nearest_fitting(found: list[Candidate]) -> Candidate | None:
     return min(valid, key=lambda one: (one.distance, one.seconds)) if valid else None
 
 
-def recipe_keys(recipe: Recipe, candidate: Candidate) -> str:
-    """The candidate as `--set` options to `recipe`."""
+def recipe_keys(recipe: Recipe, other: Recipe) -> str:
+    """The layout and the recompute choice of `other` as `--set` options to `recipe`."""
     keys = [
         f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
         for section in ("parallel", "learner")
-        for key, value in getattr(candidate.recipe, section).model_dump().items()
+        for key, value in getattr(other, section).model_dump().items()
         if value != getattr(getattr(recipe, section), key)
     ]
     return " ".join(f"--set {key}" for key in keys)

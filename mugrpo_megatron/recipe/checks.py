@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from mugrpo_megatron.recipe.systems import ParallelSection
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
 """All dimensions of an fp8 product are multiples of this: 16 for the tensor cores, 128 for a block with one scale."""
 
-
+LAUNCHED = "start `torchrun --nproc-per-node {block}` or shrink the layout"
+"""The way out for a run whose ranks are not a multiple of `block`."""
 RECIPE_KEYS = {
     "tensor": "parallel.tensor",
     "pipeline": "parallel.pipeline",
@@ -37,19 +38,26 @@ def read_model_config(directory: Path) -> ModelConfig:
     return config
 
 
-def check_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> None:
+def check_layout(
+    recipe: Recipe,
+    model: Mapping[str, Any],
+    world_size: int,
+    way_out: str = LAUNCHED,
+    told: Callable[[ParallelSection], str] = describe,
+) -> None:
     """Check the layout before a process group or an engine exists.
 
     `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError that lists every
-    problem and, for a wrong layout, the nearest one that works.
+    problem and, for a wrong layout, the nearest one that works, as `told` writes it. `way_out` is as in
+    `layout_problems`.
     """
-    wrong = list(layout_problems(recipe, model, world_size))
+    wrong = list(layout_problems(recipe, model, world_size, way_out))
     problems = [*wrong, *_other_problems(recipe, model)]
     if wrong:
         found = nearest_layout(recipe, model, world_size)
         rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
         problems.append(
-            f"the nearest layout that {rank} can run: {describe(found)}"
+            f"the nearest layout that {rank} can run: {told(found)}"
             if found
             else f"no layout of this model and batch works on {rank}; change the number of ranks"
         )
@@ -96,15 +104,20 @@ def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) ->
     return nearest(recipe.parallel, model, world_size, allowed)
 
 
-def layout_problems(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> Iterator[str]:
-    """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each."""
+def layout_problems(
+    recipe: Recipe, model: Mapping[str, Any], world_size: int, way_out: str = LAUNCHED
+) -> Iterator[str]:
+    """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each.
+
+    `way_out` says how to get a multiple of `{block}` ranks.
+    """
     parallel = recipe.parallel
     tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp
     if world_size % block:
         yield (
             f"parallel: tensor {tp} x pipeline {pp} x context {cp} needs a multiple of {block} ranks but {world_size} "
-            f"run; start `torchrun --nproc-per-node {block}` or shrink the layout"
+            f"run; {way_out.format(block=block)}"
         )
         return
     data_parallel = world_size // block

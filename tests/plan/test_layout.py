@@ -93,6 +93,17 @@ def test_a_plan_refuses_what_a_run_on_its_devices_refuses(sections: dict[str, An
         make_plan(Recipe.model_validate(sections), 1, 1, device)
 
 
+def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
+    """Not with how to launch them, which is what `mugrpo train` says."""
+    recipe = Recipe.model_validate({"model": {"path": "Qwen2.5-Math-7B"}, "parallel": {"tensor": 2, "sequence": True}})
+    with pytest.raises(UserError) as refused:
+        make_plan(recipe, 1, 1, "rtx4090")
+    said = str(refused.value)
+    assert "needs a multiple of 2 ranks but 1 run; plan such a number with --nodes and --gpus-per-node" in said
+    assert said.endswith("can run: --set parallel.tensor=1 --set parallel.sequence=false")
+    assert "torchrun" not in said
+
+
 @pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-30B-A3B"])
 def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
@@ -101,6 +112,6 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
     found = compare(case, engine_memory(case))
     assert len(found) > 10
     for one in found:
-        options = recipe_keys(recipe, one).replace("--set ", "").split()
+        options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()
         again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
         assert layout_of(again, cluster.world) == one.layout
