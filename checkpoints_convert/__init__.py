@@ -6,3 +6,7 @@
 
 One process; needs no launcher and no GPU. Names and shapes come from `mugrpo_megatron.weights`.
 """
+
+from mugrpo_megatron.observe.library_warnings import leave_out_library_warnings
+
+leave_out_library_warnings()  # the commands' modules import Megatron

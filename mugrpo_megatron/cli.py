@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 
 from mugrpo_megatron import __version__
@@ -14,6 +13,7 @@ from mugrpo_megatron.commands.command import Command, say
 from mugrpo_megatron.commands.table import COMMANDS
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.environment import may_find_cuda
+from mugrpo_megatron.observe.library_warnings import leave_out_library_warnings
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.run.heap import keep_freed_memory
 from mugrpo_megatron.run.stopping import Stopped
@@ -29,8 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not may_find_cuda():
         keep_freed_memory()
     options = _parser().parse_args(arguments)
-    # Megatron and torch warn of what `mugrpo doctor` reports in full.
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    leave_out_library_warnings()
     command: Command = options.command
     try:
         return command.run(options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -71,6 +73,23 @@ def test_shards_and_index_are_what_transformers_expects(hf: Path, megatron: Path
     assert len(list((tmp_path / "back").glob("model-*-of-*.safetensors"))) > 1
     expected, found = tiny.load(hf).state_dict(), tiny.load(tmp_path / "back").state_dict()
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["hf_to_megatron", "megatron_to_hf", "verify"])
+def test_a_mistake_is_one_line_without_warnings_of_libraries(command: str, tmp_path: Path) -> None:
+    places = {
+        "hf_to_megatron": ("hf", "out"),
+        "megatron_to_hf": ("megatron", "out", "like"),
+        "verify": ("hf", "megatron"),
+    }
+    options = [word for name in places[command] for word in (f"--{name}", str(tmp_path / name))]
+    program = [sys.executable, "-m", f"checkpoints_convert.{command}", *options]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"{command}: {tmp_path}")
 
 
 def test_verify_agrees(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:
