@@ -18,6 +18,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
+from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 
@@ -104,8 +105,8 @@ def hub_name(model: Path) -> tuple[str, str]:
 def portable(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe without places of this machine, and the keys that were cut.
 
-    Of a path the last part stays, of several sources that of each. Settings that have nothing to do with the stage
-    are left at their defaults.
+    Of a path the last part stays, of several sources that of each, and a name on the hub as it is. Settings that have
+    nothing to do with the stage are left at their defaults.
     """
     hidden: list[str] = []
     table: dict[str, dict[str, Any]] = {}
@@ -117,7 +118,7 @@ def portable(recipe: Recipe) -> tuple[Recipe, list[str]]:
             name = f"{section}.{key}"
             if name in DROPPED:
                 continue
-            cut = hub_name(value)[0] if name == "model.path" else _cut(value)
+            cut = (model_name(value) or hub_name(value)[0]) if name == "model.path" else _cut(value)
             if cut != value:
                 hidden.append(name)
             table[section][key] = cut

@@ -140,6 +140,11 @@ def test_places_of_the_machine_are_cut_from_the_recipe(given: str, left: str) ->
     assert "secret" not in found.model_dump_json()
 
 
+def test_a_model_of_the_hub_keeps_its_whole_name() -> None:
+    found, _ = portable(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))
+    assert found.model.path == Path("Qwen/Qwen2.5-0.5B")
+
+
 def test_a_model_from_the_hub_s_cache_is_named_with_its_revision() -> None:
     place = Path("/x/hub/models--Qwen--Qwen2.5-0.5B/snapshots/060db6499f32faf8b98477b0a26969ef7d8b9987")
     assert hub_name(place) == ("Qwen/Qwen2.5-0.5B", "060db6499f32faf8b98477b0a26969ef7d8b9987")
