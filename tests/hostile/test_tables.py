@@ -20,7 +20,6 @@ TABLES: dict[str, tuple[str, bytes, str]] = {
     "quote inside": ("csv", b'response,answer\n"1"x,1\n', "is not a readable CSV file"),
     "not UTF-8": ("csv", b"response,answer\n\xff,1\n", "is not a readable CSV file"),
     "UTF-16": ("csv", "response,answer\n1,1\n".encode("utf-16"), "is not a readable CSV file"),
-    "long field": ("csv", b"response,answer\n" + b"1" * 200_000 + b",1\n", "is not a readable CSV file"),
     "NUL": ("csv", b"response,answer\n1,\0\n\0", ""),
     "other columns": ("csv", b"a,b\n1,1\n", ".csv:2: field 'response' is missing"),
     "only a head": ("csv", b"response,answer\n", "holds no row to score"),
