@@ -22,9 +22,12 @@ from mugrpo_megatron.recipe import Recipe
 
 def _train(options: Options) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.phases.finished import show_finished
+        from mugrpo_megatron.run.directory import is_finished
 
-        if show_finished(recipe):
+        if is_finished(recipe):
+            from mugrpo_megatron.phases.finished import show_finished
+
+            show_finished(recipe)
             return
         from mugrpo_megatron.engine.ahead import host_ahead
         from mugrpo_megatron.run.preflight import check_run

@@ -5,10 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from functools import reduce
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 import tomli_w
@@ -36,23 +36,22 @@ def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
     Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
     table = _read_with_base(path, within=(), read=[]) if path else {}
-    given = {}
+    given = set()
     for override in overrides:
         _apply(table, override)
-        given[override.partition("=")[0].strip()] = f"--set {override}"
+        given.add(override.partition("=")[0].strip())
     return validate(table, source=str(path or "--set"), overrides=given)
 
 
-def validate(table: Table, source: str, overrides: Mapping[str, str] = MappingProxyType({})) -> Recipe:
+def validate(table: Table, source: str, overrides: Collection[str] = ()) -> Recipe:
     """The typed recipe of a table; UserError lists every wrong key in one sentence each.
 
-    `source` names the table, and `overrides` what set a key after it, by the key.
+    `source` names the table, and `overrides` are the keys that `--set` has set after it.
     """
     try:
         return Recipe.model_validate(table)
     except ValidationError as error:
-        places = [overrides.get(_place(e), source) for e in error.errors()]
-        said = [f"{place}: {_sentence(e)}" for place, e in zip(places, error.errors(), strict=True)]
+        said = [f"{'--set' if _place(e) in overrides else source}: {_sentence(e)}" for e in error.errors()]
         raise UserError("; ".join(said)) from None
 
 
