@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import pytest
+
 NAME = "someone/tiny"
 FIRST, SECOND = "1" * 40, "2" * 40
 
@@ -39,6 +41,18 @@ def serving(files: Path) -> Iterator[Hub]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def used(files: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """`serving`, as the hub of this process, with its cache in `folder`, which becomes the current directory."""
+    with serving(files) as hub:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
+        template = "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "cache"))
+        monkeypatch.chdir(folder)
+        yield hub
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -32,9 +32,8 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import locked
-from mugrpo_megatron.run.model import hub_model, with_model
+from mugrpo_megatron.run.model import begun_weights, hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
-from mugrpo_megatron.weights.fingerprint import fingerprint
 
 SETTINGS = "settings.json"
 """The file that makes a directory an evaluation's own."""
@@ -97,9 +96,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
     hub = hub_model(recipe)
     return {
         "model": asdict(hub) if hub else str(recipe.model.path.resolve()),
-        "weights": None
-        if hub
-        else fingerprint(recipe.model.directory),  # a run writes its later ones to the same place
+        "weights": begun_weights(recipe) or None,  # a run writes its later ones to the same place
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
         "max_response_tokens": recipe.rollout.max_response_tokens,

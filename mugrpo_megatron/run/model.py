@@ -43,7 +43,7 @@ def hub_model(recipe: Recipe) -> HubModel | None:
 
 
 def begun_weights(recipe: Recipe) -> str:
-    """The fingerprint of the weights that a run starts from, if they are in a directory; empty for a hub's model."""
+    """The fingerprint of the recipe's weights, if they are in a directory; empty for a model of the hub."""
     return "" if recipe.model.commit else fingerprint(recipe.model.directory)
 
 

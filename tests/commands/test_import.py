@@ -17,7 +17,7 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.published import read_published, weight_sums
 from mugrpo_megatron.stages.store import StageStore
-from tests.hub import FIRST, NAME, serving
+from tests.hub import FIRST, NAME, used
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 PROMPTS, GROUP, UPDATES = 4, 4, 2
@@ -150,12 +150,7 @@ def test_a_reward_is_finite_as_float32(reward: str, model: Path, tmp_path: Path)
 
 
 def test_a_model_of_the_hub_is_found(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(model) as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        template = "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.chdir(tmp_path)
+    with used(model, tmp_path, monkeypatch):
         recipe = load_recipe(recipe_file(tmp_path, Path(NAME)))
         imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
     published = read_published(tmp_path / "stage")

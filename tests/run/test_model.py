@@ -19,7 +19,7 @@ from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.run.model import hub_model, with_cached_model, with_model
 from mugrpo_megatron.run.preflight import check_on_paper, check_run
 from mugrpo_megatron.run.record import HubModel, read_record
-from tests.hub import FIRST, NAME, SECOND, Hub, serving
+from tests.hub import FIRST, NAME, SECOND, Hub, serving, used
 from tests.tiny import save_model, write_recipe
 
 
@@ -33,12 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def hub(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    with serving(model) as hub:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
-        template = "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", hub.url + template)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.chdir(tmp_path)
+    with used(model, tmp_path, monkeypatch) as hub:
         yield hub
 
 
