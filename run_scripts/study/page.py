@@ -40,7 +40,7 @@ QUESTIONS = {
     "thresholds": "thresholds at the hot rate",
     "regime": "clip and scopes at one rate",
     "fresh": "GRPO at the regime rate",
-    "long": "four stages of 512, and GRPO",
+    "long": "stages of 512 and 1,024, and GRPO, with 2,048 updates",
 }
 """Block -> what it is for, in the order in which blocks run."""
 

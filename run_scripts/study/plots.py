@@ -30,6 +30,7 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "veto_dual": ("green", ":", "dual, H_κ"),
     "grpo_long": ("ink", "--", "GRPO, 2,048 updates"),
     "four_long": ("green", "--", "4 of 512"),
+    "two_long": ("blue", "--", "2 of 1,024"),
     "four": ("blue", "-.", "4 of 128"),
     "eight": ("violet", "-.", "8 of 64"),
     "grow_mild": ("grey", "--", "8 growing by 1.5"),
@@ -257,7 +258,7 @@ PICTURES: Mapping[str, Picture] = {
     "inside-hot": Picture(partial(inside, block="hot"), partial(_any, block="hot")),
     "inside-tuned": Picture(partial(inside, block="tuned"), partial(_any, block="tuned")),
     "ends": Picture(ends, _one_stage),
-    "inside-long": Picture(partial(inside, block="long", panels=2), partial(_any, block="long")),
+    "inside-long": Picture(partial(inside, block="long"), partial(_any, block="long")),
     "inside-thresholds": Picture(partial(inside, block="thresholds"), _varied),
 }
 """Name -> picture, in the order of the page."""

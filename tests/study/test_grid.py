@@ -17,7 +17,7 @@ STUDY = load_grid()
 RATE = 4e-5
 RECIPES = {name: load_recipe(BASE, settings(STUDY, Cell(0, name, RATE))) for name in STUDY.methods}
 STALE = [name for name in STUDY.methods if STUDY.shares_stage(name)]
-LONG = {"grpo_long": 4, "four_long": 512}
+LONG = {"grpo_long": 4, "four_long": 512, "two_long": 1024}
 SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, "grow_decay": 64, **LONG}
 
 
@@ -58,7 +58,7 @@ def test_methods_with_several_stages_are_those_of_the_plan() -> None:
     assert lengths["grow_mild"] == [11, 17, 24, 35, 53, 79, 117, 176]
     for name in SEVERAL:
         assert RECIPES[name].objective == RECIPES["strict" if name.startswith("grpo") else "veto"].objective
-    assert lengths["four_long"] == [512] * 4
+    assert (lengths["four_long"], lengths["two_long"]) == ([512] * 4, [1024] * 2)
     falling = RECIPES["grow_decay"].optimizer
     assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
 
