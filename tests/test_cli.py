@@ -103,6 +103,10 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
     assert capsys.readouterr().out == printed
     assert "clip_high = 1.2" in printed
     assert not (tmp_path / "run").exists()
+    assert main(["train", str(tmp_path / "resolved.toml"), "--set", "objective.name=mu_grpo", "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "clip_high = 5.0" in out
+    assert "no longer in force: " in err
 
 
 HEAVY = ("torch", "transformers", "megatron", "sglang", "sympy", "math_verify", "huggingface_hub")

@@ -56,16 +56,21 @@ def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
     """Load the recipe and `run` it, which writes to `output`; or print it and check it for `--dry-run`."""
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe, options.overrides, _remark if options.dry_run else say)
     if options.dry_run:
         from mugrpo_megatron.run.preflight import check_on_paper
 
         print(dump_recipe(recipe), end="", flush=True)
-        check_on_paper(recipe, lambda line: print(f"mugrpo: {visible(line)}", file=sys.stderr))
+        check_on_paper(recipe, _remark)
         return 0
     say(visible(f"mugrpo {__version__}: {options.recipe} -> {output(recipe)}"))
     run(recipe)
     return 0
+
+
+def _remark(line: str) -> None:
+    """Print a line of a dry run beside the recipe."""
+    print(f"mugrpo: {visible(line)}", file=sys.stderr)
 
 
 def say(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import NoneType
@@ -28,19 +28,25 @@ SHOWN_CHARS = 60
 """Characters of a wrong value that a message shows."""
 
 
-def load_recipe(path: Path | None, overrides: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    path: Path | None, overrides: Sequence[str] = (), tell: Callable[[str], object] = lambda line: None
+) -> Recipe:
     """The recipe in `path`, composed with its `base` files and overridden by `a.b=c` strings, validated.
 
     None stands for an empty recipe: every key at its default. A recipe may start with `base = "other.toml"`, or a list
-    of such paths (relative to itself); its own keys win over its bases', a later base's over an earlier one's.
-    Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
+    of such paths (relative to itself); its own keys win over its bases', a later base's over an earlier one's. The name
+    of another objective takes that preset whole: the keys of `[objective]` below it are dropped, and `tell` gets a line
+    if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
-    table = _read_with_base(path, within=(), read=[]) if path else {}
-    given = set()
+    read = _read_with_base(path, within=(), read=[]) if path else {}
+    given = {override.partition("=")[0].strip(): override for override in overrides}
+    table = _for_objective(read, _objective_of(given))
     for override in overrides:
         _apply(table, override)
-        given.add(override.partition("=")[0].strip())
-    return validate(table, source=str(path or "--set"), overrides=given)
+    recipe = validate(table, source=str(path or "--set"), overrides=given.keys())
+    if table is not read and (line := _dropped(read["objective"], recipe)):
+        tell(f"{path}: {line}")
+    return recipe
 
 
 def validate(table: Table, source: str, overrides: Collection[str] = ()) -> Recipe:
@@ -100,7 +106,34 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path]) -> T
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
     tables = [_read_with_base(path.parent / name, (*within, own), read) for name in names]
-    return reduce(_merge, [*tables, table])
+    return reduce(_layered, [*tables, table])
+
+
+def _layered(base: Table, top: Table) -> Table:
+    """The tables of `base` below those of `top`."""
+    section = top.get("objective")
+    return _merge(_for_objective(base, section.get("name") if isinstance(section, dict) else None), top)
+
+
+def _for_objective(table: Table, name: object) -> Table:
+    """`table`, its `[objective]` empty if it names another one: a clip range of mu-GRPO is not one of GRPO."""
+    section = table.get("objective")
+    if name is None or not isinstance(section, dict) or section.get("name", name) == name:
+        return table
+    return {**table, "objective": {}}
+
+
+def _dropped(section: Table, recipe: Recipe) -> str | None:
+    """A sentence on the keys of an `[objective]` that another name has replaced; None if all values are the same."""
+    now = recipe.objective.model_dump(mode="json")
+    keys = [key for key, value in section.items() if key != "name" and now.get(key) != value]
+    if not keys:
+        return None
+    listed = ", ".join(f"{key} = {_shown(section[key])}" for key in keys)
+    return (
+        f"its objective is {_shown(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
+        f"preset whole; no longer in force: {listed}; use --set to keep one"
+    )
 
 
 def _merge(base: Table, top: Table) -> Table:
@@ -126,6 +159,12 @@ def _apply(table: Table, override: str) -> None:
             raise UserError(f"--set {override}: {section} is a value, not a section")
     value = _value(override, text)
     table[key] = text.strip() if isinstance(value, int | float) and _takes_text([*sections, key]) else value
+
+
+def _objective_of(overrides: Mapping[str, str]) -> object:
+    """The objective that `--set` names, None without one."""
+    override = overrides.get("objective.name")
+    return None if override is None else _value(override, override.partition("=")[2])
 
 
 def _takes_text(keys: list[str]) -> bool:

@@ -60,11 +60,13 @@ class ObjectiveSection(Section):
     """The surrogate that one update minimises."""
 
     name: ObjectiveName = "mu_grpo"
-    """Preset that fills the fields below where the recipe leaves them out."""
+    """Preset that fills the fields below where the recipe leaves them out. A name that replaces another one, by `--set`
+    or above a `base`, takes its preset whole: the fields of the replaced one are dropped."""
     advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
     """Baseline and scale of the advantage inside a group of responses to one prompt."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
-    """Groups with equal rewards: `count` in the loss's denominators, `mask` there, `leave_out` of a stage's updates."""
+    """Groups with equal rewards: `count` keeps their tokens in the denominators, `mask` removes them, and `leave_out`
+    builds updates from the other groups."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """How token terms add up to the loss of an update."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
@@ -80,9 +82,11 @@ class ObjectiveSection(Section):
     clip_high: float = Field(5.0, ge=1.0)
     """Upper bound of the importance ratio's clip range (1 + epsilon_high)."""
     clip_centre: Literal["one", "reference", "proximal"] = "one"
-    """Clip range around 1, moved by the ratio of a reference policy (the learner at the last refresh), or times it."""
+    """Clip range around 1, shifted to a reference policy's ratio (`reference`), or multiplied by it (`proximal`); the
+    reference policy is the learner at the last refresh."""
     reference_every: PositiveInt = 1
-    """Updates between refreshes of the clip's reference policy, from a stage's start; at 1 the clip binds no token."""
+    """Updates between refreshes of the reference policy that `clip_centre` names, from a stage's start; with 1 such a
+    clip holds back no token."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate is not pushed down; off when left out (verl: 3)."""
     divergence: Literal["tv", "kl"] = "tv"

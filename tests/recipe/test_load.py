@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 RECIPES = sorted(Path("run_scripts/recipes").rglob("*.toml"))
 
@@ -38,6 +40,54 @@ def test_a_preset_fills_what_the_recipe_leaves_out(tmp_path: Path) -> None:
     path = write(tmp_path / "r.toml", '[objective]\nname = "grpo"\nclip_high = 1.28\n')
     objective = load_recipe(path).objective
     assert (objective.clip_low, objective.clip_high, objective.veto) == (0.8, 1.28, "none")
+
+
+def objective_of(name: str) -> ObjectiveSection:
+    return load_recipe(None, [f"objective.name={name}"]).objective
+
+
+@pytest.mark.parametrize("first", ["mu_grpo", "grpo", "m2po", "vespo"])
+@pytest.mark.parametrize("second", ["mu_grpo", "grpo", "cispo", "off_policy_grpo"])
+def test_the_name_of_another_objective_takes_its_preset_whole(tmp_path: Path, first: str, second: str) -> None:
+    """A run's resolved recipe holds every key of its objective, and none of them is another's."""
+    resolved = dump_recipe(load_recipe(None, [f"objective.name={first}", "objective.entropy_coef=0.25"]))
+    base = write(tmp_path / "base.toml", resolved)
+    above = write(tmp_path / "above.toml", f'base = "base.toml"\n[objective]\nname = "{second}"\n')
+    wanted = objective_of(second) if first != second else load_recipe(base).objective
+    assert load_recipe(base, [f"objective.name={second}"]).objective == wanted
+    assert load_recipe(base, [f'objective.name = "{second}"']).objective == wanted
+    assert load_recipe(above).objective == wanted
+    assert load_recipe(above, [f"objective.name={first}"]).objective == (
+        objective_of(first) if first != second else wanted
+    )
+
+
+def test_keys_beside_another_name_stay_whatever_their_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "r.toml", '[objective]\nname = "mu_grpo"\ndual_clip = 3.0\n')
+    overrides = ["objective.clip_high=1.28", "objective.name=grpo", "objective.reduction=token_mean"]
+    for order in permutations(overrides):
+        found = load_recipe(path, order).objective
+        assert (found.clip_high, found.reduction, found.veto, found.dual_clip) == (1.28, "token_mean", "none", None)
+
+
+def test_keys_of_a_recipe_that_names_no_objective_are_every_objectives(tmp_path: Path) -> None:
+    write(tmp_path / "common.toml", '[objective]\nreduction = "token_mean"\n')
+    path = write(tmp_path / "r.toml", 'base = "common.toml"\n[objective]\nname = "grpo"\n')
+    assert load_recipe(tmp_path / "common.toml", ["objective.name=grpo"]).objective.reduction == "token_mean"
+    assert load_recipe(path).objective.reduction == "token_mean"
+
+
+def test_dropped_keys_are_told_if_they_mattered(tmp_path: Path) -> None:
+    text = '[objective]\nname = "mu_grpo"\nclip_low = 0.0\nzero_variance = "count"\ndual_clip = 3.0\n'
+    path, told = write(tmp_path / "r.toml", text), list[str]()
+    load_recipe(path, ["objective.name=grpo"], told.append)
+    (line,) = told
+    assert "no longer in force: clip_low = 0.0, dual_clip = 3.0;" in line
+    for name in ("mu_grpo", "grpo"):
+        quiet = write(tmp_path / "quiet.toml", f'[objective]\nname = "{name}"\n')
+        load_recipe(quiet, ["objective.name=grpo"], told.append)
+    load_recipe(path, ["objective.clip_low=0.5"], told.append)
+    assert told == [line]
 
 
 def test_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
