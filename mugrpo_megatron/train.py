@@ -15,7 +15,7 @@ from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_insi
 from mugrpo_megatron.phases.finish import finish
 from mugrpo_megatron.phases.finished import show_finished
 from mugrpo_megatron.phases.generate import generate
-from mugrpo_megatron.phases.optimize import measure_mismatch, optimizing, record_update
+from mugrpo_megatron.phases.optimize import optimizing, record_stage, record_update
 from mugrpo_megatron.phases.passes import record_behaviour, refresh_reference
 from mugrpo_megatron.phases.prefetch import offer_next_stage, take_offered_stage
 from mugrpo_megatron.phases.profile import profiled
@@ -67,7 +67,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, start: Cursor) 
     policy would no longer produce. Returns where the next stage begins.
     """
     stage, cursor = run.stage_store(start), start
-    measure_mismatch(run, learner, stage, cursor)
+    record_stage(run, learner, stage, cursor)
     record_behaviour(run, learner, stage, cursor)
     compute_anchor(run, learner, stage, cursor)  # where `objective.kl_anchor` asks for it
     while cursor.stage == start.stage:

@@ -12,7 +12,7 @@ from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER
 
 METRICS: tuple[tuple[str, str, str], ...] = (
-    ("loss", "", "loss of the update: minus the surrogate objective, denominators of the whole update"),
+    ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
     ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 while the policy is the behaviour policy"),
     ("ratio_neg_mean", "ratio", "mean importance ratio of tokens with negative advantage: the paper's E[ρ | A < 0]"),
     ("ratio_neg_p01", "ratio", "1st percentile of the importance ratio, negative advantage"),
@@ -31,11 +31,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
     ("veto_first_trigger", "fraction", "mean place of the first trigger in its response, 0 first token, 1 the end"),
     ("ess", "fraction", "effective sample size of the token ratios, (sum r)^2 / (n sum r^2); 1 on policy"),
-    ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) a token"),
+    ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) per token"),
     ("kl_k3", "nats", "mean of r - 1 - log r: the same, never negative"),
-    ("kl_anchor", "nats", "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL to the anchor a token; 0 where equal"),
+    ("kl_anchor", "nats", "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL to the anchor per token, 0 if equal"),
     ("kl_anchor_k1", "nats", "mean of d = log pi - log anchor over the sampled tokens"),
-    ("second_moment", "nats^2", "mean squared log-ratio a token"),
+    ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
     ("advantage_mean", "", "mean advantage of the responses"),
     ("advantage_std", "", "standard deviation of the responses' advantages"),

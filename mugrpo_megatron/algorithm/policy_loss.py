@@ -28,7 +28,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """Loss of each of T tokens, and what determined it; the sum of `loss` is the loss."""
+    """Loss of each of T tokens, and what determined it; the sum of `loss` is the loss without entropy bonus."""
 
     loss: Tensor
     """[T]: weighted loss of each token; differentiable in the log-probabilities."""

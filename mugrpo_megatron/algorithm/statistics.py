@@ -69,7 +69,7 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
         return torch.full((), math.inf, dtype=torch.float64, device=log_ratio.device)
     rest = n - 1 - torch.arange(len(squares), device=squares.device)
     k = int((running_sum(squares) + squares * rest >= budget * n).int().argmax())
-    return squares[max(k - 1, 0)].sqrt() if k else torch.zeros_like(squares[0])
+    return squares[k - 1].sqrt() if k else torch.zeros_like(squares[0])
 
 
 def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:

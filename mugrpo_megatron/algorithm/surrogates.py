@@ -90,10 +90,10 @@ def moved_to(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]
 
 
 def total_variation(ratio: Tensor) -> Tensor:
-    """|r - 1| / 2 [T]: token by token what, of whole responses, has the total variation as its mean under beta.
+    """|r - 1| / 2 of each token [T].
 
-    The lower bound of arXiv 2505.22257 (theorem 1) penalises the total variation between distributions of responses;
-    on the ratios of tokens this is an approximation of it.
+    With the ratio of a whole response, its mean under beta is the total variation between the two distributions of
+    responses, which the lower bound of arXiv 2505.22257 (theorem 1) penalises; with tokens it approximates that.
     """
     return (ratio - 1).abs() / 2
 
@@ -169,7 +169,7 @@ def gmpo(tokens: Tokens, config: ObjectiveSection) -> Terms:
 def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-sg(r^k exp(lambda (1 - r))) A log pi, k and lambda by the advantage's sign (VESPO, arXiv 2602.10693).
 
-    r is the ratio of the whole response; the weight is 1 where r is 1 and falls to 0 on either side.
+    r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
     """
     ratio, positive = tokens.ratio.detach(), tokens.advantage > 0
     power = _by_sign(positive, config.vespo_k_positive, config.vespo_k_negative, ratio)

@@ -21,11 +21,12 @@ Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 KINDS: dict[Kind, str] = {
     "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
     "updates taken on its responses before.",
-    "stage": "One stage's responses, written when the stage is sealed on disk.",
+    "stage": "One stage's responses, written when its first update is about to be taken.",
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
     "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
-    "stem. Sets are never pooled. Figures are called `accuracy` if `reward.function` is `math`, which returns right or "
-    "wrong, and `reward` if it is the user's own function, whatever it returns.",
+    "stem. Sets are never pooled. Figures are called `accuracy` if `reward.function` is `math`, or `code` with "
+    '`reward.code_reward = "all"`, which return right or wrong. Otherwise, also for a user\'s own function, they are '
+    "called `reward`, whatever it returns.",
     "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
     "engine": "A reading of an engine's load while it generated `stage`: `engine` is its number. They are written "
     "when the phase ends, at most 241 for each engine.",
@@ -101,14 +102,14 @@ METRICS: tuple[Metric, ...] = (
         "Updates between the weights that sampled the responses and these: the age, and with `schedule.prefetch` more.",
     ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
-    Metric("update", "own/SET", "any", "What `objective.diagnostics`, your own function, returns under the name SET."),
+    Metric("update", "own/NAME", "any", "What `objective.diagnostics`, your own function, returns under NAME."),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
     Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
     Metric("update", "loss_scale", "1", "What the loss was multiplied by in float16."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses."),
-    Metric("update", "reward/NAME", "reward", "The same for the update's responses as of a stage."),
+    Metric("update", "reward/NAME", "reward", "Mean of the part NAME in the update, before its weight; see `stage`."),
     Metric(
         "update",
         "zero_variance_fraction",

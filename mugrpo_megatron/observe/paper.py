@@ -50,7 +50,8 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "NAV-vetoed fraction",
         "`vetoed_fraction`",
-        'Share of all response tokens. It also counts tokens that `sequence_mask` or `second_moment = "drop"` removes.',
+        "Share of all response tokens. It also counts tokens that `sequence_mask`, `reject` or "
+        '`second_moment = "drop"` removes.',
     ),
     (
         "trigger, T",
@@ -77,9 +78,9 @@ NAMES: tuple[tuple[str, str, str], ...] = (
     (
         "T_total",
         "`paper_seconds` of summary.json",
-        f"T_rollout and the phases {_listed(TRAINING_PHASES[len(ROLLOUT_PHASES) :])}, without the saves during "
-        "`optimize`. Neither time includes `start`, `eval` and `save`. The project page does not say what its times "
-        "include.",
+        f"T_rollout and the phases {_listed(TRAINING_PHASES[len(ROLLOUT_PHASES) :])}. Neither time includes `start`, "
+        "`probe`, `eval` and `save`, also where they lie inside another phase. The project page does not say what its "
+        "times include.",
     ),
 )
 """The paper's name, ours, and a note for comparing the two."""
@@ -88,8 +89,9 @@ NAMES: tuple[tuple[str, str, str], ...] = (
 def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """T_rollout and T_total in seconds, from a run's phase rows.
 
-    A phase inside another one, such as a save inside `optimize`, is subtracted from the outer one and counts for
-    neither. A `sync` made only for an evaluation does not count. What a resumed run repeats counts twice.
+    A phase inside another one counts with the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
+    `optimize`. Any other, such as a save there, is subtracted. A `sync` made only for an evaluation does not count.
+    What a resumed run repeats counts twice.
     """
     ran = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
     own: dict[str, float] = {}
@@ -108,7 +110,7 @@ def mask_name(objective: Mapping[str, object]) -> str:
 
 
 def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Phases that are not inside another, in order, with their seconds minus those of the phases inside them."""
+    """Phases inside no other, in order, with their seconds minus those of inner phases that do not count."""
     found: list[tuple[str, float]] = []
     outer_end = inner_end = float("-inf")
     for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
@@ -116,7 +118,7 @@ def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
         if end > outer_end:
             found.append((name, end - start))
             outer_end, inner_end = end, start
-        elif start >= inner_end:
+        elif start >= inner_end and name not in TRAINING_PHASES:
             found[-1] = (found[-1][0], found[-1][1] - (end - start))
             inner_end = end
     return found

@@ -1,4 +1,4 @@
-"""Evaluation during a run: all engines share the problems of each held-out set, every rank gathers the rewards."""
+"""Evaluation during a run: all engines share the problems of each held-out set, every rank gathers the answers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Answers:
     """The first response, if it is one that is kept."""
 
 
-Rewards = dict[int, Answers]
-"""By a held-out problem's place."""
+ByPlace = dict[int, Answers]
+"""Answers by a held-out problem's place."""
 
 
 def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
@@ -106,38 +106,38 @@ def _evaluate(run: Run, generator: Generator | None, cursor: Cursor) -> bool:
     """
     own = generator.problems.held_out.problems if generator else []
     names = run.world.broadcast([problem.source for problem in own])
-    rewards: Rewards = {}
+    answers: ByPlace = {}
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
             places = [place for place, name in enumerate(names) if name in alike]
-            if not _score(run, generator, alike[0], places, rewards, bar):
+            if not _score(run, generator, alike[0], places, answers, bar):
                 break
-        done = len(rewards) == len(names)
+        done = len(answers) == len(names)
         if done:
-            _log(run, cursor, names, rewards, bar)
+            _log(run, cursor, names, answers, bar)
             if generator:
                 generator.failures_in_a_row = 0
     report_failures(run, generator)
     return done
 
 
-def _log(run: Run, cursor: Cursor, names: Sequence[str], rewards: Rewards, bar: Bar) -> None:
+def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: Bar) -> None:
     """One row of the log, set by set; `names` holds the set's name for each problem."""
     measure = measure_of(run.recipe.reward)
     sets: dict[str, SetFigures] = {}
     shares: dict[str, float] = {}
     for name in dict.fromkeys(names):
-        answers = [rewards[place] for place, other in enumerate(names) if other == name]
-        own = [each.rewards for each in answers]
+        of_set = [answers[place] for place, other in enumerate(names) if other == name]
+        own = [each.rewards for each in of_set]
         sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
         responses = len(own) * len(own[0])
-        shares |= {f"truncated/{name}": sum(each.truncated for each in answers) / responses}
+        shares |= {f"truncated/{name}": sum(each.truncated for each in of_set) / responses}
         if measure == "accuracy":
-            shares |= {f"unparsed/{name}": sum(each.unparsed for each in answers) / responses}
+            shares |= {f"unparsed/{name}": sum(each.unparsed for each in of_set) / responses}
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
-    tokens = float(sum(each.tokens for each in rewards.values()))
+    tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
-    kept = [rewards[place].kept for place in sorted(rewards)]
+    kept = [answers[place].kept for place in sorted(answers)]
     if run.is_main and any(kept):
         write_kept(run.directory.samples(cursor.updates), [one for one in kept if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
@@ -146,40 +146,40 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], rewards: Rewards, bar: 
         bar.values |= {name: one.mean.value for name, one in sets.items()}
 
 
-def _score(run: Run, generator: Generator | None, name: str, places: Sequence[int], rewards: Rewards, bar: Bar) -> bool:
-    """Add the rewards of the problems at `places`, sampled as the set `name` asks, to `rewards`. Collective.
+def _score(run: Run, generator: Generator | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
+    """Add the answers to the problems at `places`, sampled as the set `name` asks, to `answers`. Collective.
 
     Returns False when every engine has failed or the run is asked to stop.
     """
-    while missing := [place for place in places if place not in rewards]:
+    while missing := [place for place in places if place not in answers]:
         queue = shared_queue(run.world, missing)
         own = _answered(run, generator, name, queue, bar) if generator else {}
         run.world.barrier()
         found = {place: one for part in run.world.gather(own) for place, one in part.items()}
-        rewards |= found
-        bar.advance(len(rewards) - bar.done, sum(one.tokens for one in rewards.values()) - bar.tokens)
+        answers |= found
+        bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
         if not found or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
 
 
-def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> Rewards:
-    """The rewards of what this rank's engine takes from the queue."""
+def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> ByPlace:
+    """The answers to what this rank's engine takes from the queue."""
     held_out = generator.problems.held_out
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, generator.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
     kept = set(chosen_places(names, run.recipe.report.eval_problems))
-    rewards: Rewards = {}
+    answers: ByPlace = {}
 
     def take(held: int, slots: int) -> list[Prompt]:
         return [Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(held, slots)]
 
     groups = sampled(run, generator, queue, take, samples, how)
     for group in scored(groups, generator.verifier, generator.tokenizer, run.stop.heard):
-        rewards[group.prompt.index] = _answers(group, group.prompt.index in kept)
+        answers[group.prompt.index] = _answers(group, group.prompt.index in kept)
         bar.advance(tokens=group.tokens)
-    return rewards
+    return answers
 
 
 def _answers(group: ScoredGroup, keep: bool) -> Answers:

@@ -27,13 +27,13 @@ from mugrpo_megatron.stages.summary import component_means
 from mugrpo_megatron.weights.flops import model_flops
 
 
-def measure_mismatch(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Log a new stage's statistics, and by how much engine and learner differ on the same weights.
+def record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """Log a new stage: its statistics, by how much engine and learner differ on the same weights, and samples of it.
 
     A stage that other weights have sampled (`schedule.prefetch`) has no such figure: the learner's are later ones.
     """
     if cursor.age > 0:
-        return  # the weights have changed; it was measured at the stage's start
+        return  # the weights have changed; it was done at the stage's start
     samples = stage.read_update(0)[:MISMATCH_RESPONSES]
     same = samples[0].weight_version == cursor.updates
     run.log.stage(cursor.stage, stage.statistics() | (_mismatch(run, learner, samples, cursor) if same else {}))
@@ -115,5 +115,6 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, samples: Sequence[Sampl
     raise TrainingFailure(
         f"{learner.skipped_in_a_row} updates in a row had a non-finite gradient and were skipped, the last one "
         f"update {cursor.age} of stage {cursor.stage} (both from 0). The learner is saved, the batch is in {path}. "
-        "Look at grad_norm and ratio_max before it in the report; a lower optimizer.lr is the usual way out"
+        "Look at grad_norm, ratio_pos_max and ratio_neg_max before it in the report; a lower optimizer.lr is the usual "
+        "way out"
     )
