@@ -30,6 +30,10 @@ from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
 from mugrpo_megatron.files.tensors import Sums
 
+if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
+    # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.
+    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import raises ImportError, which the dumper expects
+
 PR_SET_PDEATHSIG = 1
 GATHER_SECONDS = 0.02
 """Finished groups are sent together, at most this long after the first of them."""
@@ -233,8 +237,6 @@ def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     guard = start_guard()  # first: it cleans up even if the parent is gone already
     die_with_parent(parent)
-    # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.
-    sys.modules["megatron"] = None  # type: ignore[assignment]  # an import raises ImportError, which the dumper expects
     connection = Channel(socket.socket(fileno=descriptor))
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)

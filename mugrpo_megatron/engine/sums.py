@@ -19,11 +19,13 @@ from mugrpo_megatron.files.tensors import Sums, sums
 def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """SGLang calls this in each tensor parallel rank; `tensors` is empty. The first rank writes all ranks' sums.
 
-    The others may be on nodes whose files the host does not see.
+    The others may be on nodes whose files the host does not see. Left out is what SGLang's own checks leave out: the
+    scales of the KV cache in a quantised model, which are parameters there and no weights.
     """
     from sglang.srt.distributed import get_tp_group  # here, as launch.py needs no SGLang
 
-    group, own = get_tp_group(), sums(model.named_parameters())
+    weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
+    group, own = get_tp_group(), sums(weights)
     found = group.all_gather_object(own) if group.world_size > 1 else [own]
     if group.rank_in_group == 0:
         _file().write_text(json.dumps(found), encoding="utf-8")

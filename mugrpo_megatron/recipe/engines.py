@@ -1,4 +1,4 @@
-"""Checks of the `[engine]` section across sections: quantised weights, engines that span nodes, deterministic ones."""
+"""Checks of the `[engine]` section across sections: devices, quantised weights, nodes, drafts, equal runs."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         )
     if problem := tied_problem(model):
         yield problem
+    yield from _draft_problems(recipe)
     if recipe.run.deterministic:
         yield from _deterministic_problems(recipe)
     if recipe.engine.quantization == "fp8":
@@ -79,6 +80,11 @@ def _device_problems(recipe: Recipe, cuda: bool) -> Iterator[str]:
             f"engine.replicas = {recipe.engine.replicas} is for engines on CPU: on CUDA each rank leads an engine "
             "on its own device; leave it out"
         )
+    if recipe.model.dtype == "float32" and cuda and not recipe.run.deterministic:
+        yield (
+            'model.dtype = "float32" with an engine on CUDA: the norms of SGLang 0.5.15 take half precision there; set '
+            'model.dtype to "bfloat16", or run.deterministic = true, which has other norms'
+        )
     if recipe.learner.routing_replay == "rollout" and not cuda:
         yield (
             'learner.routing_replay = "rollout" needs CUDA to generate: SGLang 0.5.15 keeps routed experts in pinned '
@@ -112,6 +118,16 @@ def _deterministic_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _draft_problems(recipe: Recipe) -> Iterator[str]:
+    """A second model's weights: SGLang 0.5.15 loads the learner's into it, and loses its own while it sleeps."""
+    algorithm = recipe.engine.extra.get("speculative_algorithm")
+    if algorithm not in (None, "NGRAM"):
+        yield (
+            f"engine.extra.speculative_algorithm = {algorithm!r} needs a draft model, which a weight sync would break "
+            '(SGLang 0.5.15): set it to "NGRAM", which needs none, or remove it'
+        )
+
+
 def _node_problems(recipe: Recipe) -> Iterator[str]:
     engine = recipe.engine
     if engine.nodes == 1:
@@ -132,6 +148,12 @@ def _fp8_problems(recipe: Recipe) -> Iterator[str]:
     asked = 'engine.quantization = "fp8"'
     if recipe.model.dtype != "bfloat16":
         yield f'{asked} quantises a bfloat16 learner: set model.dtype = "bfloat16", or engine.quantization = "none"'
+    cache = recipe.engine.extra.get("kv_cache_dtype", "")
+    if str(cache).startswith("fp8") and recipe.engine.between_stages == "sleep":
+        yield (
+            f"{asked} with engine.extra.kv_cache_dtype = {cache!r}: the cache's scales are then weights, which the "
+            'engine loses while it sleeps; remove one of the two, or set engine.between_stages = "restart"'
+        )
     if recipe.rollout.behaviour == "learner" and recipe.objective.mismatch == "none":
         yield (
             f'{asked} samples from another policy than the learner\'s, and rollout.behaviour = "learner" would take '

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ class Saver:
     def __init__(self, learner: Learner, directory: Path, section: CheckpointSection, run: str) -> None:
         """`run` is the id that the checkpoints carry."""
         self._learner, self._directory, self._section, self._run = learner, directory, section, run
-        self._group = dist.new_group(backend="gloo") if section.asynchronous else None
+        timeout = timedelta(seconds=learner.recipe.run.collective_timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if section.asynchronous else None
         self._checkpoint, self._hf = Background("checkpoint"), Background("hf")
         self._began = time.monotonic()
 

@@ -21,7 +21,7 @@ from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
-from mugrpo_megatron.observe.environment import finds_cuda
+from mugrpo_megatron.observe.environment import finds_cuda, may_find_cuda
 from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
@@ -193,7 +193,7 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 
 def _check_engine_device(recipe: Recipe) -> None:
     if needs_a_kind_of_device(recipe):
-        check_engine_device(recipe, recipe.run.device != "cpu" and finds_cuda())  # which imports torch
+        check_engine_device(recipe, recipe.run.device != "cpu" and may_find_cuda() and finds_cuda())
 
 
 def _check_layers(recipe: Recipe) -> None:

@@ -205,8 +205,15 @@ def bridge_of(learner: Learner) -> Bridge:
     """The bridge from this learner to the engines. Collective."""
     chunks = [policy(chunk) for chunk in learner.chunks]
     engine = learner.recipe.engine
-    quantised = engine.quantization != "none"
-    return build_bridge(chunks, learner.architecture, engine.bucket_bytes, engine.tensor, quantised, engine.nodes)
+    return build_bridge(
+        chunks,
+        learner.architecture,
+        engine.bucket_bytes,
+        engine.tensor,
+        quantised=engine.quantization != "none",
+        engine_nodes=engine.nodes,
+        timeout_s=learner.recipe.run.collective_timeout_s,
+    )
 
 
 def hand_over(engines: Engines, learner: Learner, world: World) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -82,21 +83,23 @@ def build_bridge(
     engine_tensor: int = 1,
     quantised: bool = False,
     engine_nodes: int = 1,
+    timeout_s: float = 1800.0,
 ) -> Bridge:
     """Make the plan and allocate the buffers; collective, once after the model is built. `quantised`: fp8 engines.
 
     `bucket_bytes` limits the bridge's memory beyond the model: two buckets are in flight at a time. Engines span
-    consecutive ranks, of `engine_nodes` nodes: the leader of rank r's engine is rank r - r % engine_tensor.
+    consecutive ranks, of `engine_nodes` nodes: the leader of rank r's engine is rank r - r % engine_tensor. The others
+    wait up to `timeout_s` for a leader whose engine loads a bucket.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
     held = held_shards(chunks, architecture)
     sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
     if next(iter(held.values())).is_cuda:
-        return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor), sent, None)
+        return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None)
     # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
-    group = _engine_group(engine_tensor) if engine_nodes > 1 else None
+    group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
     return Bridge(architecture, plan, held, engine_tensor, group, sent, staging)
 
 
@@ -227,7 +230,7 @@ def _serialize_for_engine(bridge: Bridge, engine: Engine | None, bucket: Bucket,
     return gathered
 
 
-def _engine_group(engine_tensor: int) -> dist.ProcessGroup:
+def _engine_group(engine_tensor: int, timeout_s: float) -> dist.ProcessGroup:
     """The ranks whose devices this rank's engine uses."""
-    mine, _ = dist.new_subgroups(engine_tensor)
+    mine, _ = dist.new_subgroups(engine_tensor, timeout=timedelta(seconds=timeout_s))
     return mine

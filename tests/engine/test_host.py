@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -34,6 +36,17 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Channel(ours), Channel(theirs)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("name", "hidden"), [("__mp_main__", True), ("imported", False)])
+def test_a_spawned_scheduler_does_not_find_megatron(name: str, hidden: bool) -> None:
+    """`multiprocessing` runs the parent's main module again in a process that it spawns, as `__mp_main__`."""
+    code = f"import runpy, sys; runpy.run_module({host.__name__!r}, run_name={name!r}); " + (
+        "print('megatron' in sys.modules and sys.modules['megatron'] is None)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(hidden)]
 
 
 def test_memory_is_not_released_before_the_engine_is_idle(ends: tuple[Channel, Channel]) -> None:

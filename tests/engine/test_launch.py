@@ -32,6 +32,12 @@ from tests import models
 from tests.engine.tiny import recipe
 
 
+def half(checkpoint: Path, **engine: object) -> Recipe:
+    """`recipe` in bfloat16, as engines on CUDA need it."""
+    found = recipe(checkpoint, **engine)
+    return found.model_copy(update={"model": found.model.model_copy(update={"dtype": "bfloat16"})})
+
+
 def test_torchrun_does_not_leak_into_the_engine(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
@@ -121,7 +127,7 @@ def test_an_engine_of_several_nodes_is_not_bound_to_loopback(checkpoint: Path, m
 
 @pytest.mark.parametrize("cuda", [True, False])
 def test_each_node_of_an_engine_has_its_number(cuda: bool, checkpoint: Path) -> None:
-    wide = recipe(checkpoint, tensor=4, nodes=2)
+    wide = half(checkpoint, tensor=4, nodes=2)
     found = [engine_arguments(wide, checkpoint, cuda, slot) for slot in engine_slots(wide)]
     assert [(one["nnodes"], one["node_rank"], one["tp_size"]) for one in found] == [(2, 0, 4), (2, 1, 4)]
     assert found[0] == {**found[1], "node_rank": 0}, "and nothing else differs"
@@ -154,7 +160,7 @@ def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint
     ],
 )
 def test_cuda_arguments(section: dict[str, object], fact: dict[str, object], checkpoint: Path) -> None:
-    arguments = engine_arguments(recipe(checkpoint, **section), checkpoint, cuda=True, slot=replace(ALONE, gpu=3))
+    arguments = engine_arguments(half(checkpoint, **section), checkpoint, cuda=True, slot=replace(ALONE, gpu=3))
     assert fact.items() <= arguments.items()
     assert arguments["device"] == "cuda"
     assert arguments["base_gpu_id"] == 3
@@ -177,14 +183,14 @@ def test_the_cpu_cache_is_bounded(checkpoint: Path) -> None:
 def test_no_engine_has_an_output_layer_that_nothing_sets(tmp_path: Path) -> None:
     models.save_model(tmp_path, "qwen3_moe", tie_word_embeddings=True)
     with pytest.raises(UserError, match=r"qwen3_moe with tie_word_embeddings.*store the embedding as lm_head.weight"):
-        engine_arguments(recipe(tmp_path), tmp_path, cuda=True)
+        engine_arguments(half(tmp_path), tmp_path, cuda=True)
 
 
 def test_a_deterministic_engine(checkpoint: Path) -> None:
     given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
     wanted = Recipe.model_validate(given)
     assert engine_arguments(wanted, checkpoint, cuda=True)["enable_deterministic_inference"]
-    assert "enable_deterministic_inference" not in engine_arguments(recipe(checkpoint), checkpoint, cuda=True)
+    assert "enable_deterministic_inference" not in engine_arguments(half(checkpoint), checkpoint, cuda=True)
     with pytest.raises(UserError, match=r"run.deterministic = true needs CUDA to generate"):
         engine_arguments(wanted, checkpoint, cuda=False)
 

@@ -78,7 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         (model / "model.safetensors").touch()
         recipe = Recipe.model_validate(
             {
-                "run": {"deterministic": name == "deterministic"},
+                "run": {"deterministic": dtype == "float32" or name == "deterministic"},
                 "model": {"path": model, "dtype": dtype},
                 "data": {"max_prompt_tokens": 1024},
                 "rollout": {"max_response_tokens": 3000},

@@ -23,6 +23,7 @@ MODEL = {
 }
 BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 FP8 = {"engine": {"quantization": "fp8"}}
+FP8_CACHE = {"kv_cache_dtype": "fp8_e5m2"}
 EQUAL = {"run": {"deterministic": True}}
 
 
@@ -38,6 +39,8 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
         {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}, "rollout": {"min_p": 0.1}},
         {**EQUAL, "engine": {"attention_backend": "triton"}},
         {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
+        {"engine": {"extra": FP8_CACHE}, **BFLOAT16},
+        {"engine": {**FP8["engine"], "between_stages": "restart", "extra": FP8_CACHE}, **BFLOAT16},
         {**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}, "objective": {"mismatch": "truncate"}},
     ],
 )
@@ -56,6 +59,11 @@ def test_possible_engines_pass(sections: dict[str, Any]) -> None:
         ({**EQUAL, "engine": {"attention_backend": "torch_native"}}, "take one of auto, fa3, flashinfer, triton"),
         ({**EQUAL, "rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: SGLang has no random stream of a single request"),
         ({**EQUAL, "engine": {"extra": {"speculative_algorithm": "NGRAM"}}}, "by a random stream that all requests"),
+        ({"engine": {"extra": {"speculative_algorithm": "EAGLE3"}}}, "'EAGLE3' needs a draft model"),
+        (
+            {"engine": {**FP8["engine"], "extra": FP8_CACHE}, **BFLOAT16},
+            "kv_cache_dtype = 'fp8_e5m2': the cache's scales",
+        ),
     ],
 )
 def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> None:
@@ -110,6 +118,14 @@ def test_fp8_engines_need_cuda_and_a_sync() -> None:
         check_without_sync(recipe(**FP8))
     with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
         check_engine_device(recipe(**FP8), cuda=False)
+
+
+def test_float32_on_cuda_needs_other_norms() -> None:
+    single = {"model": {"dtype": "float32"}}
+    for sections, cuda in ((single, False), (BFLOAT16, True), ({**single, **EQUAL}, True)):
+        check_engine_device(recipe(**sections), cuda)
+    with pytest.raises(UserError, match=r'float32" with an engine on CUDA: .* set model.dtype to "bfloat16", or'):
+        check_engine_device(recipe(**single), cuda=True)
 
 
 def test_deterministic_engines_need_cuda() -> None:

@@ -12,6 +12,7 @@ import torch
 
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
@@ -31,9 +32,10 @@ def test_writes_on_its_rank_s_device(
         events.append((threading.current_thread().name, what))
 
     monkeypatch.setattr(torch.cuda, "set_device", note)
-    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: None)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, timeout: None)
     monkeypatch.setattr(checkpoint, "begin_save", lambda *_, **__: lambda: note("write"))
-    learner = cast(Learner, SimpleNamespace(ranks=SimpleNamespace(rank=0, device=torch.device(device))))
+    ranks = SimpleNamespace(rank=0, device=torch.device(device))
+    learner = cast(Learner, SimpleNamespace(ranks=ranks, recipe=load_recipe(None)))
     saver = Saver(learner, tmp_path, CheckpointSection(asynchronous=True), "run")
     saver.save(Cursor(0, 1, 1))
     saver.wait()
