@@ -118,7 +118,7 @@ def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
             "open": "open: start with 128, and compare with 4",
         },
         "veto": {
-            "holds": "`suffix_non_trigger` (H_κ), as in the paper: it helps where the rate is too high",
+            "holds": "`suffix_non_trigger` (H_κ), as in the paper; shown to help at the hot rate alone",
             "not shown": "`suffix_non_trigger` (H_κ), as in the paper; not shown to hold accuracy here",
             "open": "`suffix_non_trigger` (H_κ), as in the paper",
         },
@@ -159,9 +159,13 @@ def verdicts(results: Results) -> list[str]:
 
 
 def remarks(results: Results) -> list[str]:
-    """What makes claim 1's difference, where claim 3's runs end, what shorter stages cost, and how much has run."""
+    """What makes claim 1's difference, where the veto was tried, what shorter stages cost, and how much has run."""
     decided = any(one.p is not None for one in findings(results))
-    rest = [*_shares(results), *_hot_ends(results), *_prices(results)] if decided else _gains(results)
+    rest = (
+        [*_shares(results), *_hot_ends(results), *_in_between(results), *_prices(results)]
+        if decided
+        else _gains(results)
+    )
     return [*rest, f"{len(results.rows)} of {planned(results)} cells have finished."]
 
 
@@ -251,6 +255,18 @@ def _hot_ends(results: Results) -> list[str]:
         f"The hot rate, {scientific(rate)}, is {rate / tuned:.3g} times mu-GRPO's tuned rate. Runs begin there at "
         f"{100 * before:.1f} % and end, on average, at {none} without the veto and at {veto} with it; "
         f"{lost[0]} runs collapse without it, and {lost[1]} with it."
+    ]
+
+
+def _in_between(results: Results) -> list[str]:
+    """A sentence on the veto at the regime rate, once both of its sides have a cell."""
+    rate = results.grid.blocks["regime"].rate
+    apart = differences(*(results.column("regime", name, "after") for name in ("veto", "none")))
+    if not apart or not rate:
+        return []
+    return [
+        f"At {scientific(rate)}, between the tuned and the hot rate, exploratory: mu-GRPO minus the relaxed clip "
+        f"without a veto {tables.over_seeds(apart)}."
     ]
 
 

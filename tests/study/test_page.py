@@ -126,7 +126,7 @@ def test_advice_follows_the_verdicts() -> None:
 
     clip, mu, veto = advised(finished(veto=0.1, four=0.1))
     assert clip == "[0, 5], at a rate of its own"
-    assert veto.endswith("it helps where the rate is too high")
+    assert veto.endswith("shown to help at the hot rate alone")
     assert mu == "4 stages of 128: less than 1 point below GRPO"
     clip, mu, veto = advised(finished(four=-0.2))
     assert "not shown to end above GRPO's clip" in clip
@@ -172,9 +172,11 @@ def test_the_summary_says_the_verdicts_first_and_then_the_price_of_staleness() -
     assert [one.split(":")[0] for one in said] == ["**Holds"] * 4 + ["**Not shown"]
     assert said[4].startswith("**Not shown:** with 4 stages of 128, mu-GRPO ends less than")
     assert said[4].endswith("(claim 5: -20.0 ± 0.0 points, all of the interval below -1 points).")
-    shares, hot, shorter, done = page.remarks(whole)
+    shares, hot, between, shorter, done = page.remarks(whole)
     assert "the relaxed clip alone makes +0.0 ± 0.0 points and the veto +10.0 ± 0.0: at 0 of 8 seeds" in shares
     assert "at 45.0 % and end, on average, at 50.0 % without the veto and at 60.0 % with it" in hot
+    assert between.startswith("At 8·10⁻⁵, between the tuned and the hot rate, exploratory: mu-GRPO minus")
+    assert between.endswith("without a veto +10.0 ± 0.0 points over 3 seeds.")
     assert shorter.endswith("µ=64 -10.0 ± 0.0 points over 3 seeds; µ=128 -20.0 ± 0.0 points over 3 seeds.")
     assert done == f"{len(whole.rows)} of {page.planned(whole)} cells have finished."
 
