@@ -11,7 +11,8 @@ import pytest
 from tests.hostile.outcome import answered, command, refused
 
 RECIPE = "run_scripts/recipes/quickstart.toml"
-MODEL = ["--set", "model.path=Qwen/Qwen2.5-0.5B"]
+CUDA = ["--set", "model.dtype=bfloat16"]  # a plan is for GPUs, which refuse the recipe's float32
+MODEL = ["--set", "model.path=Qwen/Qwen2.5-0.5B", *CUDA]
 CLUSTERS = {
     "--nodes 1000000000000": "takes 1 to 100,000",
     "--nodes 100001": "takes 1 to 100,000",
@@ -130,14 +131,21 @@ CONFIG: dict[str, Any] = {
 ODD: list[Any] = [None, 0, -1, 3, 2**31, 10**30, 1e308, float("nan"), "8", "", [], [1], {}, {"a": 1}, True]
 
 
+def test_what_the_odd_ones_change_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    model = ["--gpus-per-node", "1", "--model-config", tmp_path / "config.json"]
+    for ended in (command("plan", RECIPE, *CUDA, *model), command("plan", RECIPE, *MODEL, *words(EXTREMES[0]))):
+        assert ended.code == 0, ended.err
+
+
 @pytest.mark.parametrize("key", CONFIG)
 def test_a_model_config_with_an_odd_value(key: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for value in ODD:
         path.write_text(json.dumps({**CONFIG, key: value}))
-        answered("plan", RECIPE, "--gpus-per-node", "1", "--model-config", path)
+        answered("plan", RECIPE, *CUDA, "--gpus-per-node", "1", "--model-config", path)
     path.write_text(json.dumps({name: value for name, value in CONFIG.items() if name != key}))
-    answered("plan", RECIPE, "--gpus-per-node", "1", "--model-config", path)
+    answered("plan", RECIPE, *CUDA, "--gpus-per-node", "1", "--model-config", path)
 
 
 @pytest.mark.parametrize(
@@ -157,8 +165,8 @@ def test_a_model_config_with_an_odd_value(key: str, tmp_path: Path) -> None:
 )
 def test_a_model_config_that_is_not_one(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    refused("plan", RECIPE, "--model-config", tmp_path / "config.json")
-    refused("plan", RECIPE, "--set", f"model.path={tmp_path}")
+    refused("plan", RECIPE, *CUDA, "--model-config", tmp_path / "config.json")
+    refused("plan", RECIPE, *CUDA, "--set", f"model.path={tmp_path}")
 
 
 def test_places_that_hold_no_model_config(tmp_path: Path) -> None:
@@ -166,5 +174,5 @@ def test_places_that_hold_no_model_config(tmp_path: Path) -> None:
     (tmp_path / "device").symlink_to("/dev/zero")
     (tmp_path / "loop").symlink_to("loop")
     for name in ("folder", "device", "loop", "nowhere", "x" * 300):
-        refused("plan", RECIPE, "--model-config", tmp_path / name)
-        refused("plan", RECIPE, "--set", f"model.path={tmp_path / name}")
+        refused("plan", RECIPE, *CUDA, "--model-config", tmp_path / name)
+        refused("plan", RECIPE, *CUDA, "--set", f"model.path={tmp_path / name}")
