@@ -90,7 +90,8 @@ def take_updates(run: Run, learner: Learner, stage: StageStore, start: Cursor, b
         with profiled(run, cursor):
             metrics = update(learner, samples, advantages, cursor.of_stage(schedule, stage.updates))
         record_update(run, learner, cursor, samples, metrics, bar)
-        cursor = cursor.advanced(schedule, stage.updates, stage_exhausted(metrics, schedule))
+        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(metrics, schedule))[0]
+        cursor = cursor.advanced(schedule, stage.updates, exhausted)
         save_if_due(run, cursor)
         if cursor.stage > start.stage or cursor.due(run.evaluates_every):
             return cursor

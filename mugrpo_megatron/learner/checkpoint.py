@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import scaler_state, set_scaler_state, set_steps, shards
-from mugrpo_megatron.learner.optimizer_states import empty_states, gather_states, scatter_states, share_writing
+from mugrpo_megatron.learner.optimizer_states import gather_states, read_states, share_writing
 from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.learner.sharded import fill, load_weights
 
@@ -149,11 +149,11 @@ def load(learner: Learner, directory: Path) -> Saved:
             f"{learner.recipe.model.directory} describes {expected}; resume with the model the run was started from"
         )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
-        loaded = fill(_to_load(learner), Reader(directory))
-        for chunk, tensors in zip(learner.chunks, loaded["model"], strict=True):
-            load_weights(policy(chunk), tensors)
-        for shard, states in zip(shards(learner.optimizer), loaded["optimizer"], strict=True):
-            scatter_states(shard, states)
+        reader, model = Reader(directory), _model(learner)
+        for chunk, sharded in zip(learner.chunks, model, strict=True):
+            load_weights(policy(chunk), fill(sharded, reader))
+        for shard in shards(learner.optimizer):
+            read_states(shard, model, lambda state: cast(torch.Tensor, fill(state, reader)))
         set_steps(learner.optimizer, state["steps_done"])
         set_scaler_state(learner.optimizer, state.get("loss_scaler", {}))
     learner.updates_done, learner.steps_done = state["updates_done"], state["steps_done"]
@@ -176,12 +176,6 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
             if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id):
                 value.data = (to_host or torch.clone)(value.data.detach())
     return {"model": model, **({"optimizer": states} if states else {})}  # an empty list would be saved as a value
-
-
-def _to_load(learner: Learner) -> dict[str, Any]:
-    """Sharded weights, and empty states of every parameter of this rank, under the same names."""
-    model = _model(learner)
-    return {"model": model, "optimizer": [empty_states(shard, model) for shard in shards(learner.optimizer)]}
 
 
 def _model(learner: Learner) -> list[dict[str, Any]]:

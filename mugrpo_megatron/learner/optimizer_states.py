@@ -3,7 +3,8 @@
 The distributed optimizer keeps flat slices of its buffers. Megatron's conversion to parameters ("fully reshardable")
 drops the padding inside buffers and shifts what follows it, which corrupts small or odd-sized parameters, and its
 loader does not support torch's AdamW. Here each parameter is converted by itself: peak extra memory is one parameter.
-Every data parallel rank writes a share of the parameters, with their weights and states.
+Every data parallel rank writes a share of the parameters, with their weights and states, and reads the parameters of
+which it holds a slice.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ from mugrpo_megatron.learner.packing import fill
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 """Master weight, first and second moment."""
-States = list[dict[str, Any]]
-"""A {state: sharded or plain tensor} for each parameter, in the order of the optimizer's buffers."""
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
@@ -76,23 +75,20 @@ def gather_states(
     return found
 
 
-def empty_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> States:
-    """Empty states of every parameter, to read a checkpoint into."""
-    return [
-        {name: _sharded_like(sharded, name, torch.empty(parameter.shape)) for name in STATES}
-        for parameter, sharded in _sharded_parameters(optimizer, model)
-    ]
+def read_states(
+    optimizer: DistributedOptimizer, model: list[dict[str, Any]], read: Callable[[Any], torch.Tensor]
+) -> None:
+    """Copy this rank's slice of every parameter's states from a checkpoint into the optimizer.
 
-
-def scatter_states(optimizer: DistributedOptimizer, states: States) -> None:
-    """Copy this rank's slice of full states (plain tensors) into the optimizer."""
-    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
-    for parameter, full in zip(parameters, states, strict=True):
+    `read` fills a sharded state and returns its tensor. It is called for one state at a time, and only for parameters
+    of which this rank holds a slice. Not collective.
+    """
+    for parameter, sharded in _sharded_parameters(optimizer, model):
         slices = _local_slice(optimizer, parameter)
         if slices is not None:
             where, held = slices
             for name in STATES:
-                held[name].copy_(full[name].flatten()[where])
+                held[name].copy_(read(_sharded_like(sharded, name, torch.empty(parameter.shape))).flatten()[where])
 
 
 def _sharded_parameters(

@@ -83,9 +83,8 @@ def _possible(recipe: Recipe) -> bool:
     The recipe's own checks refuse `schedule.prefetch` otherwise.
     """
     schedule = recipe.schedule
-    known = schedule.min_ess == 0 and schedule.max_vetoed == 1
     sampled = recipe.rollout.behaviour == "engine" and recipe.learner.routing_replay != "learner"
-    return schedule.stages > 1 and known and sampled
+    return schedule.stages > 1 and not schedule.ends_early and sampled
 
 
 def _divisions(cluster: Cluster) -> Iterator[tuple[Cluster, Cluster]]:

@@ -212,7 +212,7 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '
             'set rollout.behaviour = "learner" with it'
         )
-    if recipe.checkpoint.every_stages > 1 and (recipe.schedule.min_ess > 0 or recipe.schedule.max_vetoed < 1):
+    if recipe.checkpoint.every_stages > 1 and recipe.schedule.ends_early:
         yield (
             "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
             "could end a stage (schedule.min_ess, schedule.max_vetoed) at another update than before; set it to 1"

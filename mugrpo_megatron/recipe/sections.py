@@ -162,6 +162,11 @@ class ScheduleSection(Section):
         return 1 + round(spare * parts[index + 1]) - round(spare * parts[index])
 
     @property
+    def ends_early(self) -> bool:
+        """Whether `min_ess` or `max_vetoed` may end a stage before its last update."""
+        return self.min_ess > 0 or self.max_vetoed < 1
+
+    @property
     def updates_on_stage(self) -> int:
         """µ x passes: optimizer updates taken on a stage of full length; the mean over stages where they grow."""
         return self.updates_per_stage * self.passes

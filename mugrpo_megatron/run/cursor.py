@@ -94,6 +94,7 @@ def checkpoint_name(cursor: Cursor) -> str:
 def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
     """Whether an update's metrics say that the stage's responses are too stale to continue with.
 
-    An update without a token to train on has neither metric, and says nothing of the stage.
+    An update without a token to train on has neither metric, and says nothing of the stage. Ranks must agree on it:
+    each has summed the metrics itself, and sums on a GPU may differ in the last bits.
     """
     return metrics.get("ess", 1.0) < schedule.min_ess or metrics.get("vetoed_fraction", 0.0) > schedule.max_vetoed

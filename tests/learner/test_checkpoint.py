@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner
+from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.learner.optimizer import shards
+from mugrpo_megatron.learner.optimizer_states import STATES, read_states
+from mugrpo_megatron.learner.sharded import fill
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
@@ -76,6 +83,36 @@ def test_resume_goes_on_as_if_unbroken(
         for again, before in zip(metrics, unbroken, strict=True):
             assert again["loss"] == pytest.approx(before["loss"], rel=1e-4)
             assert again["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-4)
+
+
+def states_read(model: str, directory: str) -> list[str]:
+    """Names of the states that this rank reads, each after it has dropped the one before."""
+    learner = build_learner(recipe(Path(model)))
+    reader, sharded = Reader(Path(directory)), [policy(chunk).sharded_state_dict() for chunk in learner.chunks]
+    names: list[str] = []
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def read(state: Any) -> torch.Tensor:
+        assert not any(tensor() is not None for tensor in held), "one state at a time in memory"
+        parts = nested_values(state.build() if isinstance(state, ShardedTensorFactory) else [state])
+        names.append(f"{state.key} at {[part.global_offset for part in parts]}")
+        whole = fill(state, reader)
+        held.append(weakref.ref(whole))
+        return cast(torch.Tensor, whole)
+
+    with torch.no_grad():
+        for shard in shards(learner.optimizer):
+            read_states(shard, sharded, read)
+    return names
+
+
+def test_a_rank_reads_the_states_that_it_holds_a_slice_of(model: str, tmp_path: Path) -> None:
+    run_ranks(1, train_and_save, model, str(tmp_path / "c"), {})
+    [alone] = run_ranks(1, states_read, model, str(tmp_path / "c"))
+    first, second = run_ranks(2, states_read, model, str(tmp_path / "c"))
+    assert len(alone) == len(set(alone))
+    assert {*first, *second} == set(alone)
+    assert len({*first} & {*second}) <= len(STATES), "only the parameter that the slices meet in"
 
 
 def saved_by_each_rank(model: str, directory: str, sections: Sections) -> dict[str, int]:

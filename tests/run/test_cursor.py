@@ -95,9 +95,11 @@ def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
 def test_a_stage_is_worn_out_by_either_bound() -> None:
     fresh = {"ess": 0.9, "vetoed_fraction": 0.02}
     assert not stage_exhausted(fresh, ScheduleSection())
+    assert not ScheduleSection().ends_early
     assert not stage_exhausted({"ess": 0.0, "vetoed_fraction": 1.0}, ScheduleSection()), "off unless asked for"
-    assert stage_exhausted(fresh, ScheduleSection(min_ess=0.95))
-    assert stage_exhausted(fresh, ScheduleSection(max_vetoed=0.01))
+    for bound in (ScheduleSection(min_ess=0.95), ScheduleSection(max_vetoed=0.01)):
+        assert bound.ends_early
+        assert stage_exhausted(fresh, bound)
 
 
 def test_an_update_without_a_token_to_train_on_wears_no_stage_out() -> None:
