@@ -32,7 +32,8 @@ class PolicyModel(GPTModel):
     ) -> tuple[Any, ...]:
         """Embed, and give attention the rotation of every row's position, in place of a table for all layers."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
-        dtype = self.config.params_dtype
+        # As in SGLang 0.5.15, whose tables are float32 on CUDA and of the model's type on a CPU.
+        dtype = torch.float32 if angles.is_cuda else self.config.params_dtype
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         return embedded, None, None, None, None, None

@@ -98,10 +98,10 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     """Rotate x [t, heads, d] in place by the angles of its rows: cos and sin [t, 1, d / 2] (arXiv 2104.09864, eq. 34).
 
     The dimensions i and i + d / 2 form a pair, as in Llama. With -sin it is the inverse rotation, which is also the
-    gradient.
+    gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
     """
     first, second = x.chunk(2, -1)
-    before = first.clone()
-    first.mul_(cos).addcmul_(second, sin, value=-1)
-    second.mul_(cos).addcmul_(before, sin)
+    turned = (first * cos).addcmul_(second, sin, value=-1)
+    second.copy_((second * cos).addcmul_(first, sin))
+    first.copy_(turned)
     return x

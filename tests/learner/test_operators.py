@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from mugrpo_megatron.learner.attention import _Rotate
-from mugrpo_megatron.learner.operators import RMSNorm, _SwiGLU
+from mugrpo_megatron.learner.operators import RMSNorm, _SwiGLU, rotate_
 
 CONFIG = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
 
@@ -66,3 +66,15 @@ def test_rotation() -> None:
     )
     expected = torch.cat([pairs.real, pairs.imag], -1)
     torch.testing.assert_close(_Rotate.apply(x, angles.cos(), angles.sin()), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotation_with_float32_tables_rounds_once(dtype: torch.dtype) -> None:
+    angles = torch.rand(64, 1, 8) * 1000
+    x = torch.randn(64, 3, 16, dtype=dtype)
+    exact = rotate_(x.double(), angles.double().cos(), angles.double().sin())
+    once = rotate_(x.clone(), angles.cos(), angles.sin())
+    twice = rotate_(x.clone(), angles.cos().to(dtype), angles.sin().to(dtype))
+    assert once.dtype == dtype
+    torch.testing.assert_close(once.double(), exact, rtol=torch.finfo(dtype).eps / 2, atol=1e-6)
+    assert (twice.double() - exact).abs().mean() > 1.2 * (once.double() - exact).abs().mean()
