@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.publish import CARD, card
 from mugrpo_megatron.data.columns import ANSWERS, field_at, has
 from mugrpo_megatron.data.prompts import template_of
+from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
 from mugrpo_megatron.data.rollouts import Foreign, read_rollouts, small_enough
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -22,6 +23,7 @@ from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_model
 from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
@@ -36,8 +38,8 @@ def import_rollouts(
     """Write the rollouts of `file` as stage 0 of a published stage in the directory `to`, whole or not at all.
 
     Their rewards are those of the column `reward`, else of one called so, else the recipe's verifier scores them
-    against the rows' golds. Raises UserError for rows that cannot be taken, and when their number does not fit the
-    recipe.
+    against the rows' golds, and shapes the scores, as in training. Raises UserError for rows that cannot be taken, and
+    when their number does not fit the recipe.
     """
     check_output(to, f"--to {to}", kind="directory", inputs=[file])
     recipe = with_model(recipe, say)
@@ -53,7 +55,7 @@ def import_rollouts(
             f'{file}: the rows have no logprobs, so the learner has to compute them: set rollout.behaviour = "learner" '
             'and objective.mismatch = "none"'
         )
-    scores = _scores(groups, recipe, reward)
+    scores = _scores(groups, recipe, reward, file.stem)
     shown, hidden = portable(recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
@@ -106,23 +108,35 @@ def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:
             )
 
 
-def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None) -> list[list[Score]]:
+def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None, name: str) -> list[list[Score]]:
+    """Every response's score; `name` is the data source of rows that name none."""
     column = reward or ("reward" if "reward" in groups[0][0].row else None)
     if column is not None:
         return [[_given(one, column) for one in group] for group in groups]
-    golds = [[_gold(one) for one in group] for group in groups]
+    sources = [[data_source_of(one.row) or name for one in group] for group in groups]
+    answers = [
+        [_answer(one, recipe.reward.any_gold(source)) for one, source in zip(group, own, strict=True)]
+        for group, own in zip(groups, sources, strict=True)
+    ]
     with Verifier(recipe.reward) as verifier:
         pending = [
             verifier.submit(
                 [one.text for one in group],
-                own,
+                [_gold(one) for one in group],
                 [one.row for one in group],
-                answers=[as_text(gold) for gold in own],
+                [asked_in(one.row) for one in group],
+                answers=said,
+                sources=own,
                 ids=[one.response_ids.tolist() for one in group],
             )
-            for group, own in zip(groups, golds, strict=True)
+            for group, said, own in zip(groups, answers, sources, strict=True)
         ]
-        return [one.result() for one in pending]
+        verdicts = [one.result() for one in pending]
+    limit = recipe.rollout.max_response_tokens
+    return [
+        [shaped(score, len(one.response_ids), limit, recipe.reward) for one, score in zip(group, scores, strict=True)]
+        for group, scores in zip(groups, verdicts, strict=True)
+    ]
 
 
 def _given(one: Foreign, column: str) -> Score:
@@ -134,23 +148,31 @@ def _given(one: Foreign, column: str) -> Score:
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 
 
-def _gold(one: Foreign) -> Any:
-    if (gold := _found(one, ANSWERS)) is None:
+def _answer(one: Foreign, any_gold: bool) -> str:
+    """The answer in the row's gold, read as training reads it."""
+    gold = _gold(one)
+    if any_gold:
+        return any_answer(gold)
+    if gold is None:
         raise UserError(
             f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}); --reward names the column of rewards"
         )
-    return gold
+    try:
+        return verifiable_answer(gold, next(name for name in ANSWERS if has(dict(one.row), name)))
+    except ValueError as error:
+        raise UserError(f"{one.place}: {error}") from None
 
 
-def _found(one: Foreign, names: Sequence[str]) -> Any:
+def _gold(one: Foreign) -> Any:
+    """The value of the first column of a gold that the row has; None without one."""
     row = dict(one.row)
-    return next((field_at(row, name) for name in names if has(row, name)), None)
+    return next((field_at(row, name) for name in ANSWERS if has(row, name)), None)
 
 
 def _samples(place: int, group: list[Foreign], scores: list[Score], recipe: Recipe) -> list[Sample]:
     rewards = np.array([score.reward for score in scores])
     advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
-    gold = _found(group[0], ANSWERS)
+    gold = _gold(group[0])
     return [
         Sample(
             group=place,

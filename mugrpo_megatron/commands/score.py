@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mugrpo_megatron.data.files import rows
+from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, kept_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
+from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.items import Asked
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.rewards.scores import Pending, Score
 
@@ -27,10 +26,23 @@ BLOCK = 512
 """Rows that are read and written together."""
 BLOCKS_AHEAD = 8
 """Blocks that are scored while an earlier one is pending; bounds memory for a file of any size."""
+SHOWN = 20
+"""Reasons that the summary names; the others are counted."""
+SHOWN_CHARS = 160
+"""Characters of a reason that it shows."""
 WRITTEN = (".jsonl", ".json")
 """Suffixes of an output, which is JSON lines."""
 
 Row = dict[str, Any]
+
+
+class _Asked(NamedTuple):
+    """What is scored."""
+
+    row: Row
+    """The input's row as JSON values."""
+    answer: str
+    """What `math` compares with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,23 @@ class ScoreSummary:
     without_answer: int
     whys: dict[str, int]
     """How often each reason was given, most frequent first."""
+    replaced: tuple[str, ...]
+    """Columns of the input whose values the output does not have: a score has their names."""
     seconds: float
 
     def __str__(self) -> str:
-        reasons = "\n".join(f"  {count:>8}  {why}" for why, count in self.whys.items())
-        return (
+        lines = [
             f"{self.rows} rows, mean reward {self.reward:.4f}, {self.without_answer} without an answer, "
             f"{self.malformed} malformed and skipped; {self.seconds:.1f} s, {self.rows / max(self.seconds, 1e-9):.0f} "
-            f"rows a second\n{reasons}"
-        )
+            "rows a second"
+        ]
+        if self.replaced:
+            lines.append(f"columns of the input that the scores replace: {', '.join(self.replaced)}")
+        counts = list(self.whys.items())
+        lines += [f"  {count:>8}  {_one_line(why)}" for why, count in counts[:SHOWN]]
+        if hidden := counts[SHOWN:]:
+            lines.append(f"  {sum(count for _, count in hidden):>8}  for {len(hidden):,} other reasons (column why)")
+        return "\n".join(lines)
 
 
 def run(
@@ -62,12 +82,14 @@ def run(
     """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
 
     Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns are kept as `json_value`
-    writes them. The output appears complete or not at all. Raises UserError before anything is scored when the output
-    may not be written (`check_output`), for a file without rows, and with `strict` for the first malformed row.
+    writes them. Its gold (`answer`) is read as training reads it: text, `#### 42`, a box, a number, a list of them. The
+    output appears complete or not at all. Raises UserError before anything is scored when the output may not be written
+    (`check_output`), for a file without rows, and with `strict` for the first malformed row.
     """
     start = time.perf_counter()
     counts: Counter[str] = Counter()
     malformed: list[str] = []
+    replaced: set[str] = set()
     total, reward, without_answer = 0, 0.0, 0
     _check_output(output_path, input_path, overwrite)
     source = _well_formed(input_path, section, strict, malformed)
@@ -78,14 +100,22 @@ def run(
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(chain([first], source), verifier):
             found = {name: value for name, value in asdict(score).items() if value is not None}
-            output.write(json.dumps(json_value(row | found)).encode() + b"\n")
+            replaced.update(name for name in row if name in found)
+            output.write(json.dumps(row | json_value(found)).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.is_right_or_wrong
             counts[score.why] += 1
         _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
-    whys = dict(counts.most_common())
-    return ScoreSummary(total, len(malformed), reward / total, without_answer, whys, time.perf_counter() - start)
+    return ScoreSummary(
+        total,
+        len(malformed),
+        reward / total,
+        without_answer,
+        dict(counts.most_common()),
+        tuple(sorted(replaced)),
+        time.perf_counter() - start,
+    )
 
 
 def _check_output(path: Path, source: Path, overwrite: bool) -> None:
@@ -96,17 +126,22 @@ def _check_output(path: Path, source: Path, overwrite: bool) -> None:
     )
 
 
-def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
-    waiting: deque[tuple[list[Row], Pending]] = deque()
+def _one_line(why: str) -> str:
+    shown = visible(" ".join(why.split()))
+    return shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
+
+
+def _scored(source: Iterator[_Asked], verifier: Verifier) -> Iterator[tuple[Row, Score]]:
+    waiting: deque[tuple[list[_Asked], Pending]] = deque()
     while block := list(islice(source, BLOCK)):
-        kept: list[Row] = [json_value(row) for row in block]
+        rows_of_block = [one.row for one in block]
         pending = verifier.submit(
-            [row["response"] for row in block],
-            [row.get("answer") for row in kept],
-            kept,
-            [_prompt(row) for row in kept],
-            answers=[str(row.get("answer")) for row in block],
-            sources=[source_of(row) for row in block],
+            [row["response"] for row in rows_of_block],
+            [row.get("answer") for row in rows_of_block],
+            rows_of_block,
+            [asked_in(row) for row in rows_of_block],
+            answers=[one.answer for one in block],
+            sources=[data_source_of(row) for row in rows_of_block],
         )
         waiting.append((block, pending))
         if len(waiting) > BLOCKS_AHEAD:
@@ -115,43 +150,30 @@ def _scored(source: Iterator[Row], verifier: Verifier) -> Iterator[tuple[Row, Sc
         yield from _finished(waiting)
 
 
-def _prompt(row: Row) -> Asked:
-    """The column `prompt` where it is a text or a chat's messages."""
-    prompt = row.get("prompt", "")
-    is_chat = isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt)
-    return prompt if is_chat or isinstance(prompt, str) else ""
-
-
-def source_of(row: Row) -> str:
-    """The column `data_source`, by which reward functions are chosen; empty without one."""
-    return str(row.get("data_source", ""))
-
-
-def _finished(waiting: deque[tuple[list[Row], Pending]]) -> Iterator[tuple[Row, Score]]:
+def _finished(waiting: deque[tuple[list[_Asked], Pending]]) -> Iterator[tuple[Row, Score]]:
     block, pending = waiting.popleft()
-    return zip(block, pending.result(), strict=True)
+    return zip((one.row for one in block), pending.result(), strict=True)
 
 
-def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: list[str]) -> Iterator[Row]:
+def _well_formed(path: Path, section: RewardSection, strict: bool, malformed: list[str]) -> Iterator[_Asked]:
     for line, row in rows(path):
-        reason = row if isinstance(row, str) else _flaw(row, section.any_gold(source_of(row)))
-        if not reason:
-            assert isinstance(row, dict)
-            yield row
-        elif strict:
-            raise UserError(f"{path}:{line}: {reason}: fix the row, or pass --skip-malformed")
-        else:
-            malformed.append(f"{path}:{line}: {reason}")
+        try:
+            yield _asked(row, section)
+        except ValueError as error:
+            if strict:
+                raise UserError(f"{path}:{line}: {error}: fix the row, or pass --skip-malformed") from None
+            malformed.append(f"{path}:{line}: {error}")
 
 
-def _flaw(row: Row, any_gold: bool) -> str:
+def _asked(row: Row | str, section: RewardSection) -> _Asked:
+    """The row with the answer in its gold, read as training reads it; ValueError says what is wrong with the row."""
+    if isinstance(row, str):
+        raise ValueError(row)
     if not isinstance(row.get("response"), str):
-        return "field 'response' is missing or not text"
-    if any_gold:
-        return ""
-    answer = row.get("answer")
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float | Decimal) or not str(answer).strip():
-        return "field 'answer' is missing, empty, or neither text nor a number"
-    if isinstance(answer, float | Decimal) and not math.isfinite(answer):
-        return f"field 'answer' is {answer}, not a number"
-    return ""
+        raise ValueError("field 'response' is missing or not text")
+    kept = kept_row(row)
+    if section.any_gold(data_source_of(row)):
+        return _Asked(kept, any_answer(kept.get("answer")))
+    if "answer" not in row:
+        raise ValueError("field 'answer' is missing")
+    return _Asked(kept, verifiable_answer(row["answer"], "answer"))

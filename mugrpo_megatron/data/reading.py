@@ -7,13 +7,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
 from mugrpo_megatron.data.columns import CONVERSATION, NOTHING, Columns, field_at, has, messages_of, recognised
 from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.rewards.extract import boxed_answer
+from mugrpo_megatron.rewards.items import Asked
 from mugrpo_megatron.samples import Message, Problem
 
 
@@ -55,14 +56,23 @@ def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, a
     kept = kept_row(row)
     gold = said if said is not None else None if columns.answer == NOTHING else _found(kept, columns.answer)
     if any_gold:
-        answer = _as_text(gold)
+        answer = any_answer(gold)
+    elif said is not None:
+        answer = _verifiable(said, columns.answer)
     else:
-        answers = _answers(_value(row, columns.answer), columns.answer) if said is None else [said]
-        answer = _verifiable(", ".join(answers), columns)
+        answer = verifiable_answer(_found(row, columns.answer), columns.answer)
     return Problem(place, question, answer, source, messages, gold, data_source_of(row), kept)
 
 
-def data_source_of(row: dict[str, Any]) -> str:
+def asked_in(row: Mapping[str, Any]) -> Asked:
+    """What the model was asked, for reward functions: the column `prompt`, text or a chat's messages; else empty."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, list) and all(isinstance(turn, dict) for turn in prompt):
+        return prompt
+    return prompt if isinstance(prompt, str) else ""
+
+
+def data_source_of(row: Mapping[str, Any]) -> str:
     """The text of verl's column `data_source`; empty when the row has none."""
     named = row.get("data_source")
     return named if isinstance(named, str) else ""
@@ -89,16 +99,24 @@ def final_answer(text: str) -> str:
     return text.strip() if boxed is None else boxed
 
 
-def _verifiable(gold: str, columns: Columns) -> str:
+def verifiable_answer(gold: Any, path: str) -> str:
+    """What `math` compares with, of a gold in the field `path`: text, a number or a list of them, also a printed one.
+
+    Raises ValueError for anything else, and when there is no answer in it.
+    """
+    return _verifiable(", ".join(_answers(gold, path)), path)
+
+
+def _verifiable(gold: str, path: str) -> str:
     if not gold.strip():
-        raise ValueError(f"field {columns.answer!r} is empty")
+        raise ValueError(f"field {path!r} is empty")
     if answer := final_answer(gold):
         return answer
-    raise ValueError(f"field {columns.answer!r} holds no answer")
+    raise ValueError(f"field {path!r} holds no answer")
 
 
-def _as_text(gold: Any) -> str:
-    """The answer of a gold that only a user's function reads: the text's own, else JSON."""
+def any_answer(gold: Any) -> str:
+    """The answer of a gold that only a user's function reads: the text's own, else JSON; empty without a gold."""
     if gold is None:
         return ""
     return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)

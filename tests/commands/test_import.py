@@ -159,8 +159,52 @@ def test_a_model_of_the_hub_is_found(model: Path, tmp_path: Path, monkeypatch: p
     assert published.weights == weight_sums(model)
 
 
-def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:
+@pytest.mark.process
+def test_a_file_is_scored_as_training_scores(model: Path, tmp_path: Path) -> None:
+    """Golds are read as from data, functions see source and prompt, and shaping is added."""
+    functions = {
+        "math": {"function": "math", "sources": ["sums"]},
+        "verl": {"function": "tests.rewards.foreign.verl_reward:compute_score", "sources": ["log"]},
+        "asked": {"function": "tests.rewards.functions:prompt_length", "weight": 0},
+    }
+    shaping = {"overlong_buffer_tokens": 2, "overlong_penalty": 0.5, "function": "math"}
+    recipe = load_recipe(
+        recipe_file(
+            tmp_path,
+            model,
+            reward={**shaping, "functions": functions, "workers": 1},
+            rollout={"prompts_per_update": 1, "max_response_tokens": 5},
+        )
+    )
+    asked = [
+        {"prompt": "1+1=", "group": 0, "answer": "so #### 2", "data_source": "sums"},
+        {"prompt": "1+1=", "group": 1, "label": "2"},
+    ]
+    said = ["2", "3", "222", "2222"]
+    (tmp_path / "log.jsonl").write_text(
+        "".join(json.dumps(row | {"completion": text}) + "\n" for row in asked for text in said)
+    )
+    rewards, parts = [], []
+    store = imported(tmp_path / "log.jsonl", recipe, tmp_path / "stage", reward=None)
+    for sample in (sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)):
+        rewards.append(sample.reward)
+        parts.append(sample.components)
+    assert rewards[:4] == [1.0, 0.0, -0.25, -0.5]  # 222 and its end-of-sequence token are one short of the limit
+    assert rewards[4:] == [2.5, -0.5, -0.75, -1.0]
+    assert all(one["asked"] == 4 for one in parts)
+    assert parts[2]["overlong"] == 0.5
+
+
+@pytest.mark.process
+def test_a_function_that_needs_no_gold_gets_none(model: Path, tmp_path: Path) -> None:
     recipe, log = load_recipe(recipe_file(tmp_path, model)), trl_log(tmp_path / "completions.parquet")
+    store = imported(log, recipe, tmp_path / "stage", reward=None)
+    assert {sample.reward for sample in store.read_update(0)} == {0.0, 1.0}
+
+
+def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:
+    math = {"function": "math"}
+    recipe, log = load_recipe(recipe_file(tmp_path, model, reward=math)), trl_log(tmp_path / "completions.parquet")
     with pytest.raises(UserError, match=r"completions\.parquet:1: has neither a reward nor a gold"):
         imported(log, recipe, tmp_path / "stage", reward=None)
     with pytest.raises(UserError, match=r"completions\.parquet:1: nothing holds no finite number"):

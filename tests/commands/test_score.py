@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, run
+from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, SHOWN, ScoreSummary, run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 
@@ -44,6 +44,30 @@ def test_a_malformed_row_is_named_or_left_out(tmp_path: Path, row: object) -> No
     assert list(tmp_path.iterdir()) == [path]
     summary = run(path, tmp_path / "out.jsonl", REWARD, strict=False)
     assert (summary.rows, summary.malformed) == (1, 1)
+
+
+@pytest.mark.parametrize("gold", ["so 6 x 7\n#### 42", r"thus $\boxed{42}$", "['42']", [42], 42])
+def test_a_gold_is_read_as_training_reads_it(gold: object, tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [{"response": r"\boxed{42}", "answer": gold}])
+    assert run(path, tmp_path / "out.jsonl", REWARD).reward == 1.0
+    assert json.loads((tmp_path / "out.jsonl").read_text())["answer"] == gold
+
+
+def test_the_summary_is_safe_short_and_says_what_is_replaced() -> None:
+    whys = {f"error\n{k} \x1b]0;title\x07 {'long ' * 100}": 1 for k in range(100)}
+    lines = str(ScoreSummary(100, 0, 0.5, 0, whys, ("reward", "why"), 1.0)).splitlines()
+    assert len(lines) == 2 + SHOWN + 1
+    assert lines[1] == "columns of the input that the scores replace: reward, why"
+    assert lines[-1].split() == f"{100 - SHOWN} for {100 - SHOWN} other reasons (column why)".split()
+    assert all(line.isprintable() and len(line) < 200 for line in lines)
+
+
+def test_columns_that_a_score_replaces_are_counted(tmp_path: Path) -> None:
+    row = {"response": "1", "answer": "1", "reward": 0.5, "mine": 2}
+    summary = run(write(tmp_path / "in.jsonl", [row]), tmp_path / "out.jsonl", REWARD)
+    assert summary.replaced == ("reward",)
+    scored = json.loads((tmp_path / "out.jsonl").read_text())
+    assert (scored["reward"], scored["mine"]) == (1.0, 2)
 
 
 def test_an_empty_file_is_the_users_mistake(tmp_path: Path) -> None:

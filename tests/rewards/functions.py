@@ -109,3 +109,7 @@ def budgeted(response: str, answer: str, budget: int) -> float:
 
 NUMBER = 7
 """No function."""
+
+
+def prompt_length(response: str, prompt: str) -> float:
+    return float(len(prompt))
