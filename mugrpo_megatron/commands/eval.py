@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.commands.command import say
 from mugrpo_megatron.data.files import rows
-from mugrpo_megatron.data.prepare import first_of_each, held_out_problems
+from mugrpo_megatron.data.prepare import held_out_problems, spaced_of_each
 from mugrpo_megatron.data.prompts import first_prompt, template_of
 from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
@@ -70,7 +70,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     notes: list[str] = []
     found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
     recipe.reward.check_sources(problem.data_source for problem in found)
-    problems = first_of_each(found, recipe.data.eval_problems)
+    problems = spaced_of_each(found, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])

@@ -19,8 +19,11 @@ from mugrpo_megatron.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
-RESPONSES = ("response", "completion", "output", "answer", "solution")
+RESPONSES = ("response", "completion", "output")
 """Columns of the text to imitate, the first that a row has."""
+SOLUTIONS = ("solution", "answer")
+"""Columns that hold it in rows without a response and without an assistant's turn: MATH's worked solution, not its
+answer; GSM8K's answer is a worked one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """The rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
     A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or one
-    message of the assistant), or `messages` whose last turn is the response. Raises UserError that names malformed
-    rows, unless `data.strict` is false, and for a source without any row.
+    message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. Raises
+    UserError that names malformed rows, unless `data.strict` is false, and for a source without any row.
     """
     found: list[Demonstration] = []
     malformed: list[str] = []
@@ -106,12 +109,14 @@ def _columns(row: dict[str, Any]) -> Columns:
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
         raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} (found {', '.join(sorted(row)) or 'none'})")
-    if response := next((name for name in RESPONSES if has(row, name)), None):
-        return Columns(question, response)
     messages = row[question]
-    if isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant":
+    ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant"
+    columns = RESPONSES if ends_with_response else (*RESPONSES, *SOLUTIONS)
+    if response := next((name for name in columns if has(row, name)), None):
+        return Columns(question, response)
+    if ends_with_response:
         return Columns(question, CONVERSATION)
-    raise ValueError(f"has no response: none of {', '.join(RESPONSES)}, and no messages that end with the assistant's")
+    raise ValueError(f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's")
 
 
 def _said(gold: Any, path: str) -> Iterator[str]:

@@ -36,16 +36,34 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
-    """Keep the first copy of every question; also return a sentence for each copy with another answer."""
-    first: dict[tuple[str, ...], Problem] = {}
+    """Keep the first copy of every question; also return a sentence for each copy with another answer.
+
+    A copy has the same `words` and the same answer, or the same text but for case and spaces: `5!` and `5`, `f'(x)` and
+    `f(x)` have the same words, and their answers tell them apart.
+    """
+    alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
+    kept: list[Problem] = []
     disagreements: list[str] = []
     for problem in problems:
-        kept = first.setdefault(words(problem.question), problem)
-        if kept.answer != problem.answer:
+        others = alike[words(problem.question)]
+        first = next((one for one in others if _is_copy(problem, one)), None)
+        if first is None:
+            others.append(problem)
+            kept.append(problem)
+        elif first.answer != problem.answer:
             disagreements.append(
-                f"{problem.id}: same question as {kept.id} but answer {problem.answer!r}, not {kept.answer!r}"
+                f"{problem.id}: same question as {first.id} but answer {problem.answer!r}, not {first.answer!r}"
             )
-    return list(first.values()), disagreements
+    return kept, disagreements
+
+
+def _is_copy(problem: Problem, other: Problem) -> bool:
+    return problem.answer == other.answer or _spelled(problem) == _spelled(other)
+
+
+def _spelled(problem: Problem) -> str:
+    """The question without case, spaces, and punctuation at its end."""
+    return "".join(problem.question.lower().split()).rstrip(".,;:?")
 
 
 def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list[Contamination]:

@@ -92,7 +92,7 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
         read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
-    return Problems(made + read, first_of_each(held_out, data.eval_problems), notes)
+    return Problems(made + read, spaced_of_each(held_out, data.eval_problems, notes), notes)
 
 
 def held_out_problems(
@@ -108,13 +108,24 @@ def held_out_problems(
     return found
 
 
-def first_of_each(problems: list[Problem], limit: int) -> list[Problem]:
-    """At most `limit` problems of every data set, in their order."""
-    taken = Counter[str]()
+def spaced_of_each(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
+    """At most `limit` problems of every data set, in their order; a note for each set that has more.
+
+    They are evenly spaced: many sets are sorted by subject or difficulty, so the first ones are not like the rest.
+    """
+    sizes = Counter(problem.source for problem in problems)
+    for name, size in sizes.items():
+        if size > limit:
+            notes.append(
+                f"{name}: {limit:,} of its {size:,} held-out problems are used, evenly spaced; "
+                "data.eval_problems sets how many"
+            )
+    seen = Counter[str]()
     kept = []
     for problem in problems:
-        taken[problem.source] += 1
-        if taken[problem.source] <= limit:
+        size, place = sizes[problem.source], seen[problem.source]
+        seen[problem.source] += 1
+        if size <= limit or (place * limit) // size != ((place - 1) * limit) // size:
             kept.append(problem)
     return kept
 

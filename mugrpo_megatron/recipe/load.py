@@ -6,6 +6,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date, time
 from functools import reduce
 from pathlib import Path
 from types import NoneType
@@ -147,7 +148,7 @@ def _merge(base: Table, top: Table) -> Table:
 def _apply(table: Table, override: str) -> None:
     """Set `a.b=c` in place; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
 
-    A key that takes text alone gets the text: `model.revision=1.0` is no number.
+    A key that takes text alone gets the text (`fitting`).
     """
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
@@ -157,8 +158,7 @@ def _apply(table: Table, override: str) -> None:
         table = table.setdefault(section, {})
         if not isinstance(table, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
-    value = _value(override, text)
-    table[key] = text.strip() if isinstance(value, int | float) and _takes_text([*sections, key]) else value
+    table[key] = fitting(dotted.strip(), text.strip(), _value(override, text))
 
 
 def _objective_of(overrides: Mapping[str, str]) -> object:
@@ -167,13 +167,17 @@ def _objective_of(overrides: Mapping[str, str]) -> object:
     return None if override is None else _value(override, override.partition("=")[2])
 
 
-def _takes_text(keys: list[str]) -> bool:
-    """Whether the key is one of text alone."""
+def fitting(key: str, text: str, value: Any) -> Any:
+    """`value`, the TOML value of `text`; the text where `key` takes texts or paths alone.
+
+    `model.revision=1.0` is no number, and `run.dir=2026-05-01` no date.
+    """
     model: Any = Recipe
-    for name in keys:
+    for name in key.split("."):
         fields = getattr(model, "model_fields", {})
         model = fields[name].annotation if name in fields else None
-    return model is str or set(get_args(model)) == {str, NoneType}
+    texts = {*(get_args(model) or (model,))} <= {str, Path, NoneType}
+    return text if texts and isinstance(value, int | float | date | time) else value
 
 
 def _value(override: str, text: str) -> Any:

@@ -57,7 +57,7 @@ class DataSection(Section):
     eval: str = "arithmetic"
     """Held-out problems, named as `train` is."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
-    """At most this many problems of each held-out set are used for an evaluation."""
+    """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
     generated_problems: int = Field(50_000, gt=0, le=10_000_000)
     """Training problems that a bundled task generates."""
     question_field: str = "problem"

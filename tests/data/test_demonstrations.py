@@ -26,7 +26,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "messages": {"messages": [SYSTEM, USER, SAID]},
     "several turns": {"messages": [*EARLIER, SAID]},
     "GSM8K": {"question": "6*7=", "answer": "so #### 42"},
-    "MATH": {"problem": "6*7=", "solution": "so #### 42"},
+    "MATH": {"problem": "6*7=", "solution": "so #### 42", "answer": "42"},
+    "chat with a gold": {"messages": [USER, SAID], "answer": "42", "solution": "42"},
 }
 TOKENIZER = build_arithmetic_tokenizer(CHAT_ML)
 

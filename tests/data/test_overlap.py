@@ -25,6 +25,19 @@ def test_the_first_copy_stays_and_disagreements_are_named() -> None:
     assert disagreements == ["set:9: same question as set:0 but answer '3', not '1'"]
 
 
+def test_punctuation_that_changes_the_answer_makes_another_problem() -> None:
+    problems = [
+        Problem("set:0", "What is 3!?", "6"),
+        Problem("set:1", "What is 3?", "3"),
+        Problem("set:2", "What is (1+2)*3?", "9"),
+        Problem("set:3", "What is 1+(2*3)?", "7"),
+        Problem("set:4", "what is  $3$", "3"),
+    ]
+    kept, disagreements = without_duplicates(problems)
+    assert [p.id for p in kept] == ["set:0", "set:1", "set:2", "set:3"]
+    assert not disagreements
+
+
 def test_a_problem_that_was_reworded_a_little_is_found() -> None:
     found = contamination(asked("Something else entirely", LONG + ", how many in all?"), asked("no", LONG))
     assert [(c.train.id, c.held_out.id) for c in found] == [("set:1", "set:1")]

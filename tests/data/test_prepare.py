@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from mugrpo_megatron.data.prepare import prepare, read_problems
+from mugrpo_megatron.data.prepare import prepare, read_problems, spaced_of_each
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
+from mugrpo_megatron.samples import Problem
 
 TOKENIZER = build_arithmetic_tokenizer()
 REWARD = RewardSection(workers=1)
@@ -69,11 +73,26 @@ def test_the_bundled_task_needs_no_note() -> None:
 def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-    sources = [write(tmp_path / folder / "test.jsonl", [("one", "1"), ("two", "2"), ("three", "3")]) for folder in "ab"]
+    rows = [("one", "1"), ("two", "2"), ("three", "3"), ("four", "4"), ("five", "5")]
+    sources = [write(tmp_path / folder / "test.jsonl", rows) for folder in "ab"]
     data = DataSection(eval=",".join([*sources, "arithmetic"]), generated_problems=5, eval_problems=2)
     made = prepare(data, REWARD, TOKENIZER)
     assert [p.source for p in made.held_out.problems] == ["a-test"] * 2 + ["b-test"] * 2 + ["arithmetic"] * 2
     assert len(made.held_out.prompts) == 6
+    assert [p.question for p in made.held_out.problems[:4]] == ["one", "four"] * 2
+    cut = "2 of its 5 held-out problems are used, evenly spaced; data.eval_problems sets how many"
+    assert made.notes[:2] == [f"a-test: {cut}", f"b-test: {cut}"]
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_problems_of_a_larger_set_are_evenly_spaced(size: int, limit: int) -> None:
+    problems = [Problem(f"set:{place}", "q", "1", "set") for place in range(size)]
+    notes: list[str] = []
+    kept = [problems.index(one) for one in spaced_of_each(problems, limit, notes)]
+    assert len(kept) == min(size, limit)
+    assert bool(notes) == (size > limit)
+    gaps = {after - before for before, after in pairwise([*kept, size])}
+    assert max(gaps) - min(gaps) <= 1
 
 
 @pytest.mark.process

@@ -97,6 +97,23 @@ def test_resolved_recipe_reads_back_as_itself(tmp_path: Path) -> None:
     assert load_recipe(write(tmp_path / "again.toml", dump_recipe(recipe))) == recipe
 
 
+@pytest.mark.parametrize("text", ["2026-05-01", "2026-05-01T10:00:00", "10:00:00", "1.0", "7", "true", "nan"])
+def test_a_text_or_a_path_may_look_like_another_value(text: str) -> None:
+    keys = ["run.dir", "data.train", "model.path", "data.chat_template", "data.system_prompt"]
+    recipe = load_recipe(None, [f"{key}={text}" for key in keys])
+    data = recipe.data
+    found = [
+        recipe.run.dir,
+        data.train,
+        recipe.model.path,
+        recipe.model.revision,
+        data.chat_template,
+        data.system_prompt,
+    ]
+    assert [str(one) for one in found] == [text] * len(keys)
+    assert load_recipe(None, ["model.path=owner/name", f"model.revision={text}"]).model.revision == text
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=str)
 def test_bundled_recipes_are_valid(path: Path) -> None:
     assert isinstance(load_recipe(path), Recipe)
