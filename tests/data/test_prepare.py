@@ -37,9 +37,10 @@ def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
     )
     made = prepare(data, REWARD, TOKENIZER)
     assert [p.question for p in made.train.problems] == ["one plus one"]
-    assert [p.question for p in made.held_out.problems] == ["held out", "another"]
+    assert [p.question for p in made.held_out.problems] == ["held out", "third"]
     told = "\n".join(made.notes)
     for expected in (
+        "eval: 2 of its 3 held-out problems are used, evenly spaced",
         "train.jsonl:4: the answer '$ $' does not verify against itself",
         "train.jsonl:2: same question as",
         "1 training problems repeat another one's question",

@@ -106,7 +106,6 @@ def test_a_text_or_a_path_may_look_like_another_value(text: str) -> None:
         recipe.run.dir,
         data.train,
         recipe.model.path,
-        recipe.model.revision,
         data.chat_template,
         data.system_prompt,
     ]
