@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.evaluation.estimators import Measure
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
@@ -128,15 +129,15 @@ def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
 
 
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
-    measure = measure_in([row for run in runs for row in run.evals])
-    yield Chart(
-        "accuracy",
-        f"Held-out {measure}",
-        "Unweighted mean of the held-out sets with its 95 % interval.",
-        [one for number, run in enumerate(runs) for one in _evaluations(number, run, labels[number], measure)],
-        format="percent" if measure == "accuracy" else "number",
-        wide=True,
-    )
+    for measure in _measures(runs):  # each has its own axis
+        yield Chart(
+            f"held_out_{measure}",
+            f"Held-out {measure}",
+            "Unweighted mean of the held-out sets with its 95 % interval.",
+            [one for number, run in enumerate(runs) for one in _evaluations(number, run, labels[number], measure)],
+            format="percent" if measure == "accuracy" else "number",
+            wide=True,
+        )
     buckets = [buckets_of(run.updates, MAX_POINTS)[1] for run in runs]
     for metric, title, explains, looks in PANELS:
         series = [
@@ -149,6 +150,11 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
             for number in range(len(runs))
         ]
         yield Chart(metric, title, explains, [one for one in series if has_values(one.y)], **looks)
+
+
+def _measures(runs: Sequence[RunData]) -> list[Measure]:
+    """What the runs' held-out figures are means of, in the order of the runs; `accuracy` where no run has any."""
+    return list(dict.fromkeys(measure_in(run.evals) for run in runs if run.evals)) or ["accuracy"]
 
 
 def _evaluations(number: int, run: RunData, label: str, measure: str) -> Iterable[Series]:
@@ -191,8 +197,8 @@ def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
                 ],
             }
         )
-    measure = measure_in([row for run in runs for row in run.evals]).capitalize()
-    figures = (f"{measure} before", "after (95 %)", "Updates", "Wall-clock", "generate", "optimize")
+    measures = " or ".join(_measures(runs)).capitalize()
+    figures = (f"{measures} before", "after (95 %)", "Updates", "Wall-clock", "generate", "optimize")
     also = [key for key in differences(runs) if key not in settings]
     return {"settings": settings, "figures": figures, "rows": rows, "also": ", ".join(also)}
 

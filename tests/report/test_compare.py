@@ -81,3 +81,15 @@ def test_a_setting_that_an_older_version_did_not_know_has_its_default(tmp_path: 
     new, old = runs_of(tmp_path, {"objective": {"name": "mu_grpo"}}, {"objective": {"name": "mu_grpo"}})
     old = replace(old, recipe={name: table for name, table in old.recipe.items() if name != "report"})
     assert differences([new, old]) == []
+
+
+def test_accuracies_and_rewards_have_charts_of_their_own(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
+    as_reward = [{key.replace("accuracy/", "reward/"): value for key, value in row.items()} for row in runs[1].evals]
+    html = comparison([runs[0], replace(runs[1], evals=as_reward)])
+    drawing = json.loads(re.search(r'id="drawing">(.*?)</script>', html, re.DOTALL)[1])
+    charts = {chart["id"]: chart for chart in drawing["charts"]}
+    for number, measure in enumerate(("accuracy", "reward")):
+        [series] = charts[f"held_out_{measure}"]["series"]
+        assert series["axis"] == f"eval{number}"
+    assert "Accuracy or reward before" in html
