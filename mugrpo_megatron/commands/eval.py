@@ -30,7 +30,9 @@ from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config
+from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.run.data import sums_by_set
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.model import begun_weights, hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
@@ -73,7 +75,7 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     problems = spaced_of_each(found, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
-    record = Record(output, settings_of(recipe, names), inputs=[Path(one) for one in names.values()])
+    record = Record(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])
     with locked(output / ".lock"), open_display(show=True) as display:
         for note in notes:
             display.say(note)
@@ -90,8 +92,12 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     return evaluation
 
 
-def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
-    """Settings that must be equal to continue an evaluation of the sets `names` (name -> source)."""
+def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Problem]) -> dict[str, Any]:
+    """What must be equal to continue an evaluation of `problems`, of the sets `names` (name -> source).
+
+    The problems and the file of each of the user's reward functions count by their checksums: a file may change behind
+    its name.
+    """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe)
     return {
@@ -102,6 +108,8 @@ def settings_of(recipe: Recipe, names: Mapping[str, str]) -> dict[str, Any]:
         "max_response_tokens": recipe.rollout.max_response_tokens,
         "data": recipe.data.model_dump(mode="json"),
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
+        "problems": sums_by_set(problems),
+        "reward files": {name: source_sum(one.function) for name, one in recipe.reward.table.items()},
     }
 
 
@@ -121,7 +129,7 @@ class Record:
         differing = [key for key in settings if before.get(key) != settings[key]]
         if differing:
             raise UserError(
-                f"{directory} holds an evaluation of other settings ({', '.join(differing)}); choose another"
+                f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"
             )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=own, inputs=inputs)

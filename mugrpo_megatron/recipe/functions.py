@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import hashlib
 import importlib
 import sys
 import traceback
@@ -54,6 +55,19 @@ def check_function(key: str, name: str) -> None:
     if tree and (names := _names(tree)) is not None and attribute not in names:
         close = difflib.get_close_matches(attribute, names, n=1)
         raise _unnamed(key, name, f"{module} has no {attribute}" + (f"; did you mean {close[0]}?" if close else ""))
+
+
+def source_sum(name: str) -> str:
+    """SHA-256 of the file that defines `module:function`; empty for another name, and without Python source.
+
+    What the module imports is not part of it.
+    """
+    module, colon, _ = name.partition(":")
+    try:
+        source = _source_of(module) if colon else None
+        return hashlib.sha256(source.read_bytes()).hexdigest() if source else ""
+    except (ImportError, OSError, ValueError):
+        return ""
 
 
 def _unnamed(key: str, name: str, why: str) -> UserError:

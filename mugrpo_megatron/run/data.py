@@ -76,10 +76,11 @@ def _told_with_place(problem: Problem) -> list[object]:
 
 
 def _fingerprint(problems: Problems, told: Callable[[Problem], list[object]]) -> Fingerprint:
-    return {"train": _by_set(problems.train, told), "held-out": _by_set(problems.held_out, told)}
+    return {"train": sums_by_set(problems.train, told), "held-out": sums_by_set(problems.held_out, told)}
 
 
-def _by_set(problems: Sequence[Problem], told: Callable[[Problem], list[object]]) -> dict[str, str]:
+def sums_by_set(problems: Sequence[Problem], told: Callable[[Problem], list[object]] = _told) -> dict[str, str]:
+    """A set's name -> SHA-256 of its problems, with their rows and their order."""
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
         line = json.dumps(told(problem))

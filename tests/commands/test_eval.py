@@ -32,7 +32,7 @@ def graded(number: int, reward: float) -> Graded:
 
 
 def test_a_record_gives_back_what_was_appended(tmp_path: Path) -> None:
-    settings = settings_of(Recipe(), SUMS)
+    settings = settings_of(Recipe(), SUMS, [])
     record = Record(tmp_path, settings)
     assert record.read() == []
     rows = [graded(1, 0.0), graded(2, 1.0)]
@@ -53,10 +53,10 @@ def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
 
 
 def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:
-    Record(tmp_path, settings_of(Recipe(), SUMS))
+    Record(tmp_path, settings_of(Recipe(), SUMS, []))
     other = Recipe.model_validate({"eval": {"samples": 4}})
-    with pytest.raises(UserError, match=r"of other settings \(sampling\); choose another"):
-        Record(tmp_path, settings_of(other, SUMS))
+    with pytest.raises(UserError, match=r"with other sampling; choose another"):
+        Record(tmp_path, settings_of(other, SUMS, []))
 
 
 def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> None:
@@ -64,10 +64,27 @@ def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> Non
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"first")
     recipe = Recipe.model_validate({"model": {"path": tmp_path / "hf"}})
-    Record(tmp_path / "out", settings_of(recipe, SUMS))
+    Record(tmp_path / "out", settings_of(recipe, SUMS, []))
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"later")
-    with pytest.raises(UserError, match=r"of other settings \(weights\); choose another"):
-        Record(tmp_path / "out", settings_of(recipe, SUMS))
+    with pytest.raises(UserError, match=r"with other weights; choose another"):
+        Record(tmp_path / "out", settings_of(recipe, SUMS, []))
+
+
+def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "rewards_of_an_evaluation.py"
+    code.write_text("def right(response):\n    return 1.0\n")
+    recipe = Recipe.model_validate({"reward": {"function": "rewards_of_an_evaluation:right"}})
+    problems = [Problem("file:1", "1+1=", "2", "file")]
+    Record(tmp_path / "out", settings_of(recipe, SUMS, problems))
+    Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], id="moved:1")]))
+    with pytest.raises(UserError, match=r"with other problems; choose another"):
+        Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], answer="3")]))
+    code.write_text("def right(response):\n    return 0.0\n")
+    with pytest.raises(UserError, match=r"with other reward files; choose another"):
+        Record(tmp_path / "out", settings_of(recipe, SUMS, problems))
 
 
 def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_an_evaluation_keeps_its_hands_off_other_files(name: str, model: Path, t
         (b"[]", "holds a JSON array"),
         (b"\xff", "is not JSON"),
         (b"[" * 100_000, "nested too deep"),
-        (b"{}", r"other settings (model, weights, sources"),
+        (b"{}", r"with other model, weights, sources"),
         (b'{"model": "\\ud800"}', "surrogates"),
     ],
     ids=lambda one: repr(one[:8]),
