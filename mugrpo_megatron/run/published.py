@@ -87,6 +87,10 @@ def check_start(published: Published, recipe: Recipe) -> None:
 
 def weight_sums(model: Path) -> dict[str, str]:
     """SHA-256 of each safetensors file of a model directory; UserError without one."""
+    if not model.is_dir():
+        raise UserError(
+            f"model.path = {model} is not a directory, looked up from {Path.cwd()}: run this where the run was started"
+        )
     files = sorted(model.glob("*.safetensors"))
     if not files:
         raise UserError(f"model.path = {model} has no weights (*.safetensors), so which they were cannot be said")
