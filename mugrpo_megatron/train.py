@@ -11,7 +11,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
-from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage
+from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage, evaluate_meanwhile
 from mugrpo_megatron.phases.finish import finish
 from mugrpo_megatron.phases.finished import show_finished
 from mugrpo_megatron.phases.generate import generate
@@ -53,6 +53,8 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
     """
     take_offered_stage(run, learner, engines, cursor)
     stage = run.stage_store(cursor, engines.writer)
+    if stage.sealed:
+        evaluate_meanwhile(run, learner, engines, cursor)  # unless that was done when it was generated
     while not stage.sealed:  # one pass, unless an engine fails and is restarted
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
         evaluate_before_stage(run, engines, cursor)

@@ -29,16 +29,13 @@ class Stale:
     """One response under a later policy; all arrays [R]."""
 
     log_ratio: np.ndarray
-    """float32: log of the policy's over the behaviour probability."""
+    """float32: log of the policy's over the behaviour probability; 0 outside the loss mask."""
     trigger: np.ndarray
     """bool: tokens of a response with negative advantage whose ratio is below `trigger_ratio`."""
     dropped: np.ndarray
-    """bool: tokens that the veto drops from the loss."""
-
-    @property
-    def lowest_ratio(self) -> float:
-        """The smallest importance ratio of a token; inf without tokens."""
-        return float(np.exp(self.log_ratio.min(initial=np.inf)))
+    """bool: tokens that the veto drops from the loss; none outside the loss mask."""
+    lowest_ratio: float | None
+    """The smallest importance ratio of a token inside the loss mask; None without such tokens."""
 
 
 class LaterPolicy:
@@ -51,14 +48,18 @@ class LaterPolicy:
         self._temperature = temperature
 
     def assess(self, samples: Sequence[Sample], advantages: np.ndarray, objective: ObjectiveSection) -> list[Stale]:
-        """Each response under this policy; `advantages` float [N]. UserError when the policy lacks their tokens."""
+        """Each response under this policy, as training sees it; `advantages` float [N].
+
+        Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled. Raises
+        UserError when the policy lacks the responses' tokens.
+        """
         largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)
         if largest >= self._model.config.vocab_size:
             raise UserError(
                 f"the policy has {self._model.config.vocab_size} tokens, the responses have token {largest}"
             )
         ratios = [
-            torch.from_numpy(logprobs - sample.behaviour_logprobs)
+            torch.from_numpy(sample.trained(logprobs - sample.behaviour_logprobs))
             for sample, logprobs in zip(samples, self._logprobs(samples), strict=True)
         ]
         lengths = torch.tensor([len(ratio) for ratio in ratios])
@@ -68,7 +69,10 @@ class LaterPolicy:
         keep = veto(log_ratio, per_token, segments, objective, start).keep
         triggers = ~veto(log_ratio, per_token, segments, objective.model_copy(update={"veto": "trigger"}), start).keep
         split = [part.split(lengths.tolist()) for part in (log_ratio, triggers, ~keep)]
-        return [Stale(*(part.numpy() for part in parts)) for parts in zip(*split, strict=True)]
+        return [
+            _scattered(sample, *(part.numpy() for part in parts))
+            for sample, *parts in zip(samples, *split, strict=True)
+        ]
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Sample]) -> Iterator[np.ndarray]:
@@ -80,9 +84,32 @@ class LaterPolicy:
             ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self._device)
             mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
             logits = self._model(ids, attention_mask=mask.to(self._device)).logits.float() / self._temperature
-            found = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].cpu()
-            for sample, row in zip(batch, found, strict=True):
-                yield row[len(sample.prompt_ids) - 1 : sample.tokens - 1].numpy()
+            for sample, row in zip(batch, logits, strict=True):
+                yield _of_response(sample, row[len(sample.prompt_ids) - 1 : sample.tokens - 1])
+
+
+def _of_response(sample: Sample, logits: torch.Tensor) -> np.ndarray:
+    """float32 [R]: logprobs of the response's tokens; logits [R, vocabulary]."""
+    ids = torch.from_numpy(sample.response_ids.astype(np.int64)).to(logits.device)
+    chosen = logits.gather(1, ids[:, None])[:, 0]
+    if sample.kept is None:
+        return np.asarray((chosen - logits.logsumexp(-1)).cpu().numpy())
+    kept = torch.from_numpy(sample.kept.astype(np.int64)).to(logits.device)
+    possible = logits.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    return np.asarray((chosen - possible.logsumexp(-1)).cpu().numpy())
+
+
+def _scattered(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: np.ndarray) -> Stale:
+    """Values of the tokens inside the loss mask as values of the whole response."""
+    inside = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
+
+    def whole(part: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(inside), dtype=part.dtype)
+        found[inside] = part
+        return found
+
+    lowest = float(np.exp(log_ratio.min())) if len(log_ratio) else None
+    return Stale(whole(log_ratio), whole(trigger), whole(dropped), lowest)
 
 
 def _load(checkpoint: Path) -> Any:

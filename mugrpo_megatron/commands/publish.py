@@ -16,16 +16,18 @@ from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.model import with_cached_model
+from mugrpo_megatron.run.model import check_begun, with_cached_model
 from mugrpo_megatron.run.published import (
     FILE_NAME,
     Published,
+    have_logprobs,
     hub_name,
     portable,
     read_published,
     weight_sums,
     write_published,
 )
+from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import check_stage, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -65,8 +67,11 @@ def publish(
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
     recipe, hidden = portable(load_recipe(run.recipe))
-    model = with_cached_model(load_recipe(run.recipe), run_dir).model.directory
-    published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden)
+    whole = with_cached_model(load_recipe(run.recipe), run_dir)
+    if record := read_record(run_dir):
+        check_begun(record, whole, f"{run_dir}: the run")
+    model = whole.model.directory
+    published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     with durable_directory(to) as partial:
         target = RunDirectory(partial)
         ignored = shutil.ignore_patterns("*.partial")

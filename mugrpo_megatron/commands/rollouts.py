@@ -27,6 +27,7 @@ from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.logprobs import has_logprobs, of_behaviour, read_logprobs
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
@@ -86,7 +87,8 @@ def browse(
     hf = directory.hf if directory.hf.exists() else with_cached_model(recipe, run_dir).model.directory
     tokenizer = _tokenizer([hf, *([policy] if policy else [])])
     missing = "" if tokenizer else _without_tokenizer(run_dir, hf)
-    found = islice(_rollouts(store, selection, later, recipe, tokenizer), min(selection.limit, sys.maxsize))
+    scored = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
+    found = islice(_rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize))
     shown = Shown(found)
     console = Console()
     notes = Console(stderr=True) if as_json else console
@@ -199,8 +201,12 @@ def _rollouts(
     later: LaterPolicy | None,
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase | None,
+    scored: Path | None,
 ) -> Iterator[Rollout]:
-    """The selected responses, read update by update, so that memory holds one update."""
+    """The selected responses, read update by update, so that memory holds one update.
+
+    `scored` is the file of the learner's behaviour logprobs, where ratios are over those.
+    """
     objective, updates = recipe.objective, range(store.updates)
     pattern = _pattern(selection.grep)
     if selection.group is not None:
@@ -218,12 +224,24 @@ def _rollouts(
         ]
         stale: list[Stale] | list[None] = [None] * len(places)
         if later and places:
-            stale = later.assess([samples[i] for i in places], advantages[places], objective)
+            behaviour = _behaviour(scored, store, update) if scored else [s.behaviour_logprobs for s in samples]
+            sampled = [replace(samples[i], behaviour_logprobs=behaviour[i]) for i in places]
+            stale = later.assess(sampled, advantages[places], objective)
         for i, one in zip(places, stale, strict=True):
             if not selection.vetoed or (one is not None and one.dropped.any()):
                 yield Rollout(
                     update, i - int(first[i]), samples[i], float(advantages[i]), *_texts(samples[i], tokenizer), one
                 )
+
+
+def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
+    """The learner's logprobs of an update's responses; UserError when they are missing or damaged."""
+    if not has_logprobs(path):
+        raise UserError(
+            f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'
+        )
+    remedy = "restore both files from a copy"
+    return read_logprobs(path, of_behaviour(store.content), update, remedy)
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

@@ -66,7 +66,9 @@ def print_table(console: Console, title: str, rollouts: Iterable[Rollout], vetoe
         facts = [str(one.update)] if wide else []
         facts += [str(sample.group), f"{sample.reward:g}", f"{one.advantage:+.2f}"]
         facts += [str(len(sample.response_ids))] if wide else []
-        facts += [] if stale is None else [f"{stale.lowest_ratio:.1e}", str(int(stale.dropped.sum()))]
+        if stale is not None:
+            lowest = "–" if stale.lowest_ratio is None else f"{stale.lowest_ratio:.1e}"
+            facts += [lowest, str(int(stale.dropped.sum()))]
         facts += [sample.finish_reason] if wide else []
         texts = [sample.gold, sample.extracted, *([one.prompt or ""] if wide else []), one.text]
         table.add_row(*facts, *(_line(text) for text in texts), style="" if one.advantage >= 0 else "dim")
@@ -123,7 +125,7 @@ def _object(one: Rollout) -> dict[str, Any]:
     }
     if stale is not None:
         found |= {
-            "lowest_ratio": stale.lowest_ratio if len(sample.response_ids) else None,
+            "lowest_ratio": stale.lowest_ratio,
             "triggers": np.flatnonzero(stale.trigger).tolist(),
             "dropped": np.flatnonzero(stale.dropped).tolist(),
         }

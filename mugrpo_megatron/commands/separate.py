@@ -12,7 +12,7 @@ from mugrpo_megatron.phases.finish import export
 from mugrpo_megatron.phases.prefetch import next_is_offered
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import branch, stage_to_take
-from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.run import open_run
 from mugrpo_megatron.stages.store import StageStore
@@ -68,7 +68,9 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
 def _standing(recipe: Recipe, stage: int | None) -> int:
     """The run's current stage; UserError when `stage` is given and is another."""
-    cursor = newest_cursor(RunDirectory(recipe.run.dir).checkpoints)
+    directory = RunDirectory(recipe.run.dir)
+    cursor = newest_cursor(directory.checkpoints)
+    check_stage_held(directory, cursor)
     if cursor.finished(recipe.schedule):
         raise UserError(
             f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` finishes "

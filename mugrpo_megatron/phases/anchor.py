@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 
@@ -17,9 +18,10 @@ from mugrpo_megatron.phases.passes import learner_pass
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
+from mugrpo_megatron.run.model import check_begun
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import check_logprobs, has_logprobs, write_logprobs
+from mugrpo_megatron.stages.logprobs import check_logprobs, has_logprobs, weights_of, write_logprobs
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.fingerprint import fingerprint
 
@@ -44,6 +46,8 @@ def compute_anchor(run: Run, learner: Learner, stage: StageStore, cursor: Cursor
                 f"{anchor_remedy(run, cursor.stage)}"
             )
         return
+    if weights:
+        _check_weights(run, cursor.stage, weights, mark)
     if weights is None and cursor.age > 0:
         raise UserError(
             f"{path} is missing, and the weights at the stage's start, which it is of, have changed; restore it from a "
@@ -60,6 +64,17 @@ def compute_anchor(run: Run, learner: Learner, stage: StageStore, cursor: Cursor
     ):
         for age in ages:
             append(token_logprobs(learner, stage.read_update(age)))
+
+
+def _check_weights(run: Run, stage: int, weights: Path, mark: str) -> None:
+    """Raise UserError when the anchor's directory holds other weights than when the run began, or a stage ago."""
+    if run.recipe.objective.kl_anchor == "start":
+        check_begun(run.record, run.recipe, f"the anchor of {run.directory.path}")
+    before = run.directory.anchor(stage - 1) if stage > 0 else None
+    if before and weights_of(before) not in (None, mark):
+        raise UserError(
+            f"{weights} holds other weights than when {before} was computed under them; put the right ones back"
+        )
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:

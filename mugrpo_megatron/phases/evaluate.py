@@ -50,8 +50,11 @@ def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
 
 
 def evaluate_meanwhile(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """`evaluate_before_stage` where other processes generate the stage, and the engines of this run sleep."""
-    if _due_before_stage(run, cursor):
+    """`evaluate_before_stage` where other processes generate or have generated the stage, and the engines sleep.
+
+    Not inside a stage, whose first weights are gone.
+    """
+    if cursor.age == 0 and _due_before_stage(run, cursor):
         evaluate_weights(run, learner, engines, cursor)
 
 

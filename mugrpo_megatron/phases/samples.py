@@ -14,7 +14,7 @@ from mugrpo_megatron.run.anchor import with_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs
+from mugrpo_megatron.stages.logprobs import has_logprobs, of_behaviour, read_logprobs
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -41,11 +41,6 @@ def read_update(run: Run, stage: StageStore, cursor: Cursor) -> list[Sample]:
         raise UserError(f"{path} is gone, and {remedy}")
     reference = read_logprobs(path, of_reference(run, stage, begun.age), place, remedy)
     return [replace(sample, reference_logprobs=logprobs) for sample, logprobs in zip(samples, reference, strict=True)]
-
-
-def of_behaviour(stage: StageStore) -> dict[str, Any]:
-    """What behaviour logprobs belong to: the stage, which the weights at its start have sampled."""
-    return {"stage": stage.content}
 
 
 def of_reference(run: Run, stage: StageStore, age: int) -> dict[str, Any]:
@@ -85,7 +80,7 @@ def _stored_update(run: Run, stage: StageStore, number: int, update: int) -> lis
     if run.recipe.rollout.behaviour == "engine":
         return with_anchor(run, stage, number, update, samples)
     path = run.directory.behaviour(number)
-    behaviour = read_logprobs(path, of_behaviour(stage), update, behaviour_remedy(run, number))
+    behaviour = read_logprobs(path, of_behaviour(stage.content), update, behaviour_remedy(run, number))
     samples = [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)

@@ -120,20 +120,24 @@ def _tile(name: str, value: str, more: str, **rest: Any) -> dict[str, Any]:
 def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
     measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
     title, before, after = f"Held-out {measure}", mean["before"], mean["after"]
-    if before is None or after is None:
+    if after is None:
         return _tile(title, "–", "not evaluated yet", broad=True)
     of = f"{len(sets)} sets, unweighted, " if len(sets) > 1 else ""
     interval = f"95 % interval {between(mean['interval'], measure)}, " if mean["interval"] else ""
-    gain = after - before
-    return _tile(
+    tile = _tile(
         title if len(sets) <= 1 else f"{title}, mean",
         shown(after, measure),
         f"{interval}{of}{summary['problems']:,.0f} problems",
-        start=shown(before, measure).removesuffix(" %"),
-        gain=difference(gain, measure).replace("-", "−"),
-        trend="up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
         broad=True,
     )
+    if before is None:
+        return tile
+    gain = after - before
+    return tile | {
+        "start": shown(before, measure).removesuffix(" %"),
+        "gain": difference(gain, measure).replace("-", "−"),
+        "trend": "up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
+    }
 
 
 def _reward_tile(run: RunData) -> dict[str, Any]:

@@ -36,7 +36,8 @@ FIGURES = ("before", "before_interval", "after", "interval")
 def summarize(run_dir: Path) -> dict[str, Any]:
     """The content of summary.json, from all rows that the run has logged, resumes included.
 
-    `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, None without an evaluation.
+    `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, before the run's first update
+    and at its last evaluation; None where there was none.
     `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
     `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
     Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
@@ -51,9 +52,9 @@ def summary_of(run: RunData) -> dict[str, Any]:
     phases = {name: taken.get(name, 0.0) for name in PHASES if name in taken or name in REPORTED_PHASES}
     return {
         "measure": measure,
-        **{f"{measure}_{key}": value for key, value in _gain(run.evals, MEAN).items()},
+        **{f"{measure}_{key}": value for key, value in _gain(run.evals, run.updates, MEAN).items()},
         "problems": problems_in(run.evals[-1]) if run.evals else None,
-        "sets": {name: _gain(run.evals, name) | _size(run.evals[-1], name) for name in sets_in(run.evals)},
+        "sets": {name: _gain(run.evals, run.updates, name) | _size(run.evals[-1], name) for name in sets_in(run.evals)},
         "seconds": phases | {"total": run.seconds},
         "paper_seconds": paper_seconds(run.phases),
         "tokens": {
@@ -67,12 +68,15 @@ def summary_of(run: RunData) -> dict[str, Any]:
     }
 
 
-def _gain(evals: Sequence[Row], name: str) -> dict[str, Any]:
-    """A set's figures, or the mean's, at the first and the last evaluation."""
+def _gain(evals: Sequence[Row], updates: Sequence[Row], name: str) -> dict[str, Any]:
+    """A set's figures, or the mean's, before the first update, if they were measured, and at the last evaluation."""
     if not evals:
         return dict.fromkeys(FIGURES)
-    first, last = evals[0], evals[-1]
-    values = value_in(first, name), interval_in(first, name), value_in(last, name), interval_in(last, name)
+    before, last = evals[:1], evals[-1]
+    if updates and evals[0]["update"] > updates[0]["update"]:
+        before = []
+    found = [(value_in(row, name), interval_in(row, name)) for row in before] or [(None, None)]
+    values = *found[0], value_in(last, name), interval_in(last, name)
     return dict(zip(FIGURES, values, strict=True))
 
 
@@ -93,13 +97,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column(justify="right")
     table.add_column()
     mean, sets = mean_of(summary), summary["sets"]
-    if mean["before"] is not None:
-        table.add_row(f"{measure} before", *_figure(mean["before"], mean["before_interval"], measure))
+    if mean["after"] is not None:
+        if mean["before"] is not None:
+            table.add_row(f"{measure} before", *_figure(mean["before"], mean["before_interval"], measure))
         table.add_row(f"{measure} after", *_figure(mean["after"], mean["interval"], measure))
-        style = "bold green" if mean["after"] > mean["before"] else "bold red"
         of = f" of {len(sets)} sets, unweighted" if len(sets) > 1 else ""
-        gained = Text(difference(mean["after"] - mean["before"], measure), style=style)
-        table.add_row("gain", gained, f"{summary['problems']:,} held-out problems{of}")
+        table.add_row("gain", _gained(mean, measure), f"{summary['problems']:,} held-out problems{of}")
         table.add_section()
         for name, one in sets.items() if len(sets) > 1 else ():
             before, after = (shown(one[when], measure) for when in ("before", "after"))
@@ -116,6 +119,13 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_row("tokens generated", f"{tokens['generated']:,}", _rate(tokens["generated"], seconds["generate"]))
     table.add_row("tokens trained", f"{tokens['trained']:,}", _rate(tokens["trained"], seconds["optimize"]))
     return table
+
+
+def _gained(mean: dict[str, Any], measure: str) -> Text:
+    if mean["before"] is None:
+        return Text("not known: not evaluated before the first update", style="dim")
+    gain = mean["after"] - mean["before"]
+    return Text(difference(gain, measure), style="bold green" if gain > 0 else "bold red")
 
 
 def _figure(value: float, interval: list[float] | None, measure: str) -> tuple[Text, str]:

@@ -23,7 +23,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
+from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
@@ -94,7 +94,7 @@ def standing(directory: RunDirectory, recipe: Recipe) -> Standing:
     record = read_record(directory.path)
     if record is None:
         raise UserError(f"{directory.path} holds no run; the first `mugrpo generate` with a recipe makes it")
-    complete = sorted(path.parent.name for path in directory.checkpoints.glob(f"stage*-age*/{STATE}"))
+    complete = sorted(path.parent.name for path in directory.checkpoints.glob(f"{CHECKPOINTS}/{STATE}"))
     cursor, weights, version = Cursor(), recipe.model.directory, 0
     if mark := read_mark(directory, record):
         cursor, weights, version = mark.samples or mark.cursor, directory.hf, mark.cursor.updates

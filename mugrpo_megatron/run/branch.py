@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
 from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model, with_model
-from mugrpo_megatron.run.published import check_start, read_published
+from mugrpo_megatron.run.published import check_logprobs, check_start, read_published
 from mugrpo_megatron.run.record import Branch, Record, claim, read_record, write_record
+from mugrpo_megatron.stages.logprobs import sums
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -59,11 +62,18 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         record = claim(directory.path, hub_model(recipe), begun_weights(recipe))
         if _is_branch(directory.path, record, begun):
             return
-        _link(of.stage(stage), directory.stage(stage), manifest_name(0))
+        _link(of.stage(stage), directory.stage(stage), manifest_name(0), _of_other_routes(recipe, of, stage))
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
         write_record(directory.path, replace(record, branch=begun))
+
+
+def _of_other_routes(recipe: Recipe, source: RunDirectory, stage: int) -> list[str]:
+    """Names of the stage's behaviour logprobs, if the source computed them with other experts than the branch takes."""
+    before = load_recipe(source.recipe).learner.routing_replay
+    scored = source.behaviour(stage)
+    return [] if before == recipe.learner.routing_replay else [scored.name, sums(scored).name]
 
 
 def stage_to_take(source: Path, stage: int | None) -> int:
@@ -123,25 +133,51 @@ def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
             f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
             "`checkpoint.keep` checkpoints, a stage published with --weights has them, and stage 0 needs none"
         )
+    store, before = StageStore(source.stage(stage)), Cursor()
     if stage == 0 and (record := read_record(source.path)):
         check_begun(record, recipe, f"{source.path}: stage 0")
     origin = read_manifest(source.stage(stage)).origin
     if origin is None or origin.stage != stage:
         raise UserError(f"{source.stage(stage)} holds a stage of another place; put the right one there")
-    if stage > 0 and read_state(start).get("run") != origin.run:
-        raise UserError(f"{start} and {source.stage(stage)} are of different runs; put the right ones there")
+    if stage > 0:
+        state = read_state(start)
+        if state.get("run") != origin.run:
+            raise UserError(f"{start} and {source.stage(stage)} are of different runs; put the right ones there")
+        before = Cursor(**state["cursor"])
+    check_logprobs(store, recipe)
     published = read_published(source.path)
     if published:
         check_start(published, recipe)
+    taken = load_recipe(source.recipe)
+    _check_length(recipe, taken, before, store.updates)
     free = (*FREE_TO_BRANCH, *(published.hidden if published else ()))
-    changed = [key for key in differing(load_recipe(source.recipe), recipe) if not key.startswith(free)]
+    changed = [key for key in differing(taken, recipe) if not key.startswith(free)]
     if changed:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
     return origin
 
 
-def _link(source: Path, target: Path, key: str) -> None:
+def _check_length(recipe: Recipe, source: Recipe, start: Cursor, held: int) -> None:
+    """Raise UserError when the branch's own stages and passes end it before it has taken every pass of the stage.
+
+    The updates before the stage are the source's: with fewer stages or passes than it had, none may be left.
+    """
+    schedule, wanted = recipe.schedule, held * recipe.schedule.passes
+    left = start.stage_length(schedule, held)
+    changed = (schedule.stages, schedule.passes) != (source.schedule.stages, source.schedule.passes)
+    if changed and left < wanted:
+        fitting = math.ceil((start.updates + wanted) / schedule.updates_on_stage)
+        raise UserError(
+            f"stage {start.stage} begins after {start.updates:,} updates, and schedule.stages = {schedule.stages} with "
+            f"passes = {schedule.passes} is {schedule.total_updates:,} in all, which leaves {max(left, 0):,} of the "
+            f"{wanted:,} that the stage is for; set schedule.stages to {fitting} or more"
+        )
+
+
+def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -> None:
     """Make `target` a directory of the same files, whole or not at all; one with the same `key` file is kept as it is.
+
+    Files with the names `leave_out` are not taken.
 
     Raises UserError when something else lies there, and when the source changes meanwhile.
     """
@@ -149,7 +185,7 @@ def _link(source: Path, target: Path, key: str) -> None:
         if (target / key).is_file() and digest(target / key) == digest(source / key):
             return  # of a branch that was killed
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
-    ignored = shutil.ignore_patterns("*.partial")  # of a writer that works, or was killed
+    ignored = shutil.ignore_patterns("*.partial", *leave_out)  # partial: of a writer that works, or was killed
     with durable_directory(target) as partial:
         try:
             shutil.copytree(source, partial, copy_function=os.link, ignore=ignored, dirs_exist_ok=True)

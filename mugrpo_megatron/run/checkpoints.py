@@ -25,12 +25,13 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.background import Background
-from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
+from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
+from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.hf import gather_hf, save_hf
 
-NAME = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 GRACE_S = 10.0
 """How long a failing run waits for its current save."""
 
@@ -131,9 +132,9 @@ def restore_newest(learner: Learner, directory: Path, record: Record, say: Calla
     """
     is_main = learner.ranks.rank == 0
     if is_main:
-        for leftover in directory.glob(resumable(Path(NAME)).name):  # of a save or a removal that was killed
+        for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # of a save or a removal that was killed
             shutil.rmtree(leftover)
-        remove_leftovers(directory, NAME)
+        remove_leftovers(directory, CHECKPOINTS)
     found = [named(directory) if is_main else []]
     dist.broadcast_object_list(found)
     damaged: list[tuple[Path, str]] = []
@@ -173,12 +174,23 @@ def newest_cursor(directory: Path) -> Cursor:
 
 def named(directory: Path) -> list[Path]:
     """Directories of checkpoints, complete or damaged, oldest first; names sort as cursors do."""
-    return sorted(path for path in directory.glob(NAME) if path.is_dir())
+    return sorted(path for path in directory.glob(CHECKPOINTS) if path.is_dir())
 
 
 def complete(directory: Path) -> list[Path]:
     """Checkpoints that have their state, oldest first."""
     return [path for path in named(directory) if (path / STATE).exists()]
+
+
+def check_stage_held(directory: RunDirectory, cursor: Cursor) -> None:
+    """Raise UserError when a run stands inside a stage that is not whole: the weights that sample it have changed."""
+    stage = directory.stage(cursor.stage)
+    if cursor.age > 0 and not StageStore(stage).sealed:
+        raise UserError(
+            f"{stage} is not a whole stage, and the run stands after {cursor.age:,} of its updates; restore it from a "
+            f"copy, or remove the checkpoints after {checkpoint_name(Cursor(cursor.stage))} from "
+            f"{directory.checkpoints}: the run then resumes at the stage's start and generates it again"
+        )
 
 
 def check_place(path: Path, record: Record) -> None:

@@ -86,6 +86,10 @@ class Cursor:
         return self.updates - self.age
 
 
+CHECKPOINTS = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
+"""Pattern of `checkpoint_name`; a damaged one that was set aside has another name."""
+
+
 def checkpoint_name(cursor: Cursor) -> str:
     """The directory of the checkpoint from which a run resumes at `cursor`."""
     return f"stage{cursor.stage:05d}-age{cursor.age:05d}"

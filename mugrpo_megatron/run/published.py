@@ -16,11 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.stages.store import StageStore
 
 FILE_NAME = "published.json"
 FORMAT = 1
@@ -65,15 +68,7 @@ def write_published(directory: Path, published: Published) -> None:
 
 
 def check_start(published: Published, recipe: Recipe) -> None:
-    """Raise UserError when `model.path` has other weights than those that sampled the published stage 0.
-
-    Also when the recipe takes the behaviour logprobs of a stage that has none.
-    """
-    if not published.logprobs and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
-        raise UserError(
-            'the responses have no log-probabilities of their own: set rollout.behaviour = "learner" and '
-            'objective.mismatch = "none"'
-        )
+    """Raise UserError when `model.path` has other weights than those that sampled the published stage 0."""
     if published.stage:
         return  # its weights are in its checkpoint
     found = weight_sums(recipe.model.directory)
@@ -82,6 +77,24 @@ def check_start(published: Published, recipe: Recipe) -> None:
             f"model.path = {recipe.model.path} has other weights than {published.model}"
             f"{f' at revision {published.revision}' if published.revision else ''}, which sampled the published stage; "
             "take that model"
+        )
+
+
+def have_logprobs(store: StageStore) -> bool:
+    """Whether a stage's responses have the log-probabilities that they were sampled with; imported ones may not.
+
+    All responses of a stage have them, or none has.
+    """
+    return not any(np.isnan(sample.behaviour_logprobs).any() for sample in store.read_update(0))
+
+
+def check_logprobs(store: StageStore, recipe: Recipe) -> None:
+    """Raise UserError when the recipe takes log-probabilities of a stage that has none."""
+    takes = recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"
+    if takes and not have_logprobs(store):
+        raise UserError(
+            'the responses have no log-probabilities of their own: set rollout.behaviour = "learner" and '
+            'objective.mismatch = "none"'
         )
 
 

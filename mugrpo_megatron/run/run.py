@@ -21,7 +21,7 @@ from mugrpo_megatron.learner.offload import PARTS, offload, reload
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.checkpoints import Saver, newest_cursor, open_saver, restore_newest
+from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
@@ -137,6 +137,7 @@ def open_run(
         if record:
             origin = stage_origin(directory, record, standing, recipe.schedule)
             check_stage(directory.stage(standing.stage), origin)
+            check_stage_held(directory, standing)
             if (stage := StageStore(directory.stage(standing.stage), 0, origin)).sealed:
                 stage.remove_merged()
         tracked = open_log(

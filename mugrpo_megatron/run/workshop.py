@@ -26,7 +26,7 @@ from mugrpo_megatron.learner.offload import PARTS, offload
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
+from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
@@ -77,6 +77,7 @@ class Workshop:
             if self.is_main:
                 origin = stage_origin(directory, record, standing, recipe.schedule)
                 check_stage(directory.stage(standing.stage), origin)
+                check_stage_held(directory, standing)
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(

@@ -44,6 +44,11 @@ def sums(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
+def of_behaviour(content: str) -> dict[str, Any]:
+    """What behaviour logprobs belong to: the stage of this content, which the weights at its start have sampled."""
+    return {"stage": content}
+
+
 def has_logprobs(path: Path) -> bool:
     """Whether `path` was written to its end."""
     return path.exists() and sums(path).exists()
@@ -77,6 +82,14 @@ def write_logprobs(path: Path, of: Mapping[str, Any], write: bool, weights: str 
         "footer": asdict(footer),
     }
     write_sealed(sums(path), "logprobs", body, format=FORMAT)
+
+
+def weights_of(path: Path) -> str | None:
+    """The fingerprint of the checkpoint that the logprobs of `path` are of; None where that is not known."""
+    try:
+        return str(read_sealed(sums(path), "logprobs", format=FORMAT)["weights"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def read_logprobs(path: Path, of: Mapping[str, Any], update: int, remedy: str) -> list[np.ndarray]:

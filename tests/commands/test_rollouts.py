@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.logprobs import of_behaviour, sums, write_logprobs
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import save_model, write_recipe
 
@@ -104,6 +106,56 @@ def test_only_the_token_that_lost_its_mass_is_a_trigger(
         assert wrong.trigger.tolist() == [False, True, False, False]
         assert wrong.dropped.tolist() == dropped
         assert wrong.lowest_ratio == pytest.approx(1 / 20_000, rel=1e-3)
+
+
+def test_tokens_outside_the_loss_mask_are_no_triggers(model: Path) -> None:
+    """A tool's token has no probability of its own: it drops nothing after it."""
+    wrong = sample(model, 0, WRONG, 0.0)
+    wrong.behaviour_logprobs[1] += LOST
+    objective = load_recipe(None).objective
+    [whole, masked, nothing] = LaterPolicy(model, temperature=1.0).assess(
+        [
+            wrong,
+            replace(wrong, loss_mask=np.array([True, False, True, True])),
+            replace(wrong, loss_mask=np.zeros(4, dtype=bool)),
+        ],
+        np.array([-1.0, -1.0, -1.0]),
+        objective,
+    )
+    assert whole.dropped.tolist() == [False, False, True, True]
+    assert not masked.dropped.any()
+    assert not masked.trigger.any()
+    assert masked.log_ratio[1] == 0.0
+    assert masked.lowest_ratio == pytest.approx(1.0, rel=1e-3)
+    assert nothing.lowest_ratio is None
+
+
+def test_a_softmax_runs_over_the_tokens_that_could_be_sampled(model: Path) -> None:
+    one = sample(model, 0, WRONG, 0.0)
+    alone = one.response_ids[:, None].astype(np.int32)
+    kept = np.concatenate([alone, np.full_like(alone, -1)], axis=1)
+    certain = replace(one, kept=kept, behaviour_logprobs=0 * one.behaviour_logprobs)
+    [found] = LaterPolicy(model, temperature=1.0).assess([certain], np.array([-1.0]), load_recipe(None).objective)
+    np.testing.assert_allclose(found.log_ratio, 0, atol=1e-6)
+
+
+def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
+    model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learner = ["rollout.behaviour=learner"]
+    with pytest.raises(UserError, match=r"behaviour\.parquet is missing: .* writes it before the first update"):
+        browse(run_dir, 0, Selection(vetoed=True), model, learner)
+    store = StageStore(run_dir / "stages" / "00000")
+    path = run_dir / "stages" / "00000" / "behaviour.parquet"
+    with write_logprobs(path, of_behaviour(store.content), write=True) as append:
+        for update in range(UPDATES):
+            excess = [0.0, LOST, 0.0, 0.0]  # of the engine in each wrong response; the learner never had it
+            found = [one.behaviour_logprobs for one in store.read_update(update)]
+            append([one if n % 2 == 0 else one - np.array(excess, dtype=np.float32) for n, one in enumerate(found)])
+    browse(run_dir, 0, Selection(vetoed=True), model, learner)
+    path.unlink()
+    sums(path).unlink()
+    assert "no response has a vetoed token" in capsys.readouterr().out
 
 
 def test_the_table_holds_what_was_asked_for(model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.recipe.sections import TrackSection
-from mugrpo_megatron.run.checkpoints import named, newest_cursor
+from mugrpo_megatron.run.checkpoints import check_stage_held, named, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
@@ -129,6 +129,7 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
         for one in named(directory.checkpoints):
             found += filter(None, [checkpoint.damage(one, 0, 1)])
         check_stage(directory.stage(cursor.stage), stage_of(directory, cursor.stage)._origin)
+        check_stage_held(directory, cursor)
         with open_log(directory.path, TrackSection(tensorboard=False), write=False):
             pass
         for number in range(STAGES):

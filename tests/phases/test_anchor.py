@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from mugrpo_megatron.phases.anchor import training_rewards
-from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
+from mugrpo_megatron.run.anchor import of_anchor
 from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.logprobs import write_logprobs
+from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.fingerprint import fingerprint
+from tests.phases.bare import bare_run
 from tests.phases.branches import generate_stage, optimize, updates_of, weights
 
 
@@ -42,6 +52,28 @@ def test_the_fingerprint_follows_the_weights(tmp_path: Path) -> None:
     a, b, c, d = (fingerprint(tmp_path / name) for name in "abcd")
     assert a == b
     assert len({a, c, d}) == 3
+
+
+def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None:
+    """A run resumes at a stage's start, where that stage has no anchor's file yet."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"first")
+    stage, learner = cast(StageStore, SimpleNamespace(content="c", updates=1)), cast(Learner, None)
+    directory = RunDirectory(tmp_path / "run")
+    path = directory.anchor(0)
+    path.parent.mkdir(parents=True)
+    for anchor in ("start", str(model)):
+        section = {"kl_anchor": anchor, "kl_coef": 0.1}
+        run = bare_run(Recipe.model_validate({"objective": section, "model": {"path": model}}), directory)
+        run.record = Record("r", weights=fingerprint(model))
+        with write_logprobs(path, of_anchor(run, stage), write=True, weights=fingerprint(model)) as append:
+            append([np.zeros(2, np.float32)])
+        compute_anchor(run, learner, stage, Cursor(0, 0))  # it is there
+        (model / "model.safetensors").write_bytes(b"later")
+        with pytest.raises(UserError, match=r"other weights than"):
+            compute_anchor(run, learner, stage, Cursor(1, 0, 4))
+        (model / "model.safetensors").write_bytes(b"first")
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
-from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_weights, sampled_alike
+from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_meanwhile, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.kept import read_kept
@@ -167,6 +167,13 @@ def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None
         ("four", 4, 0.6, 0.9, 5),
         ("other", 1, 0.0, 1.0, 7),
     }
+
+
+def test_a_stage_that_others_have_generated_is_evaluated_once_before_its_first_update(stand: Stand) -> None:
+    for cursor in (Cursor(1, 3, 11), Cursor(1, 0, 8), Cursor(1, 0, 8), Cursor(2, 0, 16)):
+        evaluate_meanwhile(stand.run, LEARNER, stand.engines, cursor)
+    assert [(row["stage"], row["update"], row["age"]) for row in stand.rows] == [(1, 8, 0), (2, 16, 0)]
+    assert stand.syncs == [8, 16]
 
 
 def test_sets_that_are_sampled_alike_are_asked_together() -> None:

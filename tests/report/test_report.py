@@ -122,6 +122,21 @@ def test_summary_counts_what_the_rows_say(tmp_path: Path) -> None:
     assert summary["seconds"]["total"] == pytest.approx(max(ends) - rows[0]["time"], abs=1e-4)
 
 
+def test_a_first_evaluation_inside_the_run_is_not_before_it(tmp_path: Path) -> None:
+    """As in a run whose first stage was generated and optimized by commands of their own."""
+    rows = rows_of(2, 8)
+    begun = next(row for row in rows if row["kind"] == "eval")
+    directory = write_run(tmp_path, [row for row in rows if row is not begun], recipe_of(2, 8))
+    summary = summarize(directory)
+    assert summary["accuracy_before"] is None
+    assert summary["accuracy_before_interval"] is None
+    assert summary["accuracy_after"] is not None
+    [gain] = [cell for column in summary_table(summary).columns for cell in column.cells if "not known" in str(cell)]
+    assert str(gain) == "not known: not evaluated before the first update"
+    html = write_report(directory).read_text()
+    assert "not evaluated yet" not in html
+
+
 SETS = ("math500", "aime24", "own-test")
 
 

@@ -61,10 +61,11 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     assert first.origin == Origin(first.record.id, 0, 0)
     assert begin(recipe, FOUND) == first
 
-    def checkpoint(cursor: Cursor) -> None:
+    def checkpoint(cursor: Cursor) -> Path:
         state = directory.checkpoints / checkpoint_name(cursor) / STATE
         state.parent.mkdir(parents=True)
         state.touch()
+        return state.parent
 
     checkpoint(Cursor(1, 0, 3))
     with pytest.raises(UserError, match="stands at stage00001-age00000, but its hf/ holds nothing"):
@@ -76,6 +77,8 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(1, 0, 3))))
     assert standing(directory, recipe).origin == Origin(first.record.id, 1, 3)
     assert standing(directory, recipe).weights == directory.hf
+    checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
+    assert standing(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
     checkpoint(Cursor(1, 2, 5))
     with pytest.raises(UserError, match="holds stage00001-age00000: finish the stage"):
         standing(directory, recipe)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
@@ -17,7 +19,7 @@ from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import read_manifest
 from mugrpo_megatron.weights.fingerprint import fingerprint
-from tests.hostile.rundir import PROMPTS, UPDATES, content, fill, make, recipe, stage_of
+from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, content, fill, group, make, recipe, stage_of
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +94,40 @@ def test_a_branch_of_a_branch_is_of_the_run_that_generated(source: Path, tmp_pat
     assert record
     assert of
     assert record.of_stage(1) == of.run
+
+
+def test_a_branch_has_updates_left_for_the_whole_stage(source: Path, tmp_path: Path) -> None:
+    """Stage 1 begins after the 2 updates of stage 0, which the source has taken, whatever the branch's schedule."""
+    for stages, passes in ((2, 1), (2, 2), (9, 1)):
+        schedule = [f"schedule.stages={stages}", f"schedule.passes={passes}"]
+        branch(recipe(tmp_path / f"{stages}-{passes}", *schedule), source, 1)
+    with pytest.raises(
+        UserError, match=r"begins after 2 updates.* leaves 0 of the 2 .* set schedule.stages to 2 or more"
+    ):
+        branch(recipe(tmp_path / "b", "schedule.stages=1"), source, 1)
+    with pytest.raises(UserError, match=r"leaves 2 of the 4 .* set schedule.stages to 2 or more"):
+        branch(recipe(tmp_path / "b", "schedule.stages=1", "schedule.passes=2"), source, 1)
+    assert not (tmp_path / "b").exists()
+
+
+def test_learner_logprobs_of_other_experts_are_left_out(source: Path, tmp_path: Path) -> None:
+    branch(recipe(tmp_path / "same"), source, 1)
+    branch(recipe(tmp_path / "other", "learner.routing_replay=learner"), source, 1)
+    same, other = ({path.name for path in (tmp_path / name / STAGE).iterdir()} for name in ("same", "other"))
+    assert same - other == {"behaviour.parquet", "behaviour.json"}
+
+
+def test_a_stage_without_logprobs_needs_the_learner_s(tmp_path: Path) -> None:
+    with open_directory(recipe(tmp_path / "a")) as directory:
+        store = stage_of(directory, 0)
+        for index in range(GROUPS):
+            store.append([replace(one, behaviour_logprobs=one.behaviour_logprobs * np.nan) for one in group(index, 0)])
+        store.seal(UPDATES, PROMPTS)
+    learner = "rollout.behaviour=learner"
+    for changes in ([], [learner, "objective.mismatch=truncate"]):
+        with pytest.raises(UserError, match="no log-probabilities of their own"):
+            branch(recipe(tmp_path / "b", *changes), tmp_path / "a", 0)
+    branch(recipe(tmp_path / "b", learner), tmp_path / "a", 0)
 
 
 @pytest.mark.parametrize("name", ["hf", STAGE, START])

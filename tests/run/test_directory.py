@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.commands.separate import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.run.directory import check_directory, open_directory
+from mugrpo_megatron.run.checkpoints import check_stage_held
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory, check_directory, open_directory
 from mugrpo_megatron.run.preflight import check_on_paper, check_run
 from mugrpo_megatron.run.record import MARK, mark, read_record
+from tests.hostile.rundir import NOW, make
 
 HOLD = """
 import sys
@@ -137,3 +142,20 @@ def test_what_is_refused_at_the_end_is_refused_on_paper(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="is where this run would write"):
             check(recipe(tmp_path, f"model.path={tmp_path}/hf", f"run.dir={tmp_path}/./"), lambda line: None)
     assert [path.name for path in tmp_path.rglob("*")] == ["hf", "precious"]
+
+
+def test_a_run_inside_a_stage_needs_it_whole(tmp_path: Path) -> None:
+    """Its first weights are gone, so nothing can generate the stage again; `generate` and `optimize` say so too."""
+    made = make(tmp_path / "run")
+    directory = RunDirectory(made.run.dir)
+    check_stage_held(directory, NOW)
+    shutil.rmtree(directory.stage(NOW.stage))
+    check_stage_held(directory, Cursor(1, 0, 2))
+    way_out = r"remove the checkpoints after stage00001-age00000 from .*checkpoints: the run then resumes"
+    for command in (
+        lambda: check_stage_held(directory, NOW),
+        lambda: generate_alone(made, None),
+        lambda: optimize_alone(made, None),
+    ):
+        with pytest.raises(UserError, match=way_out):
+            command()
