@@ -33,7 +33,12 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("ess", "fraction", "effective sample size of the token ratios, (sum r)^2 / (n sum r^2); 1 on policy"),
     ("kl_k1", "nats", "mean of log behaviour - log pi: unbiased estimate of KL(behaviour | pi) per token"),
     ("kl_k3", "nats", "mean of r - 1 - log r: the same, never negative"),
-    ("kl_anchor", "nats", "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL to the anchor per token, 0 if equal"),
+    (
+        "kl_anchor",
+        "nats",
+        "mean of exp(-d) - 1 + d, d = log pi - log anchor, over tokens as sampled: 0 if equal, KL(pi | anchor) a token "
+        "while the responses are fresh, far above it when they are stale",
+    ),
     ("kl_anchor_k1", "nats", "mean of d = log pi - log anchor over the sampled tokens"),
     ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),

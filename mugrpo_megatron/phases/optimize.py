@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
+from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.errors import TrainingFailure
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.learner.learner import Learner
@@ -86,7 +87,9 @@ def record_update(
     reward = float(np.mean([sample.reward for sample in samples]))
     parts = component_means(sample.components for sample in samples)
     staleness = cursor.updates - samples[0].weight_version
-    found = {"staleness": staleness, **metrics, "reward_mean": reward, **parts}
+    alike = ~informative(np.array([s.reward for s in samples]), np.array([s.group for s in samples]))
+    shares = {"zero_variance_fraction": float(alike.mean())}  # of groups too: all have as many responses
+    found = {"staleness": staleness, **metrics, "reward_mean": reward, **parts, **shares}
     found |= _utilization(learner, samples, metrics)
     run.log.update(cursor.stage, cursor.updates, cursor.age, found)
     bar.advance(tokens=int(metrics["tokens"]), reward=reward, loss=metrics["loss"])

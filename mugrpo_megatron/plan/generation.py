@@ -23,7 +23,8 @@ def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
     assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
     lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
-    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / share * resident
+    sharing = min(share, case.architecture.transformer["num_query_groups"])  # above that ranks hold copies
+    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
     work = work_of(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 

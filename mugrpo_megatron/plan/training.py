@@ -16,9 +16,16 @@ def flops_of(case: Case) -> float:
 
 
 def logprob_seconds(case: Case) -> float:
-    """Seconds of a stage's forward passes: the mismatch with the engine, learner behaviour, reference policy."""
+    """Seconds of a stage's forward passes: the mismatch with the engine, and those over whole stages.
+
+    One is for what the recipe records of the policy at the stage's start, one for an anchor that is another policy, and
+    one for the reference policy in each of the schedule's passes.
+    """
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
-    whole = (recipe.rollout.behaviour == "learner") + (recipe.objective.reference_every > 1) * recipe.schedule.passes
+    scored, anchor = recipe.rollout.behaviour == "learner", recipe.objective.kl_anchor
+    whole = int(scored or recipe.learner.routing_replay == "learner")
+    whole += anchor is not None and not (anchor == "stage" and scored)
+    whole += (recipe.objective.reference_every > 1) * recipe.schedule.passes
     responses += whole * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 

@@ -12,6 +12,7 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.phases import optimize
 from mugrpo_megatron.phases import passes as learner_passes
 from mugrpo_megatron.phases.passes import refresh_reference
 from mugrpo_megatron.phases.samples import read_update
@@ -53,6 +54,22 @@ def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) ->
 @pytest.mark.parametrize("zero_variance", ["count", "mask"])
 def test_a_stage_is_read_as_it_is(tmp_path: Path, zero_variance: str) -> None:
     assert problems_of_updates(tmp_path, zero_variance) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
+
+
+def test_an_update_says_how_many_of_its_groups_have_equal_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[dict[str, Any]] = []
+    run = bare_run(Recipe(), RunDirectory(tmp_path))
+    run.log.update = lambda stage, update, age, found: logged.append(found)
+    monkeypatch.setattr(optimize, "_utilization", lambda *_: {})
+    monkeypatch.setattr(optimize, "probe", lambda *_, **__: None)
+    bar: Any = SimpleNamespace(advance=lambda **_: None)
+    learner: Any = SimpleNamespace(skipped_in_a_row=0)
+    for groups in ((0, 1), (3, 4), (1, 2, 5)):
+        samples = [sample for index in groups for sample in group(index)]
+        optimize.record_update(run, learner, Cursor(), samples, {"tokens": 1.0, "loss": 0.0}, bar)
+    assert [found["zero_variance_fraction"] for found in logged] == [0.5, 1.0, 0.0]
 
 
 def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mugrpo_megatron.plan.activations import micro_batches_in_flight
 from mugrpo_megatron.plan.case import Case, make_case
-from mugrpo_megatron.plan.generation import evaluation_seconds, evaluations
+from mugrpo_megatron.plan.generation import decoding_seconds, evaluation_seconds, evaluations
 from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.plan.layout import Layout
 from mugrpo_megatron.plan.memory import engine_memory, memory
@@ -150,6 +151,35 @@ def test_a_reference_policy_costs_a_forward_pass_over_the_stage() -> None:
     behaviour = recipe(objective={"name": "off_policy_grpo"}, rollout={"behaviour": "learner"})
     seconds = [logprob_seconds(on_four_h200(one)) for one in (plain, reference, behaviour)]
     assert seconds[1] == seconds[2] > 100 * seconds[0]
+
+
+def test_each_whole_stage_pass_is_counted_once() -> None:
+    learner, anchored = {"behaviour": "learner"}, {"name": "mu_grpo", "kl_coef": 0.01}
+    start, stage = ({**anchored, "kl_anchor": name} for name in ("start", "stage"))
+    replay = {"routing_replay": "learner"}
+    wanted = [
+        (recipe(), 0),
+        (recipe(objective=start), 1),
+        (recipe(objective=stage), 1),
+        (recipe(objective=start, rollout=learner), 2),
+        (recipe(objective=stage, rollout=learner), 1),
+        (recipe(learner=replay), 1),
+        (recipe(learner=replay, rollout=learner), 1),
+    ]
+    none, one = (logprob_seconds(on_four_h200(recipe(rollout=how))) for how in ({}, learner))
+    for made, passes in wanted:
+        assert logprob_seconds(on_four_h200(made)) == pytest.approx(none + passes * (one - none))
+
+
+def test_ranks_beyond_the_key_value_heads_read_copies_of_the_cache() -> None:
+    """Four of these heads: eight ranks read as many bytes of cache a token each as four do."""
+    cluster, slow = make_cluster(1, 8, "h200"), Assumptions(step_floor=1e-9, decode=0.01)  # nothing but reading
+    seconds = []
+    for tensor in (2, 4, 8):
+        case = make_case(recipe(engine={"tensor": tensor}), MODEL, CONFIG, cluster, slow)
+        seconds.append(decoding_seconds(4096, case, replace(engine_memory(case), weights=0.0, requests=64)))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.05), "twice the ranks, half the engines"
+    assert seconds[2] == pytest.approx(2 * seconds[1], rel=0.05)
 
 
 def test_a_stage_is_as_large_as_its_columns() -> None:
