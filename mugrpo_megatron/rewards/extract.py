@@ -25,6 +25,10 @@ _NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
 )
 _VALUE = re.compile(f"{_MATH.pattern}|{_NUMBER.pattern}")
+_TEXT = re.compile(
+    r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
+)
+"""A formula with words in it, or one that is the letter of a choice; no amount of money."""
 _CONNECTIVE = re.compile(
     r"(?:\s|\$|,|;|\.|\\[()\[\],;:! ]|\\q?quad\b|\\text\s*\{[^{}0-9]{0,40}\}|\b(?:and|or)\b"
     r"|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
@@ -41,7 +45,7 @@ def is_integer(text: str) -> bool:
     return _INTEGER.fullmatch(text) is not None
 
 
-def answer_of(response: str, extract: Extract = "final") -> str:
+def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
     "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
@@ -49,6 +53,8 @@ def answer_of(response: str, extract: Extract = "final") -> str:
     last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the
     last line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto"
     is "final"; a recipe whose prompts ask for a box makes it "boxed".
+
+    With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
     text = response.strip()
     if extract == "last_number":
@@ -56,10 +62,16 @@ def answer_of(response: str, extract: Extract = "final") -> str:
         return found[-1] if found else ""
     if extract == "boxed":
         return boxed_answer(text[-_TAIL_CHARS:]) or ""
-    return text if is_integer(text) else _final_answer(text[-_TAIL_CHARS:])
+    return text if is_integer(text) else _final_answer(text[-_TAIL_CHARS:], text_gold)
 
 
-def _final_answer(text: str) -> str:
+def stated(text: str) -> str | None:
+    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase."""
+    phrases = list(_PHRASE.finditer(text))
+    return _SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip() if phrases else None
+
+
+def _final_answer(text: str, text_gold: bool) -> str:
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
@@ -68,16 +80,16 @@ def _final_answer(text: str) -> str:
         after = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
         if not after.lower().startswith(("final answer", "answer")):
             return after
-    phrases = list(_PHRASE.finditer(text))
-    if phrases:
-        return committed(_SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip())
+    statement = stated(text)
+    if statement is not None:
+        return committed(statement, text_gold)
     if text.endswith("$$") and text.count("$$") >= 2:
         return text.rsplit("$$", 2)[1].strip()
     line = text.rsplit("\n", 1)[-1].strip()
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line
     line = line[-_PROSE_CHARS:]
-    found = [*_VALUE.finditer(line)]
+    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
     if not found or _NEGATED.search(line, found[-1].end()) or _DENIED.search(line[: found[-1].start()]):
         return line
     return found[-1][0].strip("$ ")
@@ -88,16 +100,17 @@ def _is_prose(line: str) -> bool:
     return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
 
 
-def committed(statement: str) -> str:
+def committed(statement: str, text_gold: bool = False) -> str:
     """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
 
-    What follows "because" or "since" is no part of it.
+    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
     found = _MATH.findall(statement) or _NUMBER.findall(statement)
+    found = [part for part in found if not text_gold or _TEXT.match(part)]
     return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
 
 

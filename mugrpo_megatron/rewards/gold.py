@@ -8,15 +8,16 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
+from mugrpo_megatron.rewards.choices import letter_of
 from mugrpo_megatron.rewards.extract import boxed_answer, committed
 from mugrpo_megatron.rewards.normalize import normalize, split_top, without_words
 from mugrpo_megatron.rewards.numbers import Number, read_number
 from mugrpo_megatron.rewards.units import Unit, split_unit
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
+from mugrpo_megatron.rewards.words import gold_text, is_words, listed, says_no_number
 
-CHOICE = re.compile(r"\(?([A-Z])\)?")
 _PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
-_WORDS = re.compile(r"[A-Za-z]{3,}(?:[ -][A-Za-z]+)*")
+_NUMBER_AND_NAME = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?\((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,})*\)")
 TIME = re.compile(r"([0-9]{1,2}:[0-9]{2}) ?(?:\\?(?:text|mathrm)\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.IGNORECASE)
 IN_BASE = re.compile(r"([0-9][0-9A-Z]*) ?_ ?(?:\{ ?)?(?:\\text\{ ?)?([0-9]{1,2}|[a-z]+)[ }]*")
 _EQUALS = r"(?<![<>!:=])=(?!=)|\\approx(?![A-Za-z])"
@@ -42,17 +43,23 @@ class Gold:
 
 @lru_cache(maxsize=4096)
 def read_gold(answer: str) -> Gold:
-    r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty."""
-    boxed = boxed_answer(answer)
-    text = normalize(answer if boxed is None else boxed)
-    if boxed is None and _single_value(split_unit(text)[0]) is None:
-        text = normalize(committed(answer))
+    r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty.
+
+    A sentence about numbers or formulas is reduced to them; words with a number in them are not.
+    """
+    said = gold_text(answer)
+    text = normalize(said)
     if not text:
         raise ValueError("the gold answer is empty")
-    if CHOICE.fullmatch(text):
-        return Gold(text, "choice")
-    if _WORDS.fullmatch(text):
+    if letter := letter_of(text):
+        return Gold(letter, "choice")
+    if is_words(text):
         return Gold(text, "words")
+    whole = text
+    if named := _NUMBER_AND_NAME.fullmatch(text):
+        text = named[1]
+    elif _single_value(split_unit(text)[0]) is None:
+        text = _list_or_reduced(text, said if boxed_answer(answer) is None else "")
     if TIME.fullmatch(text):
         return Gold(text, "time")
     if IN_BASE.fullmatch(text):
@@ -61,8 +68,16 @@ def read_gold(answer: str) -> Gold:
     found = _single_value(value)
     if found is not None:
         plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
-        return Gold(found, "number", plain, parsed(found), read_number(found), unit)
+        return Gold(whole if named else found, "number", plain, parsed(found), read_number(found), unit)
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
+
+
+def _list_or_reduced(text: str, prose: str) -> str:
+    """Quantities as a list, or the formulas and numbers of a gold in prose where it says them, or text as it is."""
+    parts = listed(text)
+    if parts != text or not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
+        return parts
+    return normalize(committed(prose))
 
 
 def verifies_itself(response: str) -> float:
@@ -108,6 +123,8 @@ def _is_name(side: str) -> bool:
 
 def _single_value(text: str) -> str | None:
     """The first value of a gold that is one number, else None."""
+    if len(split_top(text, ",")) > 1:
+        return None
     values = [split_unit(side)[0] for side in sides(text, "+-*/")]
     if any(no_single_value(value) or too_large(value, "") for value in values):
         return None

@@ -8,6 +8,7 @@ from fractions import Fraction
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.extract import answer_of, is_integer
 from mugrpo_megatron.rewards.items import Verdict
+from mugrpo_megatron.rewards.words import is_text
 
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
@@ -18,7 +19,7 @@ _WRITTEN_OUT = re.compile(
 
 def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
     """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
-    answer = answer_of(response, section.extract)
+    answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)
     if verdict is not None:
         return Verdict(float(verdict), answer, "equal" if verdict else "differs from the gold answer")

@@ -6,18 +6,18 @@ import re
 from typing import Literal
 
 from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worked_out, too_large
-from mugrpo_megatron.rewards.gold import CHOICE, IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.choices import chosen
+from mugrpo_megatron.rewards.gold import IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
 from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
-from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, without_words
+from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, unstyled, without_words
 from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number, rounded
 from mugrpo_megatron.rewards.units import split_unit, units_differ
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
+from mugrpo_megatron.rewards.words import listed, same_words
 
 Policy = Literal["strict", "lenient"]
 Verdict = tuple[float, str]
 
-_CHOSEN = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z)))(?![^\s.:]|\s*[,A-Z(])(?!.*\([A-Z]\)).*", re.DOTALL)
-_ARTICLE = re.compile(r"\A(?:an?|the) ", re.IGNORECASE)
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
@@ -49,10 +49,10 @@ def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
 def _same_text(text: str, gold: Gold) -> bool:
     """Choices, words, times and numbers in another base, as text. A missing "p.m." or base is no difference."""
     if gold.kind == "choice":
-        chosen = _CHOSEN.fullmatch(text)
-        return chosen is not None and (chosen[1] or chosen[2]) == CHOICE.sub(r"\1", gold.text)
+        return chosen(unstyled(text)) == gold.text
     if gold.kind == "words":
-        return _ARTICLE.sub("", text, count=1).casefold() == _ARTICLE.sub("", gold.text, count=1).casefold()
+        elements, golds = split_top(text, ","), split_top(gold.text, ",")
+        return same_words(text, gold.text) or (len(golds) > 1 and _in_any_order(elements, golds, gold)[0] == 1.0)
     form = TIME if gold.kind == "time" else IN_BASE
     text = text if len(sides(text)) > 1 else sides(text)[0]
     found, wanted = form.fullmatch(text), form.fullmatch(gold.text)
@@ -96,7 +96,7 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
 
 def _other_verdict(text: str, gold: Gold) -> Verdict:
     """Lists, tuples, intervals, equations and expressions with variables."""
-    text, wanted = without_words(text), without_words(gold.text)
+    text, wanted = without_words(listed(text)), without_words(gold.text)
     if not text or not wanted:
         return _verdict(False)
     text, wanted = _as_intervals(without_membership(text), without_membership(wanted))

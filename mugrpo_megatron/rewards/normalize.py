@@ -40,6 +40,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 _WHOLE = re.compile(rf"\s*\\+(?:{_STYLE})\s*(?=\{{)")
+_STYLED = re.compile(rf"\\(?:{_STYLE})\s*\{{([^{{}}]*)\}}")
 _WORDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{[^{}0-9]*\}(?:\^\{?-?[0-9]\}?)?(?=\s*(?:$|,|=))")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
 _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
@@ -73,6 +74,11 @@ def unwrapped(text: str) -> str:
     while (macro := _WHOLE.match(text)) and encloses(text[macro.end() :].rstrip()):
         text = text[macro.end() :].strip()[1:-1].strip()
     return text
+
+
+def unstyled(text: str) -> str:
+    r"""Text without style macros, wherever they stand: `\text{Line } 3` is `Line 3`."""
+    return " ".join(_STYLED.sub(r"\1", _STYLED.sub(r"\1", text)).split())
 
 
 def without_words(text: str) -> str:

@@ -1,0 +1,144 @@
+"""Which golds are words, and whether an answer says the same: words and numbers in them must agree.
+
+Only string work: the caller's process asks too, because an answer in prose is reduced to its numbers unless its gold is
+words.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from mugrpo_megatron.rewards.choices import letter_of
+from mugrpo_megatron.rewards.extract import boxed_answer, committed, stated
+from mugrpo_megatron.rewards.normalize import normalize, split_top, unstyled
+from mugrpo_megatron.rewards.units import split_unit
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?"
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|gcd|lcm|max|min"
+_LETTER = r"[^\W\d_]"
+_WORD = re.compile(
+    rf"(?<![\w\\])(?!(?:{_FUNCTIONS})(?!{_LETTER}))(?:{_LETTER}{{3,}}(?!\w|-[0-9])|{_LETTER}{{4,}}(?=-[0-9])"
+    r"|[A-Z][A-Za-z](?= [0-9]))"
+    r"|(?<=[0-9] )(?:to|in|by|of|vs)(?= [0-9])"
+)
+"""A hyphen before a number makes `Catch-22` of four letters or more, and a difference of fewer."""
+_WORDING = re.compile(r"(?:[^\W_]|[\s,.:'’\"()&!?]|(?<=[^\W_])-(?=[^\W_]))+")
+_BRACKETS = re.compile(r"\([^()]*[0-9]|\A[0-9]+ ?\(")
+"""A tuple, or a number before its name: `5 (five)`."""
+_MONTHS = (
+    r"jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?|"
+    r"nov(?:ember)?|dec(?:ember)?"
+)
+_DATED = re.compile(rf"(?<![a-z])(?:{_MONTHS})(?![a-z])", re.IGNORECASE)
+_MONTH = re.compile(_MONTHS)
+_STATEMENT = re.compile(
+    r"\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?)\s+-?[0-9]"
+    r"|\A(?:thus|hence|so|therefore|then|about|approximately|around|roughly|nearly|almost|exactly|only|just)\b[\s,]*-?[0-9]"
+    r"|\A[^:]*[a-z] ?: *-?[0-9][^:]*\Z",
+    re.IGNORECASE,
+)
+"""A sentence about a number: a verb, an adverb or a label right before it."""
+_QUANTITIES = re.compile(rf"{_NUMBER} ?[a-z]+(?: [a-z]+)*(?: {_NUMBER} ?[a-z]+(?: [a-z]+)*)+")
+_NEXT_QUANTITY = re.compile(r"(?<=[a-z]) (?=[0-9])")
+_LETTER_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
+_COUNTED = re.compile(rf"[+-]?{_NUMBER} [A-Za-z' -]+")
+_MODEL = re.compile(r"[A-Z][A-Za-z]*-[0-9]+")
+"""The `B-52` of a `B-52 bomber`."""
+_SMALL_WORDS = re.compile(r" (?!(?:or|is|no|at|if|be|so)\b)(?:[a-z]{1,2}|times)(?![\w'])")
+_APOSTROPHES = re.compile("['’]")
+_TOKEN = re.compile(r"\\[A-Za-z]+|(?:(?<!\S)-)?[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[^\s,.:\"`()\[\]{}!-]")
+_ARTICLES = frozenset(("a", "an", "the"))
+_OF_DATES = frozenset(("of", "the", "st", "nd", "rd", "th"))
+_GOLD_CHARS = 1000
+
+
+def gold_text(gold: str) -> str:
+    r"""What a gold says, before its kind is known: its last box, or what follows "the answer is", or all of it.
+
+    Words in a formula are what a sentence says: `The city is $\text{Paris}$` says Paris.
+    """
+    boxed = boxed_answer(gold)
+    if boxed is not None:
+        return boxed
+    said = stated(gold) or gold
+    worded = committed(said, text_gold=True)
+    return worded if _is_text(normalize(worded)) else said
+
+
+@lru_cache(maxsize=4096)
+def is_text(gold: str) -> bool:
+    """Whether a gold is words, a choice or prose that says no number, so that answers are not reduced to numbers."""
+    if len(gold) > _GOLD_CHARS:
+        return False
+    said = gold_text(gold)
+    return _is_text(normalize(said)) or (says_no_number(said) and committed(said) != said)
+
+
+def _is_text(text: str) -> bool:
+    return letter_of(text) is not None or is_words(text)
+
+
+def is_words(text: str) -> bool:
+    """Whether a normalized gold is words, possibly with numbers: `January 5`, `Type 2 diabetes`, `no solution`.
+
+    Quantities (`42 apples`, `3 hours 20 minutes`), formulas, sentences about a number and lists without a number are
+    not. A number with words behind it is a quantity, unless one of them is a month.
+    """
+    plain = unstyled(text)
+    if not _WORDING.fullmatch(plain) or _BRACKETS.search(plain) or not _WORD.search(plain):
+        return False
+    if not re.search("[0-9]", plain):
+        return "," not in plain
+    if _STATEMENT.search(plain):
+        return False
+    elements = split_top(listed(text), ",")
+    return _DATED.search(plain) is not None or not all(_is_quantity(element) for element in elements)
+
+
+def says_no_number(text: str) -> bool:
+    """Whether prose has numbers that are not what it says: an inequality, or a function that is spelled out."""
+    return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
+
+
+def same_words(text: str, gold: str) -> bool:
+    """Whether two texts have the same words, numbers and signs in their order, whatever their case and punctuation.
+
+    An article in front does not count. A date may begin with its day or its month: `June 20` is `20th of June`.
+    """
+    left, right = _tokens(text), _tokens(gold)
+    return left == right or (_date(right) is not None and _date(left) == _date(right))
+
+
+def listed(text: str) -> str:
+    """`3 hours 20 minutes` as `3 hours, 20 minutes`: quantities side by side are a list; other text as it is."""
+    plain = unstyled(text)
+    if not _LETTER_ALONE.search(text) or ("," not in plain and not _QUANTITIES.fullmatch(plain)):
+        return text
+    parts = [part for element in split_top(plain, ",") for part in _side_by_side(element)]
+    return text if any(_LETTER_ALONE.search(split_unit(part)[0]) for part in parts) else ", ".join(parts)
+
+
+def _side_by_side(plain: str) -> list[str]:
+    return _NEXT_QUANTITY.split(plain) if _QUANTITIES.fullmatch(plain) else [plain]
+
+
+def _is_quantity(text: str) -> bool:
+    """Whether nothing but a value is left without the unit, or without what is counted: `12 ways to do it`."""
+    plain, value = unstyled(text), unstyled(split_unit(text)[0])
+    if not _WORD.search(value):
+        return value == plain or not _MODEL.fullmatch(value)
+    return _COUNTED.fullmatch(plain) is not None and not _WORD.search(split_unit(_SMALL_WORDS.sub("", plain))[0])
+
+
+def _tokens(text: str) -> list[str]:
+    found = _TOKEN.findall(_APOSTROPHES.sub("", unstyled(text)).casefold())
+    return found[1:] if len(found) > 1 and found[0] in _ARTICLES else found
+
+
+def _date(tokens: list[str]) -> list[str] | None:
+    """A month and a day, a year or both, sorted; None for everything else."""
+    found = sorted(token for token in tokens if token not in _OF_DATES)
+    months = [token for token in found if _MONTH.fullmatch(token)]
+    numbers = [token for token in found if token.isdigit()]
+    return found if len(months) == 1 and len(numbers) in (1, 2) and len(found) == 1 + len(numbers) else None

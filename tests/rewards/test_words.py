@@ -1,0 +1,172 @@
+"""Golds of words, with and without numbers, and the golds beside them that are quantities, lists or sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.extract import answer_of
+from mugrpo_megatron.rewards.gold import read_gold, verifies_itself
+from mugrpo_megatron.rewards.items import Verdict
+from mugrpo_megatron.rewards.literal import settle
+from mugrpo_megatron.rewards.math import grade
+from mugrpo_megatron.rewards.words import is_text, is_words
+
+NAMES = st.sampled_from(["Apollo", "Gemini", "World War", "Room", "Boeing", "iPhone", "Psalm", "Chapter"])
+MONTHS = st.sampled_from(["January", "March", "May", "June", "December"])
+
+
+def right(response: str, gold: str) -> bool:
+    """As the verifier scores it, the caller's part included."""
+    settled = settle(response, gold, RewardSection())
+    return (settled.reward if isinstance(settled, Verdict) else grade(settled, gold)[0]) == 1.0
+
+
+@given(NAMES, st.integers(0, 2000), NAMES, st.integers(0, 2000))
+def test_both_the_words_and_the_number_must_agree(name: str, number: int, other: str, another: int) -> None:
+    gold, answer = f"{name} {number}", f"{other} {another}"
+    same = (name, number) == (other, another)
+    for response in (
+        f"\\boxed{{{answer}}}",
+        f"\\boxed{{\\text{{{answer}}}}}",
+        f"The answer is {answer}.",
+        answer.upper(),
+    ):
+        assert right(response, gold) == same
+        assert right(response, f"\\text{{{gold}}}") == same
+    assert not right(f"\\boxed{{{number}}}", gold)
+    assert not right(f"The answer is {number}.", gold)
+    assert not right(name, gold)
+
+
+@given(MONTHS, st.integers(1, 31), st.integers(1900, 2100), MONTHS, st.integers(1, 31))
+def test_a_date_is_its_day_month_and_year(month: str, day: int, year: int, other: str, another: int) -> None:
+    for gold, wanted in (
+        (f"{month} {day}", ""),
+        (f"{month} {day}, {year}", f" {year}"),
+        (f"{day} {month} {year}", f" {year}"),
+    ):
+        assert right(f"\\boxed{{{month} {day}{wanted}}}", gold)
+        assert right(f"\\boxed{{\\text{{{day} {month}{wanted}}}}}", gold)
+        assert right(f"The answer is the {day}th of {month}{wanted}.", gold)
+        assert right(f"\\boxed{{{other} {another}{wanted}}}", gold) == ((other, another) == (month, day))
+        assert not right(f"\\boxed{{{day}}}", gold)
+        assert not right(f"\\boxed{{{month}}}", gold)
+
+
+RIGHT = [
+    ("\\boxed{apollo 11}", "Apollo 11"),
+    ("\\boxed{\\text{Apollo } 11}", "Apollo 11"),
+    ("\\boxed{\\textbf{Apollo}~11}", "Apollo 11"),
+    ("The answer is **Apollo 11**.", "Apollo 11"),
+    ("The answer is $\\text{Apollo 11}$, since it landed.", "Apollo 11"),
+    ("#### Apollo 11", "Apollo 11"),
+    ("Apollo 11", "The answer is Apollo 11."),
+    ("Apollo 11", "Apollo $11$"),
+    ("Apollo 11", "\\boxed{Apollo 11}"),
+    ("\\boxed{type 2 Diabetes}", "Type 2 diabetes"),
+    ("\\boxed{39 steps}", "The 39 Steps"),
+    ("\\boxed{Oceans 11}", "Ocean's 11"),
+    ("\\boxed{Uranium 235}", "uranium-235"),
+    ("\\boxed{Henry 4 and Louis 14}", "Henry 4, Louis 14"),
+    ("\\boxed{Louis 14, Henry 4}", "Henry 4, Louis 14"),
+    ("\\boxed{\\text{line } 3}", "\\text{Line } 3"),
+    ("\\boxed{ps 5}", "PS 5"),
+    ("\\boxed{mig 21 fighter jets}", "MiG-21 fighter jets"),
+    ("\\boxed{Bob 6, Alice 5}", "Alice $5, Bob $6"),
+    ("\\boxed{Bob = 6, Alice = 5}", "Alice = 5, Bob = 6"),
+    ("\\boxed{m = 3, n = 5}", "n = 5 and m = 3"),
+    ("\\boxed{No solution}", "no solution"),
+    ("Paris", "The capital is $\\text{Paris}$."),
+    ("The answer is all real numbers except 0.", "all real numbers except $0$"),
+    ("The answer is 3 out of 5.", "3 out of 5"),
+]
+WRONG = [
+    ("The answer is Gemini 11.", "Apollo 11"),
+    ("\\boxed{Apollo 11 or Apollo 12}", "Apollo 11"),
+    ("\\boxed{Apollo 11, Apollo 12}", "Apollo 11"),
+    ("\\boxed{not Apollo 11}", "Apollo 11"),
+    ("\\boxed{Apollo 11?}", "Apollo 11"),
+    ("\\boxed{Apollo 1.1}", "Apollo 11"),
+    ("\\boxed{Apollo -11}", "Apollo 11"),
+    ("\\boxed{11 Apollo}", "Apollo 11"),
+    ("\\boxed{2}", "Type 2 diabetes"),
+    ("\\boxed{Type 1 diabetes}", "Type 2 diabetes"),
+    ("\\boxed{3, 2021}", "May 3, 2021"),
+    ("\\boxed{\\text{Jnue 20}}", "\\text{June 20}"),
+    ("\\boxed{May 5 to June 3}", "May 3 to June 5"),
+    ("\\boxed{Henry 14, Louis 4}", "Henry 4, Louis 14"),
+    ("\\boxed{5, 3}", "5 more than 3"),
+    ("\\boxed{5}", "Alice = 5, Bob = 6"),
+    ("\\boxed{n = 3, m = 5}", "n = 5 and m = 3"),
+    ("\\boxed{0}", "All real numbers except 0"),
+    ("\\boxed{2}", "log 2"),
+    ("\\boxed{5}", "all x such that x > 5"),
+]
+
+
+@pytest.mark.parametrize(("response", "gold"), RIGHT)
+def test_case_punctuation_and_style_are_no_difference(response: str, gold: str) -> None:
+    assert right(response, gold)
+
+
+@pytest.mark.parametrize(("response", "gold"), WRONG)
+def test_other_words_or_numbers_are_refused(response: str, gold: str) -> None:
+    assert not right(response, gold)
+    assert grade(answer_of(response), gold)[0] == 0.0
+
+
+QUANTITIES = [
+    ("42", ("42 apples", "$42", "42 \\%", "x = 42", "42 cm", "\\text{42 units}", "42 (forty-two)", "42 ways to do it")),
+    ("42", ("the answer is 42", "Answer: 42 apples", "Total: 42 dollars", "There are 42 ways.", "The sum is $42$.")),
+    ("42", ("about 42", "Thus, $x = 42$", "She has 42 apples left.", "42 because 6 times 7 is 42")),
+    ("1234", ("1,234", "1,234 students", "The answer is 1,234.")),
+    ("0.75", ("3/4 cup", "3/4 of a cup", "\\frac{3}{4} \\text{ hours}")),
+    (
+        "2, 3",
+        ("2 and 3", "2 or 3", "$x=2$ or $x=3$", "2 cm and 3 cm", "2 apples and 3 pears", "The roots are $2$ and $3$"),
+    ),
+    ("3, 20", ("3 hours 20 minutes", "3 hours and 20 minutes", "3 \\text{ hours } 20 \\text{ minutes}")),
+]
+
+
+@pytest.mark.parametrize(("value", "gold"), [(value, gold) for value, golds in QUANTITIES for gold in golds])
+def test_quantities_lists_and_sentences_are_no_words(value: str, gold: str) -> None:
+    assert read_gold(gold).kind in ("number", "other")
+    assert right(f"\\boxed{{{value}}}", gold)
+    assert right(f"The answer is {value}.", gold)
+    assert not right(f"\\boxed{{{value}1}}", gold)
+
+
+def test_a_quantity_in_several_units_is_the_list_of_its_parts() -> None:
+    gold = "3 hours 20 minutes"
+    for answer in (gold, "3 hours, 20 minutes", "3 hr 20 min", "3 \\text{ hours and } 20 \\text{ minutes}"):
+        assert right(f"\\boxed{{{answer}}}", gold)
+        assert right(f"The answer is {answer}.", gold)
+    for answer in ("3 minutes 20 hours", "3 hours", "20 hours 3 minutes", "3 hours 20 minutes 5 seconds"):
+        assert not right(f"\\boxed{{{answer}}}", gold)
+
+
+@pytest.mark.parametrize("gold", ["x + abc", "abc-2", "sin 30", "\\sqrt{abc}", "f(2) max", "x^2 even", "5", ""])
+def test_formulas_are_no_words(gold: str) -> None:
+    assert not is_words(gold)
+
+
+@given(st.text(st.sampled_from("Ab1 2,.-':(cde$\\{}"), min_size=1, max_size=20))
+def test_a_gold_of_words_verifies_itself(gold: str) -> None:
+    if is_text(gold) and read_gold(gold).kind in ("words", "choice"):
+        assert verifies_itself(gold) == 1.0
+        assert grade(gold, gold)[0] == 1.0 or "box" in gold
+
+
+@pytest.mark.parametrize("name", ["math500", "gsm8k_test", "aime24", "aime25", "amc23"])
+def test_no_formula_or_number_of_real_sets_is_words(shared_data: Path, name: str) -> None:
+    golds = [json.loads(line)["answer"] for line in (shared_data / f"{name}.jsonl").read_text().splitlines()]
+    words = {gold for gold in golds if read_gold(gold).kind == "words"}
+    assert words == {gold for gold in golds if gold.startswith("\\text{") and gold[6].isalpha() and "," not in gold}
+    assert all(is_text(gold) for gold in words)
