@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 _PREFIX = r"(?i:(?:the )?(?:correct )?(?:answer )?(?:option|choice)\b ?:? ?)?"
-_LETTER = re.compile(rf"{_PREFIX}\(?([A-Z])\)?")
+_LETTER = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
 _LABEL = re.compile(
     rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
 )
@@ -33,7 +33,7 @@ _REJECTED = re.compile(
 def letter_of(gold: str) -> str | None:
     """The letter of a normalized gold that is a choice and nothing else: `C`, `(C)`, `Option C`."""
     match = _LETTER.fullmatch(gold)
-    return match[1] if match else None
+    return match[1] or match[2] if match else None
 
 
 def chosen(answer: str) -> str | None:

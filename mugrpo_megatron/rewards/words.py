@@ -32,13 +32,19 @@ _MONTHS = (
 )
 _DATED = re.compile(rf"(?<![a-z])(?:{_MONTHS})(?![a-z])", re.IGNORECASE)
 _MONTH = re.compile(_MONTHS)
+_PAST = (
+    "ate|bought|brought|built|cost|drank|drove|fell|found|gave|got|grew|held|kept|left|lost|made|met|paid|ran|read|"
+    "rode|sang|saw|sent|sold|spent|swam|threw|took|went|won|wrote"
+)
 _STATEMENT = re.compile(
     r"\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?)\s+-?[0-9]"
     r"|\A(?:thus|hence|so|therefore|then|about|approximately|around|roughly|nearly|almost|exactly|only|just)\b[\s,]*-?[0-9]"
-    r"|\A[^:]*[a-z] ?: *-?[0-9][^:]*\Z",
+    r"|\A[^:]*[a-z] ?: *-?[0-9][^:]*\Z"
+    rf"|[^\W\d_] (?:[a-z]+(?:ed|[a-rt-z]s)|{_PAST})\s+-?[0-9][0-9.,/]* ?[a-z]"
+    r"|\b(?:can|could|will|would|must|should) (?:[a-z]+ )?-?[0-9]",
     re.IGNORECASE,
 )
-"""A sentence about a number: a verb, an adverb or a label right before it."""
+"""A sentence about a number: a verb, an adverb or a label right before it; a verb is told by its form, too."""
 _QUANTITIES = re.compile(rf"{_NUMBER} ?[a-z]+(?: [a-z]+)*(?: {_NUMBER} ?[a-z]+(?: [a-z]+)*)+")
 _NEXT_QUANTITY = re.compile(r"(?<=[a-z]) (?=[0-9])")
 _LETTER_ALONE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")

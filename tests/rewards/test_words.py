@@ -170,3 +170,24 @@ def test_no_formula_or_number_of_real_sets_is_words(shared_data: Path, name: str
     words = {gold for gold in golds if read_gold(gold).kind == "words"}
     assert words == {gold for gold in golds if gold.startswith("\\text{") and gold[6].isalpha() and "," not in gold}
     assert all(is_text(gold) for gold in words)
+
+
+@pytest.mark.parametrize(
+    ("gold", "number"),
+    [
+        ("Natalia sold 72 clips", "72"),
+        ("The train travels 60 miles per hour", "60"),
+        ("She walked 5 km", "5"),
+        ("He made $18 a day", "18"),
+        ("The ship can carry 30 people", "30"),
+    ],
+)
+def test_a_sentence_with_a_verb_before_its_number_is_the_number(gold: str, number: str) -> None:
+    assert (read_gold(gold).kind, read_gold(gold).text) == ("number", number)
+
+
+@pytest.mark.parametrize(
+    "gold", ["type 2 diabetes", "chronic type 2 diabetes", "World War 2 ended", "May 5", "Windows 95"]
+)
+def test_a_name_with_a_number_is_no_sentence(gold: str) -> None:
+    assert read_gold(gold).kind == "words"
