@@ -24,6 +24,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe, load_recipe
+from mugrpo_megatron.rewards.shaping import verdict_in
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.samples import Sample
@@ -33,7 +34,7 @@ from mugrpo_megatron.stages.store import StageStore
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
-"""Reward from which a response counts as right."""
+"""Verdict, the reward without shaping, from which a response counts as right."""
 PIPED_WIDTH = 180
 """Columns where no terminal tells how many there are."""
 
@@ -47,7 +48,7 @@ class Selection:
     min_reward: float | None = None
     max_reward: float | None = None
     right: bool | None = None
-    """Only those with a reward of at least `RIGHT`, or only the others."""
+    """Only those with a verdict of at least `RIGHT`, or only the others."""
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
     """Only those of which the veto drops tokens."""
@@ -280,7 +281,7 @@ def _fits(sample: Sample, advantage: float, selection: Selection) -> bool:
         (selection.group is None or sample.group == selection.group)
         and (selection.min_reward is None or sample.reward >= selection.min_reward)
         and (selection.max_reward is None or sample.reward <= selection.max_reward)
-        and (selection.right is None or (sample.reward >= RIGHT) is selection.right)
+        and (selection.right is None or (verdict_in(sample.reward, sample.components) >= RIGHT) is selection.right)
         and (selection.advantage is None or np.sign(advantage) == SIGNS[selection.advantage])
         and (not selection.vetoed or advantage < 0)
     )

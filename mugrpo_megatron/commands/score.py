@@ -104,7 +104,7 @@ def run(
             output.write(json.dumps(row | json_value(found)).encode() + b"\n")
             total += 1
             reward += score.reward
-            without_answer += not score.extracted and section.is_right_or_wrong
+            without_answer += not score.extracted and section.finds_answers
             counts[score.why] += 1
         _check_output(output_path, input_path, overwrite)  # another process may have written it meanwhile
     return ScoreSummary(

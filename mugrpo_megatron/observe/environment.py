@@ -65,20 +65,22 @@ def may_find_cuda() -> bool:
 def finds_cuda() -> bool:
     """Whether torch finds a CUDA device.
 
-    Raises UserError if nvidia-smi finds a GPU that a CUDA build of torch does not, unless CUDA_VISIBLE_DEVICES hides
-    it: a run that was meant for the GPU would train on the CPU, without a word.
+    Raises UserError if nvidia-smi finds a GPU that torch does not, unless CUDA_VISIBLE_DEVICES hides it: a run that was
+    meant for the GPU would train on the CPU, without a word. An environment that was made on a login node without a GPU
+    has a torch for CPUs.
     """
     import torch
 
     if torch.cuda.is_available():
         return True
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    if torch.version.cuda and not hidden and driver_answers():
-        raise UserError(
-            f"nvidia-smi finds a GPU but torch {torch.__version__} does not: update NVIDIA's driver to {DRIVER} or "
-            'newer; to train on the CPU, set CUDA_VISIBLE_DEVICES=""'
-        )
-    return False
+    if hidden or not driver_answers():
+        return False
+    remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else "run run_scripts/setup.sh --cuda"
+    raise UserError(
+        f"nvidia-smi finds a GPU but torch {torch.__version__} does not: {remedy}; to train on the CPU, set "
+        'run.device = "cpu", or CUDA_VISIBLE_DEVICES=""'
+    )
 
 
 def devices() -> str:

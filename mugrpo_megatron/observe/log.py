@@ -98,8 +98,10 @@ def open_log(
         if write:
             sinks.append(stack.enter_context(json_lines(run_dir / FILE_NAME)))
         if write and section.tensorboard:
-            # A run resumed from a checkpoint does not repeat evaluations that were made after it: keep them.
+            # A run resumed from a checkpoint does not repeat evaluations that were made after it. Readings of engines
+            # are drawn over time, in seconds, which are later than any update. TensorBoard drops both: keep them.
             later = [row for row in evaluations if row["update"] >= updates_done]
+            later += [row for row in rows if row["kind"] == "engine"]
             sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
             sinks.append(stack.enter_context(wandb_run(run_dir, section, run_id, config)))

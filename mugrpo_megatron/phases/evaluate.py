@@ -136,7 +136,8 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         responses = len(own) * len(own[0])
         shares |= {f"truncated/{name}": sum(each.truncated for each in of_set) / responses}
         if measure == "accuracy":
-            shares |= {f"unparsed/{name}": sum(each.unparsed for each in of_set) / responses}
+            if run.recipe.reward.finds_answers:
+                shares |= {f"unparsed/{name}": sum(each.unparsed for each in of_set) / responses}
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
     tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}

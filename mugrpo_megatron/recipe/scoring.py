@@ -127,6 +127,11 @@ class RewardSection(Section):
         """Whether the reward is 1 or 0: `math`'s verdict, or `code`'s unless it pays for shares."""
         return not self.functions and (self.function == MATH or (self.function == CODE and self.code_reward == "all"))
 
+    @property
+    def finds_answers(self) -> bool:
+        """Whether every response is scored by the answer that `math` finds in it, or does not find."""
+        return not self.functions and self.function == MATH
+
     def functions_of(self, source: str) -> tuple[str, ...]:
         """The names of the functions that score responses to problems of a `data_source`, in the recipe's order."""
         return tuple(name for name, one in self.table.items() if not one.sources or source in one.sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from itertools import groupby
@@ -44,7 +45,7 @@ def charts(
     drawn = [row["stage"] for row in stages]
     maybe = (
         pass_chart(details.stages, drawn),
-        unparsed_chart(details.stages, drawn, run.evals),
+        unparsed_chart(details.stages, drawn, run.evals, run.recipe.get("reward", {})),
         passed_chart(run.evals),
     )
     whole = [*every, *(chart for chart in maybe if chart)]
@@ -204,11 +205,7 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
         scale="log",
         unit="nats",
     )
-    rates = {
-        (row["phase"], row["stage"]): row["tokens"] / (row["end"] - row["start"])
-        for row in run.phases
-        if row.get("tokens") is not None and row["end"] > row["start"]
-    }
+    rates = _rates(run.phases)
     yield Chart(
         "throughput",
         "Throughput",
@@ -220,6 +217,17 @@ def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
         zero=True,
         unit="tokens/s",
     )
+
+
+def _rates(phases: Sequence[Row]) -> dict[tuple[str, int], float]:
+    """Tokens per second of each phase and stage, over all of its parts: evaluations and resumes divide a phase."""
+    parts = [row for row in phases if row.get("tokens") is not None and row["end"] > row["start"]]
+    tokens, seconds = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+    for row in parts:
+        place = row["phase"], row["stage"]
+        tokens[place] += row["tokens"]
+        seconds[place] += row["end"] - row["start"]
+    return {place: tokens[place] / seconds[place] for place in seconds}
 
 
 def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) -> Chart:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.report.kept import Kept, read_kept, shortened
 from mugrpo_megatron.report.prompts import prompt_texts
+from mugrpo_megatron.rewards.shaping import verdict_in
 from mugrpo_megatron.stages.manifest import SEALED_NAME
 from mugrpo_megatron.stages.probe import Probe, read_probe
 
@@ -40,6 +41,8 @@ class StageResponses:
 
     rewards: np.ndarray
     """float64 [N], in the order of the groups."""
+    verdicts: np.ndarray
+    """float64 [N]: the rewards without format rewards and overlong penalties."""
     groups: np.ndarray
     """int64 [N]"""
     lengths: np.ndarray
@@ -116,11 +119,26 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
             lengths = pc.list_value_length(texts["response_ids"]).to_numpy().astype(np.int64)
             found = texts["extracted"].to_pylist() if "extracted" in told else []
             unparsed = sum(not text for text in found) / len(found) if found else None
-            return StageResponses(rewards, groups, lengths, _kept(file, run_dir, recipe), unparsed)
+            verdicts = _verdicts(file, rewards, recipe)
+            return StageResponses(rewards, verdicts, groups, lengths, _kept(file, run_dir, recipe), unparsed)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
     except (KeyError, ValueError, TypeError):
         raise UserError(f"{path} cannot be read (of another version), so its responses are not shown") from None
+
+
+def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, Any]) -> np.ndarray:
+    section = recipe.get("reward", {})
+    shapes = section.get("format_weight") or section.get("overlong_buffer_tokens")
+    if not shapes or "components" not in file.schema_arrow.names:
+        return rewards
+    parts = file.read(columns=["components"])["components"].to_pylist()
+    found = [verdict_in(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)]
+    return np.array(found, dtype=np.float64)
+
+
+def _named(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {one["name"]: one["value"] for one in parts}
 
 
 def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Kept]:
@@ -150,7 +168,7 @@ def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> lis
             reward=row["reward"],
             tokens=tokens,
             truncated=row["finish_reason"] == "length",
-            components={one["name"]: one["value"] for one in row["components"]},
+            components=_named(row["components"]),
         )
         for row, question, tokens in zip(rows, questions, lengths, strict=True)
     ]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mugrpo_megatron.evaluation.estimators import pass_at_k
 from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.recipe.scoring import MATH
 from mugrpo_megatron.report.curves import Chart, Series, Values, column, rounded
 from mugrpo_megatron.report.details import StageResponses
-from mugrpo_megatron.report.evaluations import measure_in, sets_in
+from mugrpo_megatron.report.evaluations import sets_in
 from mugrpo_megatron.report.paper_charts import SET_COLORS
 
 BINS = 24
@@ -103,9 +105,14 @@ def pass_chart(stages: Mapping[int, StageResponses], drawn: Sequence[int]) -> Ch
     )
 
 
-def unparsed_chart(stages: Mapping[int, StageResponses], drawn: Sequence[int], evals: Sequence[Row]) -> Chart | None:
-    """Share of responses without an answer, where `math` looks for one: of training, and of each held-out set."""
-    if measure_in(evals) != "accuracy":
+def unparsed_chart(
+    stages: Mapping[int, StageResponses], drawn: Sequence[int], evals: Sequence[Row], reward: Mapping[str, Any]
+) -> Chart | None:
+    """Share of responses without an answer, where `math` looks for one: of training, and of each held-out set.
+
+    `reward` is the recipe's section.
+    """
+    if reward.get("function", MATH) != MATH or reward.get("functions"):
         return None
     shares = [stages[number].unparsed if number in stages else None for number in drawn]
     return Chart(
@@ -171,7 +178,7 @@ def _curves(stages: Mapping[int, StageResponses]) -> Iterable[tuple[str, str, St
 
 def _pass(stage: StageResponses, k: int) -> float | None:
     groups, inverse = np.unique(stage.groups, return_inverse=True)
-    sizes, right = np.bincount(inverse), np.bincount(inverse, stage.rewards >= 1.0)
+    sizes, right = np.bincount(inverse), np.bincount(inverse, stage.verdicts >= 1.0)
     if not len(groups) or sizes.min() < k:
         return None
     known = {(int(n), int(c)) for n, c in zip(sizes, right, strict=True)}

@@ -9,6 +9,7 @@ from typing import Any
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.report.details import Details, spaced
 from mugrpo_megatron.report.kept import Kept, shortened
+from mugrpo_megatron.rewards.shaping import verdict_in
 
 CHARACTERS = 32_000
 """Of all texts on the page together."""
@@ -62,7 +63,7 @@ def _of_each_kind(kept: Sequence[Kept], measure: str) -> list[Kept]:
     for name in names:
         own = [one for one in kept if one.set == name]
         if measure == "accuracy":
-            right, wrong = ([one for one in own if (one.reward >= 1.0) == is_right] for is_right in (True, False))
+            right, wrong = ([one for one in own if _is_right(one) == is_right] for is_right in (True, False))
         else:
             by_reward = sorted(own, key=lambda one: -one.reward)
             right, wrong = by_reward[: len(own) - len(own) // 2], by_reward[len(own) - len(own) // 2 :][::-1]
@@ -71,13 +72,18 @@ def _of_each_kind(kept: Sequence[Kept], measure: str) -> list[Kept]:
     return chosen
 
 
+def _is_right(one: Kept) -> bool:
+    """By the verdict: a right response may have lost reward to its length, a wrong one gained some by its form."""
+    return verdict_in(one.reward, one.components) >= 1.0
+
+
 def _counts(kept: Sequence[Kept], measure: str) -> str:
-    right = sum(one.reward >= 1.0 for one in kept)
+    right = sum(map(_is_right, kept))
     return f"{right} right, {len(kept) - right} wrong" if measure == "accuracy" else f"{len(kept)} responses"
 
 
 def _shown(one: Kept, measure: str, most: int) -> dict[str, Any]:
-    right = one.reward >= 1.0
+    right = _is_right(one)
     return {
         "kind": ("right" if right else "wrong") if measure == "accuracy" else "",
         "reward": f"{one.reward:.4g}",

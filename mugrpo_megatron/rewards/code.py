@@ -22,7 +22,7 @@ from mugrpo_megatron.rewards.sandbox.limits import Limits
 from mugrpo_megatron.rewards.sandbox.run import call_function, check_asserts, run_program
 
 _FENCE = re.compile(
-    r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*\1[`~]*[ \t]*$", re.DOTALL | re.MULTILINE
+    r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE
 )
 _PYTHON = frozenset(("python", "python3", "py"))
 MOST_CHARACTERS = 65_536
@@ -61,10 +61,17 @@ def verdict(item: Item, options: CodeOptions) -> Verdict:
 
 
 def program_in(response: str) -> str:
-    """The program in a response: its last fenced block of Python, else its last fenced block; "" without one."""
-    found = [(match[2].lower(), match[3]) for match in _FENCE.finditer(response)]
+    """The program in a response: its last fenced block of Python, else its last fenced block; "" without one.
+
+    As in Markdown, lines lose as much indentation as their fence has: in a list it is indented, and so is the program.
+    """
+    found = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in _FENCE.finditer(response)]
     python = [text for language, text in found if language in _PYTHON]
     return (python or [text for _, text in found] or [""])[-1]
+
+
+def _outdented(text: str, indent: int) -> str:
+    return re.sub(rf"^[ \t]{{1,{indent}}}", "", text, flags=re.MULTILINE) if indent else text
 
 
 def grade(response: str, gold: object, row: Mapping[str, Any], options: CodeOptions) -> tuple[float, str]:

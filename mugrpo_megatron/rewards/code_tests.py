@@ -124,12 +124,17 @@ def _function(holder: Mapping[str, Any]) -> str:
 
 
 def _function_test(name: str, given: object, output: object) -> FunctionTest:
-    """Text holds one argument in JSON on each line, and the result in JSON; lists are the arguments themselves."""
+    """Text holds one argument in JSON on each line, and the result in JSON; lists are the arguments themselves.
+
+    Beside a list, a text may be the result itself, or the result in JSON: both are right.
+    """
     if isinstance(given, str):
         arguments = tuple(_value(line) for line in given.split("\n") if line.strip())
     else:
         arguments = tuple(given) if isinstance(given, list) else (given,)
     expected: tuple[Any, ...] = (_value(output),) if isinstance(output, str) else (output,)
+    if isinstance(output, str) and not isinstance(given, str) and expected != (output,):
+        expected = (*expected, output)
     if isinstance(output, list) and len(output) == 1 and not isinstance(given, str):
         expected = (output, output[0])  # APPS wraps some results in a list
     return FunctionTest(name, arguments, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -28,6 +29,12 @@ def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -
         terms[OVERLONG] = overlong(tokens, max_tokens, section.overlong_buffer_tokens)
         reward -= section.overlong_penalty * terms[OVERLONG]
     return replace(score, reward=reward, components={**score.components, **terms}) if terms else score
+
+
+def verdict_in(reward: float, components: Mapping[str, float]) -> float:
+    """The verdict in a shaped reward: what the reward function gave, where shaping was added to a single one."""
+    given = [value for name, value in components.items() if name not in (FORMAT, OVERLONG)]
+    return given[0] if len(given) == 1 < len(components) else reward
 
 
 def overlong(tokens: int, max_tokens: int, buffer: int) -> float:

@@ -118,6 +118,15 @@ def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_
     assert [row["update"] for row in read_rows(tmp_path / FILE_NAME) if row["kind"] == "eval"] == [0, 3, 4, 6]
 
 
+def test_tensorboard_keeps_readings_of_engines_when_a_run_resumes(tmp_path: Path) -> None:
+    """They are drawn over time, which TensorBoard takes for steps after the update at which the run resumes."""
+    for began, updates_done in ((1_700_000_000.0, 0), (1_700_000_500.0, 8)):
+        with open_log(tmp_path, TrackSection(), updates_done=updates_done) as log:
+            log.engine(0, 0, began, {"running": 3.0})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("engine/0/running")] == [1_700_000_000, 1_700_000_500]
+
+
 def test_a_missing_wandb_is_an_error_with_the_install_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="pip install"), open_log(tmp_path, TrackSection(wandb_project="p")):

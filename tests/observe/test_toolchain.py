@@ -104,7 +104,8 @@ def test_a_gpu_that_torch_does_not_find_is_an_error(machine: Path, monkeypatch: 
     monkeypatch.setenv("PATH", str(machine))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.version.cuda", None)
-    assert not finds_cuda()  # a torch for CPU, installed as one
+    with pytest.raises(UserError, match=r"does not: run run_scripts/setup.sh --cuda; .* set run.device = \"cpu\", or"):
+        finds_cuda()  # a torch for CPU, as a login node gets it
     monkeypatch.setattr("torch.version.cuda", "13.0")
     with pytest.raises(UserError, match=r"nvidia-smi finds a GPU but torch .* does not: update NVIDIA's driver to 580"):
         finds_cuda()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -174,6 +174,16 @@ def test_a_stage_that_others_have_generated_is_evaluated_once_before_its_first_u
         evaluate_meanwhile(stand.run, LEARNER, stand.engines, cursor)
     assert [(row["stage"], row["update"], row["age"]) for row in stand.rows] == [(1, 8, 0), (2, 16, 0)]
     assert stand.syncs == [8, 16]
+
+
+def test_a_program_has_no_answer_to_find(stand: Stand) -> None:
+    """`unparsed` is of math's answers; pass@k is of every reward that is right or wrong."""
+    code = RECIPE.reward.model_copy(update={"function": "code"})
+    stand.run = replace(stand.run, recipe=RECIPE.model_copy(update={"reward": code}))
+    stand.evaluate(Cursor(1, 3, 11))
+    (row,) = stand.rows
+    assert not [name for name in row if name.startswith("unparsed/")]
+    assert [name for name in row if name.startswith("passed/")]
 
 
 def test_sets_that_are_sampled_alike_are_asked_together() -> None:

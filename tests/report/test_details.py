@@ -21,7 +21,10 @@ from mugrpo_megatron.report.payload import draw
 from mugrpo_megatron.report.probes import followed, verdicts
 from mugrpo_megatron.report.report import page, write_report
 from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.samples import sample_sections
+from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
+from mugrpo_megatron.stages.store import StageStore
 from tests.report.followed import write_evaluation, write_probe, write_stage
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
@@ -207,7 +210,7 @@ def test_rewards_of_any_size_have_an_axis_that_holds_them(tmp_path: Path) -> Non
     from mugrpo_megatron.report.response_charts import StageResponses, response_axes, response_charts, reward_span
 
     rewards = np.linspace(-3, 7, 400)
-    stages = {0: StageResponses(rewards, np.arange(400) // 8, np.full(400, 5), [])}
+    stages = {0: StageResponses(rewards, rewards, np.arange(400) // 8, np.full(400, 5), [])}
     low, high = reward_span(stages)
     assert low <= -3
     assert high >= 7
@@ -240,6 +243,45 @@ def test_answers_that_are_not_found_are_counted(run: RunData) -> None:
     write_stage(run.path / "other", 0, text="")
     found = read_details(run.path / "other", run.recipe).stages[0]
     assert found.unparsed == 1.0
+
+
+def test_only_math_finds_answers(run: RunData) -> None:
+    for reward in ({"function": "code"}, {"functions": {"a": {"function": "math"}}}):
+        assert "unparsed" not in charts_of(replace(run, recipe={**run.recipe, "reward": reward}))
+
+
+def test_right_and_wrong_are_by_the_verdict_not_by_the_shaped_reward(run: RunData) -> None:
+    """A right response that is too long loses reward; a wrong one in the right form gains some."""
+    path = run.path / "shaped"
+    store = StageStore(path / "stages" / "00000")
+    ids, logprobs = np.arange(3, dtype=np.int32), np.zeros(3, dtype=np.float32)
+    for group in range(2):
+        long = {"math": 1.0, "format": 0.0, "overlong": 0.5}
+        formed = {"math": 0.0, "format": 1.0, "overlong": 0.0}
+        parts = [(0.5, long), (1.0, formed), (1.0, formed), (1.0, formed)]
+        store.append(
+            [
+                Sample(group, "p", ids, ids, logprobs, reward, 0, "stop", text="4", components=components)
+                for reward, components in parts
+            ]
+        )
+    store.seal(1, 2)
+    recipe = {**run.recipe, "reward": {"format_weight": 1.0, "overlong_buffer_tokens": 8}}
+    details = read_details(path, recipe)
+    assert details.stages[0].verdicts.tolist() == [1.0, 0.0, 0.0, 0.0] * 2
+    assert details.stages[0].rewards.tolist() == [0.5, 1.0, 1.0, 1.0] * 2
+    [section] = sample_sections(details, "accuracy")
+    assert {(one["kind"], one["reward"]) for one in section["responses"]} == {("right", "0.5"), ("wrong", "1")}
+
+
+def test_throughput_is_of_the_whole_stage(run: RunData) -> None:
+    """Evaluations inside a stage divide its optimization into several rows."""
+    [first] = [row for row in run.phases if row["phase"] == "optimize" and row["stage"] == 0][:1]
+    tail = {**first, "start": first["end"], "end": first["end"] + 1.0, "tokens": 1.0}
+    curves = {one.label: one.y for one in charts_of(replace(run, phases=[*run.phases, tail]))["throughput"].series}
+    own = [row for row in [*run.phases, tail] if row["phase"] == "optimize" and row["stage"] == 0]
+    expected = sum(row["tokens"] for row in own) / sum(row["end"] - row["start"] for row in own)
+    assert curves["trained"][0] == pytest.approx(expected, rel=1e-4)
 
 
 def test_pass_at_k_of_held_out_sets_with_several_samples(run: RunData) -> None:

@@ -43,6 +43,11 @@ CASES = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "3 
             [FunctionTest("f", (5,), ("text",))],
         ),
         (
+            {"fn_name": "f", "inputs": [["6"], ["a"]], "outputs": ["6", "b"]},
+            {},
+            [FunctionTest("f", ("6",), (6, "6")), FunctionTest("f", ("a",), ("b",))],
+        ),
+        (
             "",
             {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code": "import math"},
             [AssertTest("import math\nassert f(1) == 2"), AssertTest("import math\nassert f(2) == 3")],
@@ -87,7 +92,7 @@ def test_rows_without_usable_tests_are_refused(gold: Any, row: dict[str, Any], w
         ("```python\na\n```\noutput:\n```\n3\n```", "a\n"),
         ("```\na\n```\n```text\nb\n```", "b\n"),
         ("~~~python\na\n~~~", "a\n"),
-        ("  ```Python3 title=x\n  a\n  ```  ", "  a\n"),
+        ("  ```Python3 title=x\n  a\n  ```  ", "a\n"),
         ("````python\n'''\n```\n'''\n````", "'''\n```\n'''\n"),
         ("```python\na = '```'\n```", "a = '```'\n"),
         ("```python\nnever closed", ""),
@@ -97,3 +102,12 @@ def test_rows_without_usable_tests_are_refused(gold: Any, row: dict[str, Any], w
 )
 def test_the_program_in_a_response(response: str, program: str) -> None:
     assert program_in(response) == program
+
+
+@pytest.mark.parametrize("indent", ["", "   ", "\t"])
+def test_an_indented_fence_indents_its_program(indent: str) -> None:
+    program = "for i in range(2):\n    if i:\n        print(i)\n"
+    lines = ["```python", *program.splitlines(), "```"]
+    response = "1. So:\n\n" + "".join(f"{indent}{line}\n" for line in lines)
+    assert program_in(response) == program
+    compile(program_in(response), "program", "exec")
