@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mugrpo_megatron.engine.flights import Flights
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda, starts_before
 from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
@@ -65,7 +65,7 @@ class Engine:
         self._replicas = replicas_here(self._section, model_dir, self._cuda, slot)
         self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
-        self._ready, self._receiving, self._starts = False, False, 0
+        self._ready, self._receiving, self._starts = False, False, starts_before(log)
         self._asleep: set[Tag] = set()
         self._handing_over = False
         """Whether a request to stop closes the generation instead of ending the engine."""

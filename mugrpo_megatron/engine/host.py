@@ -112,11 +112,13 @@ class Generation:
             if self._in_flight:
                 self._engines.abort()
         reports.cancel()
+        self._flush()  # what came with the last of them: the timer that sends it may not have rung
         self._outbox.put(None)
         writer.join()
 
     async def _answer(self, work: Work) -> None:
         if self._closing:  # before it has begun: SGLang aborts what it knows of
+            self._in_flight -= 1
             return
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engines.generate(

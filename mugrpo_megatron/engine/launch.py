@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -37,6 +38,8 @@ SUMMING = "mugrpo_megatron.engine.sums.write_sums"
 """Import path of the "loader of weights" that takes their checksums."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
+EARLIER_STARTS = 1000
+"""Starts that earlier processes may have made: seeds have to stay below 2^32."""
 LENGTH_MARGIN = 8
 """SGLang refuses the last few positions of its context; the window is this much longer than prompt and response."""
 LARGEST_GRAPH = 1024
@@ -100,6 +103,15 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         arguments["enable_return_routed_experts"] = True
     arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)
     return arguments | recipe.engine.extra
+
+
+def starts_before(log: Path) -> int:
+    """For how many starts of an engine that logs to `log` its random streams are taken.
+
+    0 for a first one, so that equal runs begin alike. Where an earlier process has left its log the number is drawn, so
+    that a response that is continued does not meet the random numbers that it began with.
+    """
+    return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0
 
 
 def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:

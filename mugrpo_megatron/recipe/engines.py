@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import Recipe
+from mugrpo_megatron.weights.config import attention_factor
 
 BLOCK = 128
 """Rows and columns of a weight that share an fp8 scale."""
@@ -25,8 +27,7 @@ def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             f"engine.replicas = {recipe.engine.replicas} with engine.tensor = {recipe.engine.tensor}: replicas are of "
             "engines with one rank; leave one of the two out"
         )
-    if problem := tied_problem(model):
-        yield problem
+    yield from filter(None, (tied_problem(model), yarn_problem(model)))
     yield from _draft_problems(recipe)
     if recipe.run.deterministic:
         yield from _deterministic_problems(recipe)
@@ -44,6 +45,25 @@ def tied_problem(model: Mapping[str, Any]) -> str:
         "output layer of its own, which a tied checkpoint leaves unset: store the embedding as lm_head.weight as well, "
         "and set tie_word_embeddings to false in its config.json"
     )
+
+
+def yarn_problem(model: Mapping[str, Any]) -> str:
+    """Why an engine would scale this model's attention otherwise than the learner does; empty if it does not."""
+    scaling = {**(model.get("rope_scaling") or {}), **(model.get("rope_parameters") or {})}
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return ""
+    factor = scaling.get("factor")
+    if not isinstance(factor, int | float):
+        return (
+            "the model's YaRN has no factor, for which SGLang 0.5.15 takes 1: write it into the rope scaling of its "
+            "config.json (max_position_embeddings / original_max_position_embeddings)"
+        )
+    if not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6):
+        return (
+            "the model's YaRN has an attention_factor, or mscale and mscale_all_dim, which SGLang 0.5.15 does not "
+            "read: engine and learner would be different policies"
+        )
+    return ""
 
 
 def check_engine_device(recipe: Recipe, cuda: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -121,6 +122,35 @@ def test_unfinished_responses_are_told_continued_and_returned_when_aborted(
     assert (key, [(len(one.ids), one.finish_reason) for one in responses]) == (5, [(3, UNFINISHED)] * 2)
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+
+
+def test_what_is_in_flight_at_the_end_is_returned_whatever_arrives_together(
+    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last prompts and the end in one reading of the socket, and all aborted requests before the timer rings."""
+    monkeypatch.setattr(host, "GATHER_SECONDS", 3600.0)
+    client, theirs = ends
+    engine = StubEngine()
+    engine.rid_to_state = {}
+    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, unfinished=True), version=4)
+    monkeypatch.setattr(generation, "_read", lambda loop: None)
+
+    async def ended() -> None:
+        running = asyncio.create_task(generation.run())
+        generation._inbox.put_nowait(("prompts", [Work(key, [1, 2], 1) for key in range(8)]))
+        while len(engine.asked) < 8:
+            await asyncio.sleep(0)
+        generation._inbox.put_nowait(("prompts", [Work(8, [1, 2], 1)]))
+        generation._inbox.put_nowait(("close", None))
+        await running
+
+    engine.loop.run_until_complete(ended())
+    theirs.send(("done", None))
+    keys = []
+    while (message := client.receive(PATIENCE_S))[0] != "done":
+        if message[0] == "groups":
+            keys += [key for key, _ in message[1].unpack()]
+    assert sorted(keys) == list(range(8))
 
 
 def _end_with_a_guard(scratch: Path) -> None:

@@ -17,12 +17,14 @@ from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
+    EARLIER_STARTS,
     check_allocator,
     engine_arguments,
     engine_environment,
     held_out_sampling,
     kv_bytes_per_token,
     sampling,
+    starts_before,
 )
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
@@ -224,3 +226,13 @@ def test_the_deterministic_backends_are_those_of_the_installed_sglang() -> None:
     [listed] = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = (\[.*\])", source, re.MULTILINE)
     ours = set(DETERMINISTIC_ATTENTION) - {"auto"}
     assert ours == set(ast.literal_eval(listed)) - {"ascend"}, "all of them but those of other accelerators"
+
+
+def test_only_an_engine_after_another_process_takes_another_stream(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    assert starts_before(log) == 0
+    log.touch()
+    drawn = {starts_before(log) for _ in range(50)}
+    assert len(drawn) > 20
+    assert min(drawn) >= 1
+    assert 2**31 + 1_000_003 * EARLIER_STARTS < 2**32, "numpy takes no larger seed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -135,3 +136,18 @@ def test_deterministic_engines_need_cuda() -> None:
         UserError, match=r"run.deterministic = true needs CUDA to generate: .*; set it to false, the le"
     ):
         check_engine_device(recipe(**EQUAL), cuda=False)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_refused_where_the_engine_would_scale_attention_otherwise(name: str) -> None:
+    for scaling in (YARN, {**YARN, "attention_factor": None}, {**YARN, "attention_factor": 0.1 * math.log(4) + 1}):
+        assert list(engine_problems(recipe(), {**MODEL, name: scaling})) == []
+    assert list(engine_problems(recipe(), {**MODEL, name: {"rope_type": "llama3"}})) == []
+    for more in ({"attention_factor": 1.0}, {"mscale": 0.707, "mscale_all_dim": 0.707}):
+        (problem,) = engine_problems(recipe(), {**MODEL, name: {**YARN, **more}})
+        assert "engine and learner would be different policies" in problem
+    (problem,) = engine_problems(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
+    assert "YaRN has no factor, for which SGLang 0.5.15 takes 1" in problem
