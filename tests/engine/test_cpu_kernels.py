@@ -156,7 +156,7 @@ def test_a_compiler_without_openmp_builds_functions_of_one_thread(
 def test_an_engine_samples_the_same_without_them(checkpoint: Path, tmp_path: Path) -> None:
     found = []
     for compiled in (True, False):
-        engine = Engine.start(recipe(checkpoint, compiled=compiled), checkpoint, tmp_path / "engine.log")
+        engine = Engine.start(recipe(checkpoint, compiled=compiled), checkpoint, tmp_path / f"{compiled}.log")
         try:
             groups = sorted(engine.generate(prompts(6), 4, Sampling(1.0, 1.0, 40, ())), key=lambda one: one[0].index)
         finally:
