@@ -57,7 +57,7 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_the_same_responses(folder: Path, model: Path, plain: Path, **sections: dict[str, Any]) -> tuple[Path, Path]:
     """Recipe and directory of a run that finds the stage of the plain one sealed: what is sampled differs every time.
 
-    Nothing is evaluated before that stage then, except where the plain run's log says so.
+    It is evaluated before that stage's first update all the same.
     """
     path = recipe(folder, model, **sections)
     take_stages(plain, folder / "run")
@@ -120,7 +120,7 @@ def test_training_does_not_notice(between_stages: str, plain: Path, model: Path,
     mugrpo("train", path)
     assert_ends_like(run_dir, plain)
     found = rows(run_dir, "eval")
-    assert [(row["update"], row["age"]) for row in found] == [*((age, age) for age in INSIDE), (UPDATES, 0)]
+    assert [(row["update"], row["age"]) for row in found] == [(0, 0), *((age, age) for age in INSIDE), (UPDATES, 0)]
     assert all((row["samples/arithmetic"], row["samples/arithmetic_long"]) == (4, 1) for row in found)
     assert all(row["reward/mean"] == (row["reward/arithmetic"] + row["reward/arithmetic_long"]) / 2 for row in found)
     spans = sorted((row["start"], row["end"]) for row in rows(run_dir, "phase") if row["phase"] in ("optimize", "eval"))
@@ -142,7 +142,7 @@ def test_a_run_killed_while_it_is_evaluated(times: int, plain: Path, model: Path
     assert alive == []
     assert len(evaluated(run_dir)) < len(INSIDE)
     mugrpo("train", path)
-    assert evaluated(run_dir) == [*INSIDE, UPDATES]
+    assert evaluated(run_dir) == EVERYTHING
     assert_ends_like(run_dir, plain)
 
 
@@ -159,7 +159,7 @@ def test_a_run_asked_to_stop_while_it_is_evaluated(plain: Path, model: Path, tmp
     assert "stopped as asked" in said
     mugrpo("train", path)
     assert [row["update"] for row in rows(run_dir, "update")] == list(range(UPDATES)), "no update is taken twice"
-    assert evaluated(run_dir) == [*INSIDE, UPDATES]
+    assert evaluated(run_dir) == EVERYTHING
     assert_ends_like(run_dir, plain)
 
 
@@ -179,7 +179,7 @@ def test_an_engine_killed_while_it_is_evaluated(plain: Path, model: Path, tmp_pa
         said = process.stdout.read()
     assert process.returncode == 0, said
     assert [row["event"] for row in rows(run_dir, "event")] == ["engine_failure"]
-    assert evaluated(run_dir) == [*INSIDE, UPDATES]
+    assert evaluated(run_dir) == EVERYTHING
     assert_ends_like(run_dir, plain)
 
 

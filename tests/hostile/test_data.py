@@ -46,14 +46,14 @@ LINES: dict[str, tuple[bytes, str]] = {
     "escape": (b'{"\\u001b[2J": 1}', "field 'response' is missing"),
     "two objects": (b'{"response": "1", "answer": 1}{}', "not JSON"),
     "no answer": (b'{"response": "1"}', "field 'answer' is missing"),
-    "null answer": (b'{"response": "1", "answer": null}', "field 'answer' is missing"),
-    "true answer": (b'{"response": "1", "answer": true}', "field 'answer' is missing"),
-    "list answer": (b'{"response": "1", "answer": [1]}', "field 'answer' is missing"),
-    "object answer": (b'{"response": "1", "answer": {"a": 1}}', "field 'answer' is missing"),
+    "null answer": (b'{"response": "1", "answer": null}', "field 'answer' holds NoneType"),
+    "true answer": (b'{"response": "1", "answer": true}', "field 'answer' holds bool"),
+    "list answer": (b'{"response": "1", "answer": [1, [2]]}', "field 'answer' holds list"),
+    "object answer": (b'{"response": "1", "answer": {"a": 1}}', "field 'answer' holds dict"),
     "NaN answer": (b'{"response": "1", "answer": NaN}', "field 'answer' is nan"),
     "infinite answer": (b'{"response": "1", "answer": -Infinity}', "field 'answer' is -inf"),
     "overflowing answer": (b'{"response": "1", "answer": 1e999}', "field 'answer' is inf"),
-    "blank answer": (b'{"response": "1", "answer": " \\n"}', "field 'answer' is missing"),
+    "blank answer": (b'{"response": "1", "answer": " \\n"}', "field 'answer' is empty"),
     "number response": (b'{"response": 1, "answer": 1}', "field 'response' is missing"),
     "list response": (b'{"response": ["1"], "answer": 1}', "field 'response' is missing"),
     "null response": (b'{"response": null, "answer": 1}', "field 'response' is missing"),
@@ -158,12 +158,12 @@ ANSWERS: dict[str, pa.Array] = {
     "text": pa.array(["1"]),
     "float": pa.array([1.0], pa.float32()),
     "dictionary": pa.array(["1"]).dictionary_encode(),
+    "list": pa.array([["1"]]),
 }
 NOT_ANSWERS: dict[str, pa.Array] = {
     "binary": pa.array([b"1"]),
     "NaN": pa.array([float("nan")]),
     "boolean": pa.array([True]),
-    "list": pa.array([["1"]]),
     "date": pa.array([date(2026, 1, 1)]),
     "null": pa.nulls(1),
 }
@@ -176,7 +176,7 @@ def test_answers_of_any_column_type(name: str, tmp_path: Path) -> None:
     if name in ANSWERS:
         assert "mean reward 1.0" in command("score", data, "--out", tmp_path / "out.jsonl").out
     else:
-        refused("score", data, "--out", tmp_path / "out.jsonl", says="field 'answer' is")
+        refused("score", data, "--out", tmp_path / "out.jsonl", says="field 'answer' ")
 
 
 PROBLEMS: dict[str, tuple[bytes, str]] = {

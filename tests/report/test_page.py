@@ -138,7 +138,7 @@ def test_a_comparison_is_drawn_in_a_browser(tmp_path: Path) -> None:
     page = write_comparison(runs, tmp_path / "compared.html")
     dom = dom_of(page.as_uri(), tmp_path)
     cards = dict(re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL))
-    assert {"accuracy", "reward_mean", "ess", "ratio_neg_mean"} <= set(cards)
+    assert {"held_out_accuracy", "reward_mean", "ess", "ratio_neg_mean"} <= set(cards)
     for name, drawn in cards.items():
         assert len(re.findall(r"<path ", drawn)) >= 3, name
         assert "NaN" not in drawn, name
