@@ -126,7 +126,8 @@ class Record:
         settings_file = directory / SETTINGS
         own = settings_file.is_file()
         before = read_json(settings_file) if own else settings
-        differing = [key for key in settings if before.get(key) != settings[key]]
+        unknown = {"problems", "reward files"} - before.keys()  # begun by a version that did not write them
+        differing = [key for key in settings if key not in unknown and before.get(key) != settings[key]]
         if differing:
             raise UserError(
                 f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"

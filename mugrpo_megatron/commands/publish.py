@@ -68,10 +68,10 @@ def publish(
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
     recipe, hidden = portable(load_recipe(run.recipe))
     whole = with_cached_model(load_recipe(run.recipe), run_dir)
-    if record := read_record(run_dir):
-        check_begun(record, whole, f"{run_dir}: the run")
     model = whole.model.directory
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
+    if record := read_record(run_dir):
+        check_begun(record, whole, f"{run_dir}: the run")
     with durable_directory(to) as partial:
         target = RunDirectory(partial)
         ignored = shutil.ignore_patterns("*.partial")

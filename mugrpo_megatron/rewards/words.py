@@ -40,7 +40,9 @@ _STATEMENT = re.compile(
     r"\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?)\s+-?[0-9]"
     r"|\A(?:thus|hence|so|therefore|then|about|approximately|around|roughly|nearly|almost|exactly|only|just)\b[\s,]*-?[0-9]"
     r"|\A[^:]*[a-z] ?: *-?[0-9][^:]*\Z"
-    rf"|[^\W\d_] (?:[a-z]+(?:ed|[a-rt-z]s)|{_PAST})\s+-?[0-9][0-9.,/]* ?[a-z]"
+    rf"|[^\W\d_] (?:[a-z]+(?:ed|[a-rt-z]s)|{_PAST})\s+-?[0-9][0-9.,/]*(?: ?[a-z]|\.?\Z)"
+    r"|\A(?:[^0-9]* )?(?:rs|usd|eur|rmb|inr|gbp)\.? ?-?[0-9]"
+    r"|\b(?:total|sum|profit|loss|price|value|radius|area|equal|worth)(?: (?:of|to))? -?[0-9]"
     r"|\b(?:can|could|will|would|must|should) (?:[a-z]+ )?-?[0-9]",
     re.IGNORECASE,
 )

@@ -149,7 +149,9 @@ def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
     if published:
         check_start(published, recipe)
     taken = load_recipe(source.recipe)
-    _check_length(recipe, taken, before, store.updates)
+    begun = read_record(recipe.run.dir)
+    if begun is None or begun.branch is None:  # one that has begun goes on as it began
+        _check_length(recipe, taken, before, store.updates)
     free = (*FREE_TO_BRANCH, *(published.hidden if published else ()))
     changed = [key for key in differing(taken, recipe) if not key.startswith(free)]
     if changed:

@@ -80,6 +80,13 @@ def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
     problems = [Problem("file:1", "1+1=", "2", "file")]
     Record(tmp_path / "out", settings_of(recipe, SUMS, problems))
     Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], id="moved:1")]))
+    old = {
+        key: value
+        for key, value in settings_of(recipe, SUMS, problems).items()
+        if key not in ("problems", "reward files")
+    }
+    Record(tmp_path / "older", old)
+    Record(tmp_path / "older", settings_of(recipe, SUMS, problems))
     with pytest.raises(UserError, match=r"with other problems; choose another"):
         Record(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], answer="3")]))
     code.write_text("def right(response):\n    return 0.0\n")

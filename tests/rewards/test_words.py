@@ -180,6 +180,13 @@ def test_no_formula_or_number_of_real_sets_is_words(shared_data: Path, name: str
         ("She walked 5 km", "5"),
         ("He made $18 a day", "18"),
         ("The ship can carry 30 people", "30"),
+        ("Eliza earned $460", "460"),
+        ("She sold 72", "72"),
+        ("Rs 10", "10"),
+        ("USD 10", "10"),
+        ("a total of 10", "10"),
+        ("radius 10", "10"),
+        ("worth 10 dollars", "10"),
     ],
 )
 def test_a_sentence_with_a_verb_before_its_number_is_the_number(gold: str, number: str) -> None:
