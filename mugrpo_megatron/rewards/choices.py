@@ -13,8 +13,8 @@ _LETTER = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
 _LABEL = re.compile(
     rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
 )
-_BESIDE = re.compile(r"[\s.:-]*(?:,|\((?![0-9\\-])|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
-"""A comma (an "or", once normalized), a bracket of words, or letters that stand alone."""
+_BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
+"""A comma (an "or", once normalized), another bracketed letter, or letters that stand alone."""
 _ANOTHER = re.compile(
     r"\([A-Z]\)|(?<![\w(])[A-Z]\)|\b(?i:option|choice) \(?[A-Z]\b"
     r"|\b(?i:no,|(?:wait|but|rather|actually|instead|sorry)\b,?) (?:[a-z]+ )*[A-Z]\Z"
