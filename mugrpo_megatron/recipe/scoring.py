@@ -125,7 +125,8 @@ class RewardSection(Section):
     @property
     def is_right_or_wrong(self) -> bool:
         """Whether the reward is 1 or 0: `math`'s verdict, or `code`'s unless it pays for shares."""
-        return not self.functions and (self.function == MATH or (self.function == CODE and self.code_reward == "all"))
+        all_tests = not self.functions and self.function == CODE and self.code_reward == "all"
+        return self.finds_answers or all_tests
 
     @property
     def finds_answers(self) -> bool:

@@ -72,12 +72,10 @@ def _gain(evals: Sequence[Row], updates: Sequence[Row], name: str) -> dict[str, 
     """A set's figures, or the mean's, before the first update, if they were measured, and at the last evaluation."""
     if not evals:
         return dict.fromkeys(FIGURES)
-    before, last = evals[:1], evals[-1]
-    if updates and evals[0]["update"] > updates[0]["update"]:
-        before = []
-    found = [(value_in(row, name), interval_in(row, name)) for row in before] or [(None, None)]
-    values = *found[0], value_in(last, name), interval_in(last, name)
-    return dict(zip(FIGURES, values, strict=True))
+    first, last = evals[0], evals[-1]
+    known = not updates or first["update"] <= updates[0]["update"]
+    before = (value_in(first, name), interval_in(first, name)) if known else (None, None)
+    return dict(zip(FIGURES, (*before, value_in(last, name), interval_in(last, name)), strict=True))
 
 
 def _size(row: Row, name: str) -> dict[str, int | None]:
