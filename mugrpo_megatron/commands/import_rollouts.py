@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.publish import CARD, card
-from mugrpo_megatron.data.columns import ANSWERS, field_at, has
+from mugrpo_megatron.data.columns import ANSWERS, field_at, gold_column
 from mugrpo_megatron.data.prompts import template_of
 from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
 from mugrpo_megatron.data.rollouts import Foreign, read_rollouts, small_enough
@@ -30,6 +30,18 @@ from mugrpo_megatron.run.published import Published, hub_name, portable, weight_
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.stages.store import StageStore
+
+
+class _Gold(NamedTuple):
+    """What a response is scored against."""
+
+    source: str
+    """The row's data source, else the file's name."""
+    column: str
+    """The row's column with a gold, "" without one."""
+    value: Any
+    any: bool
+    """Whether a user's function takes any value; else `math` has to find an answer in it."""
 
 
 def import_rollouts(
@@ -55,15 +67,16 @@ def import_rollouts(
             f'{file}: the rows have no logprobs, so the learner has to compute them: set rollout.behaviour = "learner" '
             'and objective.mismatch = "none"'
         )
-    scores = _scores(groups, recipe, reward, file.stem)
+    golds = [[_gold(one, recipe, file.stem) for one in group] for group in groups]
+    scores = _scores(groups, golds, recipe, reward)
     shown, hidden = portable(recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
     with durable_directory(to) as partial:
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
-        for place, (group, scored) in enumerate(zip(groups, scores, strict=True)):
-            store.append(_samples(place, group, scored, recipe))
+        for place, (group, own, scored) in enumerate(zip(groups, golds, scores, strict=True)):
+            store.append(_samples(place, group, own[0], scored, recipe))
         store.seal(updates, recipe.rollout.prompts_per_update)
         write_text(target.recipe, dump_recipe(shown))
         write_published(partial, published)
@@ -108,28 +121,29 @@ def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:
             )
 
 
-def _scores(groups: list[list[Foreign]], recipe: Recipe, reward: str | None, name: str) -> list[list[Score]]:
-    """Every response's score; `name` is the data source of rows that name none."""
+def _scores(
+    groups: list[list[Foreign]], golds: list[list[_Gold]], recipe: Recipe, reward: str | None
+) -> list[list[Score]]:
+    """Every response's score: the one in the column `reward`, else in one called so, else the verifier's."""
     column = reward or ("reward" if "reward" in groups[0][0].row else None)
     if column is not None:
         return [[_given(one, column) for one in group] for group in groups]
-    sources = [[data_source_of(one.row) or name for one in group] for group in groups]
     answers = [
-        [_answer(one, recipe.reward.any_gold(source)) for one, source in zip(group, own, strict=True)]
-        for group, own in zip(groups, sources, strict=True)
+        [_answer(one, gold) for one, gold in zip(group, own, strict=True)]
+        for group, own in zip(groups, golds, strict=True)
     ]
     with Verifier(recipe.reward) as verifier:
         pending = [
             verifier.submit(
                 [one.text for one in group],
-                [_gold(one) for one in group],
+                [gold.value for gold in own],
                 [one.row for one in group],
                 [asked_in(one.row) for one in group],
                 answers=said,
-                sources=own,
+                sources=[gold.source for gold in own],
                 ids=[one.response_ids.tolist() for one in group],
             )
-            for group, said, own in zip(groups, answers, sources, strict=True)
+            for group, own, said in zip(groups, golds, answers, strict=True)
         ]
         verdicts = [one.result() for one in pending]
     limit = recipe.rollout.max_response_tokens
@@ -148,31 +162,31 @@ def _given(one: Foreign, column: str) -> Score:
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 
 
-def _answer(one: Foreign, any_gold: bool) -> str:
+def _gold(one: Foreign, recipe: Recipe, name: str) -> _Gold:
+    """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
+    source, row = data_source_of(one.row) or name, dict(one.row)
+    takes_any = recipe.reward.any_gold(source)
+    column = gold_column(row, takes_any)
+    return _Gold(source, column, field_at(row, column) if column else None, takes_any)
+
+
+def _answer(one: Foreign, gold: _Gold) -> str:
     """The answer in the row's gold, read as training reads it."""
-    gold = _gold(one)
-    if any_gold:
-        return any_answer(gold)
-    if gold is None:
+    if gold.any:
+        return any_answer(gold.value)
+    if not gold.column:
         raise UserError(
             f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}); --reward names the column of rewards"
         )
     try:
-        return verifiable_answer(gold, next(name for name in ANSWERS if has(dict(one.row), name)))
+        return verifiable_answer(gold.value, gold.column)
     except ValueError as error:
         raise UserError(f"{one.place}: {error}") from None
 
 
-def _gold(one: Foreign) -> Any:
-    """The value of the first column of a gold that the row has; None without one."""
-    row = dict(one.row)
-    return next((field_at(row, name) for name in ANSWERS if has(row, name)), None)
-
-
-def _samples(place: int, group: list[Foreign], scores: list[Score], recipe: Recipe) -> list[Sample]:
+def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score], recipe: Recipe) -> list[Sample]:
     rewards = np.array([score.reward for score in scores])
     advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
-    gold = _gold(group[0])
     return [
         Sample(
             group=place,
@@ -185,7 +199,7 @@ def _samples(place: int, group: list[Foreign], scores: list[Score], recipe: Reci
             finish_reason=one.finish_reason,
             loss_mask=one.loss_mask,
             text=as_text(one.text),
-            gold="" if gold is None else as_text(gold),
+            gold="" if gold.value is None else as_text(gold.value),
             extracted=as_text(score.extracted),
             why=as_text(score.why),
             components=score.components,

@@ -28,8 +28,8 @@ from mugrpo_megatron.rewards.shaping import verdict_in
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.model import with_cached_model
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import has_logprobs, of_behaviour, read_logprobs
-from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs
+from mugrpo_megatron.stages.manifest import check_stage, of_stage
 from mugrpo_megatron.stages.store import StageStore
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
@@ -242,7 +242,7 @@ def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
             f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'
         )
     remedy = "restore both files from a copy"
-    return read_logprobs(path, of_behaviour(store.content), update, remedy)
+    return read_logprobs(path, of_stage(store.content), update, remedy)
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

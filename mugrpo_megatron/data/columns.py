@@ -50,13 +50,17 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> Columns | None:
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
         return None
-    for answer in (*ANSWERS, *TESTS) if any_gold else ANSWERS:
-        if answer != question and has(row, answer):
-            return Columns(question, answer)
+    if answer := gold_column(row, any_gold):
+        return Columns(question, answer)
     messages = row[question]
     if isinstance(messages, list) and len(messages) > 1 and _role(messages[-1]) == "assistant":
         return Columns(question, CONVERSATION)
     return Columns(question, NOTHING) if any_gold else None
+
+
+def gold_column(row: dict[str, Any], any_gold: bool) -> str:
+    """The first column of a gold under a usual name that the row has, "" without one; tests are one with `any_gold`."""
+    return next((name for name in ((*ANSWERS, *TESTS) if any_gold else ANSWERS) if has(row, name)), "")
 
 
 def described(columns: Columns) -> str:

@@ -15,8 +15,9 @@ from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.stages.logprobs import has_logprobs, of_behaviour, sums, write_logprobs
-from mugrpo_megatron.stages.routes import has_routes, index, of_stage, routes_path, write_routes
+from mugrpo_megatron.stages.logprobs import has_logprobs, sums, write_logprobs
+from mugrpo_megatron.stages.manifest import of_stage
+from mugrpo_megatron.stages.routes import has_routes, index, routes_path, write_routes
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -67,7 +68,7 @@ def record_behaviour(run: Run, learner: Learner, stage: StageStore, cursor: Curs
         return
     with (
         learner_pass(run, cursor, "learner logprobs", range(stage.updates)) as ages,
-        write_logprobs(path, of_behaviour(stage.content), write=run.is_main and scores) as append,
+        write_logprobs(path, of_stage(stage.content), write=run.is_main and scores) as append,
         write_routes(routes, of_stage(stage.content), write=run.is_main and records) as append_routes,
     ):
         for age in ages:

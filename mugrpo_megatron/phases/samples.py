@@ -14,7 +14,8 @@ from mugrpo_megatron.run.anchor import with_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import has_logprobs, of_behaviour, read_logprobs
+from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs
+from mugrpo_megatron.stages.manifest import of_stage
 from mugrpo_megatron.stages.store import StageStore
 
 
@@ -80,7 +81,7 @@ def _stored_update(run: Run, stage: StageStore, number: int, update: int) -> lis
     if run.recipe.rollout.behaviour == "engine":
         return with_anchor(run, stage, number, update, samples)
     path = run.directory.behaviour(number)
-    behaviour = read_logprobs(path, of_behaviour(stage.content), update, behaviour_remedy(run, number))
+    behaviour = read_logprobs(path, of_stage(stage.content), update, behaviour_remedy(run, number))
     samples = [
         replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
         for sample, own in zip(samples, behaviour, strict=True)

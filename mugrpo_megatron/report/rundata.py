@@ -82,10 +82,20 @@ def read_run(path: Path) -> RunData:
 
 
 def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
-    """Wall-clock of each phase, in the order in which phases first ran."""
+    """Wall-clock of each phase, in the order in which phases first began; a phase inside another counts once, its own.
+
+    An update's save or probe runs inside its `optimize`.
+    """
     seconds: dict[str, float] = {}
-    for row in phases:
-        seconds[row["phase"]] = seconds.get(row["phase"], 0.0) + row["end"] - row["start"]
+    around: list[Row] = []
+    for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
+        while around and around[-1]["end"] < row["end"]:
+            around.pop()
+        length = row["end"] - row["start"]
+        seconds[row["phase"]] = seconds.get(row["phase"], 0.0) + length
+        if around:
+            seconds[around[-1]["phase"]] -= length
+        around.append(row)
     return seconds
 
 

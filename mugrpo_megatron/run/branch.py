@@ -56,24 +56,28 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
     """
     of = RunDirectory(source)
     recipe = with_model(recipe, run_dir=source)
-    origin = check_branch(recipe, source, stage)
+    origin, taken = _check(recipe, of, stage)
     begun = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
         record = claim(directory.path, hub_model(recipe), begun_weights(recipe))
         if _is_branch(directory.path, record, begun):
             return
-        _link(of.stage(stage), directory.stage(stage), manifest_name(0), _of_other_routes(recipe, of, stage))
+        _link(
+            of.stage(stage),
+            directory.stage(stage),
+            manifest_name(0),
+            _of_other_routes(recipe, taken, of.behaviour(stage)),
+        )
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
         write_record(directory.path, replace(record, branch=begun))
 
 
-def _of_other_routes(recipe: Recipe, source: RunDirectory, stage: int) -> list[str]:
-    """Names of the stage's behaviour logprobs, if the source computed them with other experts than the branch takes."""
-    before = load_recipe(source.recipe).learner.routing_replay
-    scored = source.behaviour(stage)
-    return [] if before == recipe.learner.routing_replay else [scored.name, sums(scored).name]
+def _of_other_routes(recipe: Recipe, source: Recipe, logprobs: Path) -> list[str]:
+    """Names of the behaviour logprobs' files, if the source computed them with other experts than the branch takes."""
+    same = source.learner.routing_replay == recipe.learner.routing_replay
+    return [] if same else [logprobs.name, sums(logprobs).name]
 
 
 def stage_to_take(source: Path, stage: int | None) -> int:
@@ -92,10 +96,7 @@ def stage_to_take(source: Path, stage: int | None) -> int:
 
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
     """Where the stage to branch at is from; the errors of `branch`, with nothing changed."""
-    origin = _check_source(recipe, RunDirectory(source), stage)
-    if (record := read_record(recipe.run.dir)) is not None:
-        _is_branch(recipe.run.dir, record, Branch(str(source.resolve()), stage, origin.run))
-    return origin
+    return _check(recipe, RunDirectory(source), stage)[0]
 
 
 def _is_branch(directory: Path, record: Record, wanted: Branch) -> bool:
@@ -117,46 +118,57 @@ def _check_is_run(source: Path) -> None:
         raise UserError(f"--from {source}: not a run directory (it has no {recipe.name})")
 
 
-def _check_source(recipe: Recipe, source: RunDirectory, stage: int) -> Origin:
-    """Where the stage to branch at is from."""
+def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Recipe]:
+    """Where the stage to branch at is from, and its run's recipe; the errors of `branch`."""
     _check_is_run(source.path)
     if recipe.run.dir.resolve() == source.path.resolve():
         raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
-    _check_commit(recipe, source)
-    check_stage(source.stage(stage))
-    if not StageStore(source.stage(stage)).sealed:
-        sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
-        raise UserError(f"{source.path} has no sealed stage {stage} (stages count from 0); it has {sealed}")
-    start = source.checkpoints / checkpoint_name(Cursor(stage))
-    if stage > 0 and not start.exists():
-        raise UserError(
-            f"{start} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
-            "`checkpoint.keep` checkpoints, a stage published with --weights has them, and stage 0 needs none"
-        )
-    store, before = StageStore(source.stage(stage)), Cursor()
-    if stage == 0 and (record := read_record(source.path)):
+    record, published, taken = read_record(source.path), read_published(source.path), load_recipe(source.recipe)
+    if record is not None:
+        _check_commit(recipe, record, source.path)
+    origin, start = _check_stage(source, stage)
+    if stage == 0 and record is not None:
         check_begun(record, recipe, f"{source.path}: stage 0")
-    origin = read_manifest(source.stage(stage)).origin
-    if origin is None or origin.stage != stage:
-        raise UserError(f"{source.stage(stage)} holds a stage of another place; put the right one there")
-    if stage > 0:
-        state = read_state(start)
-        if state.get("run") != origin.run:
-            raise UserError(f"{start} and {source.stage(stage)} are of different runs; put the right ones there")
-        before = Cursor(**state["cursor"])
+    store = StageStore(source.stage(stage))
     check_logprobs(store, recipe)
-    published = read_published(source.path)
     if published:
         check_start(published, recipe)
-    taken = load_recipe(source.recipe)
     begun = read_record(recipe.run.dir)
     if begun is None or begun.branch is None:  # one that has begun goes on as it began
-        _check_length(recipe, taken, before, store.updates)
+        _check_length(recipe, taken, start, store.updates)
     free = (*FREE_TO_BRANCH, *(published.hidden if published else ()))
-    changed = [key for key in differing(taken, recipe) if not key.startswith(free)]
-    if changed:
+    if changed := [key for key in differing(taken, recipe) if not key.startswith(free)]:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
-    return origin
+    if begun is not None:
+        _is_branch(recipe.run.dir, begun, Branch(str(source.path.resolve()), stage, origin.run))
+    return origin, taken
+
+
+def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
+    """Where the stage is from, and where its run stood before it.
+
+    UserError unless it is sealed, in its own place, and next to the checkpoint at its start.
+    """
+    directory = source.stage(stage)
+    check_stage(directory)
+    if not StageStore(directory).sealed:
+        sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
+        raise UserError(f"{source.path} has no sealed stage {stage} (stages count from 0); it has {sealed}")
+    checkpoint = source.checkpoints / checkpoint_name(Cursor(stage))
+    if stage > 0 and not checkpoint.exists():
+        raise UserError(
+            f"{checkpoint} is missing, and with it the weights at the start of stage {stage}; a run keeps its newest "
+            "`checkpoint.keep` checkpoints, a stage published with --weights has them, and stage 0 needs none"
+        )
+    origin = read_manifest(directory).origin
+    if origin is None or origin.stage != stage:
+        raise UserError(f"{directory} holds a stage of another place; put the right one there")
+    if stage == 0:
+        return origin, Cursor()
+    state = read_state(checkpoint)
+    if state.get("run") != origin.run:
+        raise UserError(f"{checkpoint} and {directory} are of different runs; put the right ones there")
+    return origin, Cursor(**state["cursor"])
 
 
 def _check_length(recipe: Recipe, source: Recipe, start: Cursor, held: int) -> None:
@@ -206,12 +218,11 @@ def _empty(directory: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_commit(recipe: Recipe, source: RunDirectory) -> None:
-    """UserError when the branch would begin with another commit of a model of the hub than the run did."""
-    record = read_record(source.path)
-    begun, now = record.model if record else None, hub_model(recipe)
+def _check_commit(recipe: Recipe, record: Record, source: Path) -> None:
+    """UserError when the branch would begin with another commit of a model of the hub than the run of `record` did."""
+    begun, now = record.model, hub_model(recipe)
     if begun and now and begun.name == now.name and begun.commit != now.commit:
         raise UserError(
-            f"{source.path} began with {begun.name} at {begun.commit}, and model.revision now stands for {now.commit}; "
+            f"{source} began with {begun.name} at {begun.commit}, and model.revision now stands for {now.commit}; "
             f"begin the branch with --set model.revision={begun.commit}"
         )

@@ -44,11 +44,6 @@ def sums(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
-def of_behaviour(content: str) -> dict[str, Any]:
-    """What behaviour logprobs belong to: the stage of this content, which the weights at its start have sampled."""
-    return {"stage": content}
-
-
 def has_logprobs(path: Path) -> bool:
     """Whether `path` was written to its end."""
     return path.exists() and sums(path).exists()

@@ -194,6 +194,11 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
     write_sealed(directory / name, "stage", asdict(manifest), format=FORMAT)
 
 
+def of_stage(content: str) -> dict[str, Any]:
+    """What a file of logprobs or routes belongs to: the stage of this content, and the weights that sampled it."""
+    return {"stage": content}
+
+
 def verify(path: Path, span: Span, remedy: str) -> None:
     """Raise UserError, ending with `remedy`, unless the span of the file has its checksum."""
     if not path.exists():

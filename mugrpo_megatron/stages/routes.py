@@ -29,6 +29,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file, fsync, full_disk, read_sealed, remove_leftovers, write_sealed
 from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.manifest import of_stage
 
 FORMAT = 1
 NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
@@ -206,8 +207,3 @@ def with_routes(samples: list[Sample], directory: Path, content: str, update: in
     lengths = [sample.tokens - 1 for sample in samples]
     routes = read_routes(routes_path(directory, replay), of_stage(content), update, lengths, REMEDIES[replay])
     return [replace(sample, routes=each) for sample, each in zip(samples, routes, strict=True)]
-
-
-def of_stage(content: str) -> dict[str, Any]:
-    """What a stage's routes belong to: its responses, sampled with the weights that both kinds of routes are of."""
-    return {"stage": content}

@@ -31,6 +31,7 @@ from mugrpo_megatron.stages.manifest import (
     check_stage,
     intact,
     manifest_name,
+    of_stage,
     other_shards,
     parquet_spans,
     read_manifest,
@@ -40,7 +41,7 @@ from mugrpo_megatron.stages.manifest import (
 )
 from mugrpo_megatron.stages.merge import covering, in_order
 from mugrpo_megatron.stages.route_column import take_routes, without_routes
-from mugrpo_megatron.stages.routes import of_stage, routes_path, with_routes, write_routes
+from mugrpo_megatron.stages.routes import routes_path, with_routes, write_routes
 from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, training_columns
 from mugrpo_megatron.stages.shards import COMPRESSION, Waiting, write_shard
 from mugrpo_megatron.stages.summary import StageStatistics

@@ -37,7 +37,7 @@ from mugrpo_megatron.learner.update import record_routes, token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import read_logprobs
-from mugrpo_megatron.stages.routes import of_stage
+from mugrpo_megatron.stages.manifest import of_stage
 from mugrpo_megatron.stages.store import StageStore
 from run_scripts.svg import LIGHT, write_svg
 

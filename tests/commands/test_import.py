@@ -202,6 +202,20 @@ def test_a_function_that_needs_no_gold_gets_none(model: Path, tmp_path: Path) ->
     assert {sample.reward for sample in store.read_update(0)} == {0.0, 1.0}
 
 
+@pytest.mark.process
+def test_a_function_gets_the_tests_of_a_program(model: Path, tmp_path: Path) -> None:
+    """As in training: a column of tests is the gold of functions that take any value."""
+    recipe, path, tests = load_recipe(recipe_file(tmp_path, model)), tmp_path / "log.jsonl", ["assert f(1) == 2"]
+    rows = [
+        {"prompt": "f", "group": group, "completion": str(said), "tests": tests}
+        for group in range(PROMPTS * UPDATES)
+        for said in range(GROUP)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = imported(path, recipe, tmp_path / "stage", reward=None)
+    assert {sample.gold for sample in store.read_update(0, whole=True)} == {json.dumps(tests)}
+
+
 def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -> None:
     math = {"function": "math"}
     recipe, log = load_recipe(recipe_file(tmp_path, model, reward=math)), trl_log(tmp_path / "completions.parquet")

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,18 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Channel(ours), Channel(theirs)
+
+
+@contextmanager
+def generating(engine: StubEngine, ends: tuple[Channel, Channel], sampling: Sampling = SAMPLING) -> Iterator[Channel]:
+    """The client's end of a generation in a thread; the block has to close it."""
+    client, theirs = ends
+    generation = Generation(EngineGroup([engine]), theirs, sampling, version=4)
+    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
+    thread.start()
+    yield client
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 @pytest.mark.process
@@ -67,61 +80,51 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
-    client, theirs = ends
     engine = StubEngine()
-    generation = Generation(EngineGroup([engine]), theirs, SAMPLING, version=4)
-    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
-    thread.start()
-    client.send(("prompts", [Work(0, [1, 2], 2)]))
-    for tokens in (50, 100):
-        engine.rid_to_state["one"].output_ids = [7] * tokens
-        kind, load = client.receive(PATIENCE_S)
-        assert (kind, load.tokens, load.running, load.queued, load.kv_use) == ("progress", tokens, 5, 2, 0.25)
-    engine.rid_to_state.clear()
-    engine.loop.call_soon_threadsafe(engine.answers.set)
-    kind, groups = client.receive(PATIENCE_S)
-    while kind == "progress":
+    with generating(engine, ends) as client:
+        client.send(("prompts", [Work(0, [1, 2], 2)]))
+        for tokens in (50, 100):
+            engine.rid_to_state["one"].output_ids = [7] * tokens
+            kind, load = client.receive(PATIENCE_S)
+            assert (kind, load.tokens, load.running, load.queued, load.kv_use) == ("progress", tokens, 5, 2, 0.25)
+        engine.rid_to_state.clear()
+        engine.loop.call_soon_threadsafe(engine.answers.set)
         kind, groups = client.receive(PATIENCE_S)
-    [(key, responses)] = groups.unpack()
-    assert (key, [response.ids.tolist() for response in responses]) == (0, [[7] * 3] * 2)
-    client.send(("close", None))
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+        while kind == "progress":
+            kind, groups = client.receive(PATIENCE_S)
+        [(key, responses)] = groups.unpack()
+        assert (key, [response.ids.tolist() for response in responses]) == (0, [[7] * 3] * 2)
+        client.send(("close", None))
 
 
 def test_unfinished_responses_are_told_continued_and_returned_when_aborted(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
-    client, theirs = ends
     engine = StubEngine()
     engine.rid_to_state = {}
-    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, unfinished=True), version=4)
-    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
-    thread.start()
-    client.send(("prompts", [Work(5, [1, 2], 2, begun=[[7, 7], []])]))
-    state = SimpleNamespace(output_ids=[], output_token_logprobs=[], output_top_logprobs=[])
-    engine.rid_to_state["5-1"] = state
-    for tokens, new in ((50, 50), (100, 50)):
-        state.output_token_logprobs = [(-0.5, 7)] * tokens
-        state.output_ids = [7] * tokens
-        while (message := client.receive(PATIENCE_S))[0] != "begun":
+    with generating(engine, ends, replace(SAMPLING, unfinished=True)) as client:
+        client.send(("prompts", [Work(5, [1, 2], 2, begun=[[7, 7], []])]))
+        state = SimpleNamespace(output_ids=[], output_token_logprobs=[], output_top_logprobs=[])
+        engine.rid_to_state["5-1"] = state
+        for tokens, new in ((50, 50), (100, 50)):
+            state.output_token_logprobs = [(-0.5, 7)] * tokens
+            state.output_ids = [7] * tokens
+            while (message := client.receive(PATIENCE_S))[0] != "begun":
+                pass
+            places, pieces = message[1]
+            [(key, [piece])] = pieces.unpack()
+            assert (places, key, len(piece.ids), piece.finish_reason) == ([1], 5, new, UNFINISHED)
+            assert piece.logprobs.tolist() == [-0.5] * new
+        [asked] = engine.asked
+        assert asked["input_ids"] == [[1, 2, 7, 7], [1, 2]]
+        assert [one["max_new_tokens"] for one in asked["sampling_params"]] == [7, 9]
+        assert asked["rid"] == ["5-0", "5-1"]
+        client.send(("close", None))
+        while (message := client.receive(PATIENCE_S))[0] != "groups":
             pass
-        places, pieces = message[1]
-        [(key, [piece])] = pieces.unpack()
-        assert (places, key, len(piece.ids), piece.finish_reason) == ([1], 5, new, UNFINISHED)
-        assert piece.logprobs.tolist() == [-0.5] * new
-    [asked] = engine.asked
-    assert asked["input_ids"] == [[1, 2, 7, 7], [1, 2]]
-    assert [one["max_new_tokens"] for one in asked["sampling_params"]] == [7, 9]
-    assert asked["rid"] == ["5-0", "5-1"]
-    client.send(("close", None))
-    while (message := client.receive(PATIENCE_S))[0] != "groups":
-        pass
-    [(key, responses)] = message[1].unpack()
-    assert (key, [(len(one.ids), one.finish_reason) for one in responses]) == (5, [(3, UNFINISHED)] * 2)
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
+        [(key, responses)] = message[1].unpack()
+        assert (key, [(len(one.ids), one.finish_reason) for one in responses]) == (5, [(3, UNFINISHED)] * 2)
 
 
 def test_what_is_in_flight_at_the_end_is_returned_whatever_arrives_together(
@@ -179,17 +182,13 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
 def test_each_response_has_its_own_seed_where_there_is_a_stream(
     stream: str | None, ends: tuple[Channel, Channel]
 ) -> None:
-    client, theirs = ends
     engine = StubEngine()
     engine.answers.set()
-    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, stream=stream), version=4)
-    thread = threading.Thread(target=engine.loop.run_until_complete, args=[generation.run()])
-    thread.start()
     work = Work(0, [1, 2], 2, place=5)
-    client.send(("prompts", [work]))
-    assert client.receive(PATIENCE_S)[0] == "groups"
-    client.send(("close", None))
-    thread.join(PATIENCE_S)
+    with generating(engine, ends, replace(SAMPLING, stream=stream)) as client:
+        client.send(("prompts", [work]))
+        assert client.receive(PATIENCE_S)[0] == "groups"
+        client.send(("close", None))
     asked = engine.asked[0]["sampling_params"]
     if stream is None:
         assert "sampling_seed" not in asked

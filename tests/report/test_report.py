@@ -19,7 +19,7 @@ from mugrpo_megatron.report.curves import Chart
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.report.payload import MAX_POINTS, SLICES, Drawing, draw
 from mugrpo_megatron.report.report import write_report
-from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.report.tables import stage_table
 from tests.report.synthetic import Row, recipe_of, rows_of, write_run
@@ -308,3 +308,11 @@ def test_the_summary_fits_eighty_columns_with_and_without_colour(color: bool, tm
     assert max(map(len, said.splitlines())) <= 80
     for text in ("math500", "olympiad_bench", "256 updates in 4 stages, seed 3", "tokens/s"):
         assert text in said, text
+
+
+def test_a_phase_inside_another_counts_once() -> None:
+    spans = [("generate", 0, 5), ("save", 7, 8), ("probe", 9, 9.5), ("optimize", 5, 10), ("eval", 10, 12)]
+    rows = [{"phase": name, "start": start, "end": end} for name, start, end in spans]
+    seconds = seconds_by_phase(rows)
+    assert seconds == {"generate": 5, "optimize": 3.5, "save": 1, "probe": 0.5, "eval": 2}
+    assert list(seconds) == ["generate", "optimize", "save", "probe", "eval"]
