@@ -161,6 +161,11 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     chosen = fields.size("num_experts_per_tok")
     if chosen > count:
         raise fields.error(f"num_experts_per_tok {chosen} is more than the model's {count} experts")
+    if chosen == 1 and renormalised:
+        raise fields.error(
+            "num_experts_per_tok is 1 and weights are renormalised, so every token's expert has the weight 1 and the "
+            "router no gradient; Megatron does not build such a router"
+        )
     return {
         "num_moe_experts": count,
         "moe_router_topk": chosen,

@@ -23,7 +23,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
-    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 2, "sliding_window": None},
 }
 
 
