@@ -43,7 +43,8 @@ def check_data(run_dir: Path, problems: Problems) -> None:
         changed = [name for name in changed if name in with_place]
     if changed:
         raise UserError(
-            f"{run_dir} began with other problems of {', '.join(changed)}: put the file as it was back, or {accept}"
+            f"{run_dir} began with other problems of {', '.join(changed)}: the file has changed, or the version of "
+            f"mugrpo, which chooses problems from it; use what the run began with, or {accept}"
         )
 
 
