@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.command import Command, say
@@ -14,6 +15,7 @@ from mugrpo_megatron.commands.table import COMMANDS
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.environment import may_find_cuda
 from mugrpo_megatron.observe.library_warnings import leave_out_library_warnings
+from mugrpo_megatron.observe.streams import lasting_output
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.run.heap import keep_freed_memory
 from mugrpo_megatron.run.stopping import Stopped
@@ -31,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     leave_out_library_warnings()
     command: Command = options.command
+    with lasting_output() if command.long else nullcontext():
+        return _run(command, options)
+
+
+def _run(command: Command, options: argparse.Namespace) -> int:
+    """`main` for one command."""
     try:
         return command.run(options)
     except UserError as error:

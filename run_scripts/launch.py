@@ -9,12 +9,14 @@ run_scripts/torchrun.sh starts this with the torch of the environment that it fi
   (CUDA machines have 2.11), and never after a failure. A second Ctrl-C kills them at once.
 - It exits with 0 if a signal stopped it and every rank ended with 0. With torchrun's 1, `srun --kill-on-bad-exit`
   would kill the nodes that are still saving. If a rank failed, it exits with that rank's code, without a traceback.
+- A signal that is ignored stays ignored: SIGHUP under nohup. torchrun would handle it and pass it on to the ranks.
 - `--rdzv-backend loopback` is a rendezvous for one machine whose store listens on 127.0.0.1 alone. That of
   `torchrun --standalone` listens on every interface, and nothing authenticates its clients.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -33,9 +35,13 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.launcher.api import LaunchConfig
 
 LOOPBACK = "127.0.0.1"
 STORE_TIMEOUT = timedelta(minutes=10)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What torchrun handles and passes on to its ranks."""
+VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -113,13 +119,23 @@ def ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
 
 
+def heeding(options: Sequence[str]) -> list[str]:
+    """torchrun's options with the signals that it may handle: not those that are ignored here.
+
+    Older versions of torch read them from a variable alone; newer ones have an option that replaces it.
+    """
+    names = ",".join(number.name for number in FORWARDED if signal.getsignal(number) is not signal.SIG_IGN)
+    os.environ[VARIABLE] = names
+    return [f"--signals-to-handle={names}", *options] if hasattr(LaunchConfig, "signals_to_handle") else list(options)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with `arguments` after the grace in seconds; returns the exit code of the first rank that failed."""
     rendezvous_handler_registry.register("loopback", loopback)
     grace, *options = arguments
     with patient(float(grace)) as codes:
         try:
-            run.main(options)
+            run.main(heeding(options))
         except SignalException as stopped:
             ranks = ", ".join(ended(code) for code in codes) or "none had started"
             print(f"torchrun: stopped by {stopped.sigval.name}; ranks: {ranks}", file=sys.stderr)

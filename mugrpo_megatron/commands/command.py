@@ -36,6 +36,8 @@ class Command:
     """Returns the exit code; raises as `cli.main` describes."""
     interrupted: str = STARTS_OVER
     """What a user who pressed Ctrl-C may do next."""
+    long: bool = False
+    """Whether it goes on when nothing reads its output any more; else it ends with 0: `mugrpo rollouts | head`."""
 
 
 def takes_recipe(parser: Parser) -> None:

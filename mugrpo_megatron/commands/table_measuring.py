@@ -112,6 +112,7 @@ EVAL = Command(
     _takes_eval,
     _eval,
     "the same command continues the evaluation",
+    long=True,
 )
 SCORE = Command("score", "score a file of responses: rows {response, answer} gain a reward", _takes_score, _score)
 PLAN = Command("plan", "memory, time and layouts of a run on any cluster, on paper", _takes_plan, _plan)

@@ -202,13 +202,23 @@ def _sft(options: Options) -> int:
     return with_recipe(options, run, lambda recipe: recipe.sft.output)
 
 
-TRAIN = Command("train", "stages of generate -> optimize, from a recipe", takes_recipe, _train, CONTINUES)
+TRAIN = Command("train", "stages of generate -> optimize, from a recipe", takes_recipe, _train, CONTINUES, long=True)
 GENERATE = Command(
-    "generate", "only generate, score and seal the stage at which a run stands", _takes_generate, _generate, CONTINUES
+    "generate",
+    "only generate, score and seal the stage at which a run stands",
+    _takes_generate,
+    _generate,
+    CONTINUES,
+    long=True,
 )
 SEAL = Command("seal", "close a stage that `generate --engine-only` processes have generated", _takes_seal, _seal)
 OPTIMIZE = Command(
-    "optimize", "only take the updates of a sealed stage, without an engine", _takes_optimize, _optimize, CONTINUES
+    "optimize",
+    "only take the updates of a sealed stage, without an engine",
+    _takes_optimize,
+    _optimize,
+    CONTINUES,
+    long=True,
 )
 SWEEP = Command(
     "sweep",
@@ -216,5 +226,8 @@ SWEEP = Command(
     _takes_sweep,
     _sweep,
     "the same command continues the sweep",
+    long=True,
 )
-SFT = Command("sft", "supervised learning: a model on your rows, or a new one as a warm start", takes_recipe, _sft)
+SFT = Command(
+    "sft", "supervised learning: a model on your rows, or a new one as a warm start", takes_recipe, _sft, long=True
+)

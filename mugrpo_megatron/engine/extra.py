@@ -35,11 +35,16 @@ _BY_RECIPE = {
     "device": "run.device",
     "quantization": "engine.quantization",
     "nnodes": "engine.nodes",
+    "preferred_sampling_params": "[rollout]",
 }
 """What a key of the recipe decides."""
 _BY_PROJECT = {
     **dict.fromkeys(
         ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
+    ),
+    **dict.fromkeys(
+        ("ep_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "init_expert_location"),
+        "checking the engine's weights",
     ),
     **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
     **dict.fromkeys(

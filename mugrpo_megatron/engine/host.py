@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -85,6 +86,8 @@ class Generation:
         }
         self._sampling = sampling
         self._finished: list[tuple[int, list[dict[str, Any]]]] = []
+        self._gathering = asyncio.Event()
+        """Set while finished groups wait to be sent."""
         self._in_flight = 0
         self._tokens = 0
         """Of finished requests."""
@@ -102,17 +105,19 @@ class Generation:
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
         writer.start()
-        reports = asyncio.create_task(self._report())
-        async with asyncio.TaskGroup() as tasks:  # the first request that raises ends the command
-            while (message := await self._inbox.get())[0] == "prompts":
-                for work in message[1]:
-                    self._in_flight += 1
-                    tasks.create_task(self._answer(work))
-            self._closing = True
-            if self._in_flight:
-                self._engines.abort()
-        reports.cancel()
-        self._flush()  # what came with the last of them: the timer that sends it may not have rung
+        async with asyncio.TaskGroup() as meanwhile:  # the first request or message that raises ends the command
+            messages = [meanwhile.create_task(self._report()), meanwhile.create_task(self._send_gathered())]
+            async with asyncio.TaskGroup() as tasks:
+                while (message := await self._inbox.get())[0] == "prompts":
+                    for work in message[1]:
+                        self._in_flight += 1
+                        tasks.create_task(self._answer(work))
+                self._closing = True
+                if self._in_flight:
+                    self._engines.abort()
+            for task in messages:
+                task.cancel()
+        self._flush()  # what came with the last of them
         self._outbox.put(None)
         writer.join()
 
@@ -135,10 +140,9 @@ class Generation:
         whole = all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs)
         if whole or self._sampling.unfinished:
             self._finished.append((work.key, outputs))
+            self._gathering.set()
         if not self._in_flight:
             self._flush()
-        elif len(self._finished) == 1:
-            asyncio.get_running_loop().call_later(GATHER_SECONDS, self._flush)
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
@@ -177,6 +181,14 @@ class Generation:
                 self._told[rid] = len(state.output_ids)
         if pieces:
             self._outbox.put(("begun", (places, pack(pieces, self._version, self._sampling))))
+
+    async def _send_gathered(self) -> None:
+        """Send finished groups, a moment after the first of them."""
+        while True:
+            await self._gathering.wait()
+            await asyncio.sleep(GATHER_SECONDS)
+            self._gathering.clear()
+            self._flush()
 
     def _flush(self) -> None:
         if self._finished:
@@ -235,6 +247,13 @@ class Host:
         return self._version
 
 
+def first_cause(error: Exception) -> Exception:
+    """The error itself, or the first of the group that a generation's tasks raise."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     guard = start_guard()  # first: it cleans up even if the parent is gone already
@@ -256,9 +275,10 @@ def main() -> None:
         connection.send(("ready", None))
         Host(engines, connection).serve()
     except Exception as error:
-        # The cause goes to the client, which ends this process; the traceback goes to the log.
-        connection.send(("error", f"{type(error).__name__}: {error}"))
-        raise
+        traceback.print_exc()  # to the log, before the client hears of it, because that ends this process
+        cause = first_cause(error)
+        connection.send(("error", f"{type(cause).__name__}: {cause}"))
+        sys.exit(1)
 
 
 if __name__ == "__main__":

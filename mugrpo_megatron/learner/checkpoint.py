@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -102,10 +102,8 @@ def begin_save(
     """
     ranks = learner.ranks
     partial = resumable(directory)  # the same name on every rank
-    layout = ranks.tp_size * ranks.pp_size
-    held = sum(p.numel() * (p.element_size() + 12) for chunk in learner.chunks for p in chunk.parameters())
     with named_phase(ranks, f"saving {directory}"):
-        _on_rank_zero(ranks, None, lambda: make_room(partial, held * layout))
+        _on_rank_zero(ranks, None, lambda: make_room(partial, _bytes(learner)))
         with full_disk_told(directory):
             request = dist_checkpointing.save(
                 _to_save(learner, copy), str(partial), WriteInProcess(group), async_sharded_save=True
@@ -126,6 +124,18 @@ def begin_save(
             _on_rank_zero(ranks, group, lambda: publish(partial, directory, {**state, "files": files}))
 
     return write
+
+
+def _bytes(learner: Learner) -> int:
+    """About what a checkpoint takes: this rank's share of each parameter, times the ranks with another share of it."""
+    stages = learner.ranks.pp_size
+    dense = learner.ranks.tp_size * stages
+    experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages
+    return sum(
+        p.numel() * (p.element_size() + 12) * (dense if getattr(p, "allreduce", True) else experts)
+        for chunk in learner.chunks
+        for p in chunk.parameters()
+    )
 
 
 def find_damage(learner: Learner, directory: Path) -> str | None:

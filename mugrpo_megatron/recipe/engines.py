@@ -27,7 +27,7 @@ def engine_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             f"engine.replicas = {recipe.engine.replicas} with engine.tensor = {recipe.engine.tensor}: replicas are of "
             "engines with one rank; leave one of the two out"
         )
-    yield from filter(None, (tied_problem(model), yarn_problem(model)))
+    yield from filter(None, (tied_problem(model), yarn_problem(model), mixtral_problem(model)))
     yield from _draft_problems(recipe)
     if recipe.run.deterministic:
         yield from _deterministic_problems(recipe)
@@ -62,6 +62,26 @@ def yarn_problem(model: Mapping[str, Any]) -> str:
         return (
             "the model's YaRN has an attention_factor, or mscale and mscale_all_dim, which SGLang 0.5.15 does not "
             "read: engine and learner would be different policies"
+        )
+    return ""
+
+
+def mixtral_problem(model: Mapping[str, Any]) -> str:
+    """Why an engine would compute another attention than this Mixtral's; empty if it does not, or for other models."""
+    if model.get("model_type") != "mixtral":
+        return ""
+    scaling = {**(model.get("rope_scaling") or {}), **(model.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind != "default":
+        return (
+            f"the model is a mixtral with rope scaling of type {kind}, which SGLang 0.5.15 does not read for that "
+            "family: engine and learner would be different policies"
+        )
+    head_dim, heads = model.get("head_dim"), model.get("num_attention_heads")
+    if head_dim and heads and head_dim * heads != model.get("hidden_size"):
+        return (
+            f"the model is a mixtral with head_dim {head_dim}, and for that family SGLang 0.5.15 takes "
+            f"hidden_size / num_attention_heads = {model.get('hidden_size')} / {heads}: it would load other shapes"
         )
     return ""
 

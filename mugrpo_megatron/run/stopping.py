@@ -1,4 +1,4 @@
-"""Graceful shutdown: after SIGTERM or Ctrl-C a run saves what it has and ends, within seconds in every phase.
+"""Graceful shutdown: after SIGTERM, SIGHUP or Ctrl-C a run saves what it has and ends, within seconds in every phase.
 
 A signal sets a flag. Every loop and every wait of a phase looks at it: `StopRequest.heard`. Where nothing has to be
 saved, as at a run's start, the signal ends the run at once: `StopRequest.at_once`.
@@ -11,10 +11,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOOK_EVERY_S = 1.0
 """How often a rank looks whether another one was asked."""
 SECOND_S = 1.0
@@ -97,10 +98,10 @@ class StopRequest:
 
 @contextmanager
 def listening(is_main: bool) -> Iterator[StopRequest]:
-    """Turn SIGTERM (pre-emption, a scheduler's time limit) and Ctrl-C into a request while the block runs.
+    """Turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request in the block.
 
-    The main rank says so. A second Ctrl-C raises KeyboardInterrupt. Ctrl-C stays ignored where it is, as in a command
-    that a script has put into the background.
+    The main rank says so. A second Ctrl-C raises KeyboardInterrupt. A signal stays ignored where it is: Ctrl-C in a
+    command that a script has put into the background, SIGHUP under nohup.
     """
     request = StopRequest()
     since: list[float] = []
@@ -110,13 +111,12 @@ def listening(is_main: bool) -> Iterator[StopRequest]:
         if since and number == signal.SIGINT and now - since[0] > SECOND_S:
             raise KeyboardInterrupt
         if not since and is_main:
-            os.write(sys.stderr.fileno(), NOTICE.encode())  # print may be in the middle of another line
+            with suppress(OSError):  # tee may have ended by the same Ctrl-C
+                os.write(sys.stderr.fileno(), NOTICE.encode())  # print may be in the middle of another line
         since.append(now)
         request.ask(number == signal.SIGINT)
 
-    heeded = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        heeded.remove(signal.SIGINT)
+    heeded = [number for number in HEEDED if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, ask) for number in heeded}
     try:
         yield request

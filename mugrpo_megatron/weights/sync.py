@@ -118,11 +118,11 @@ def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
     with ThreadPoolExecutor(1) as loader:
         for number in range(len(bridge.plan.buckets)):
             bucket, flat = filled(bridge, number)
-            # Without an engine, export no handle: CUDA memory whose handle is never opened would not be freed.
-            serialized = _serialize_for_engine(bridge, engine, bucket, flat) if served else []
             if loading:
                 failure = _result(loading) or failure
                 served = _all_ok(bridge, served and failure is None)
+            # Only for an engine that loads it: CUDA memory whose handle is never opened would not be freed.
+            serialized = _serialize_for_engine(bridge, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
             del flat  # only the load holds it now, so memory is freed bucket by bucket
         if loading:

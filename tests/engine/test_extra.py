@@ -44,6 +44,8 @@ def test_arguments_of_the_installed_version_are_taken_without_its_import() -> No
         ("quantization", "fp8", "decided by engine.quantization"),
         ("load_format", "dummy", "weight sync depends on it"),
         ("port", 1, "process depends on it"),
+        ("ep_size", 2, "checking the engine's weights depends on it"),
+        ("preferred_sampling_params", "{}", r"decided by \[rollout\]"),
     ],
 )
 def test_a_mistake_is_one_sentence(name: str, value: Any, told: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ import pytest
 from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.group import EngineGroup
-from mugrpo_megatron.engine.host import Generation, Host, start_guard
+from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds
 from mugrpo_megatron.samples import UNFINISHED
@@ -154,6 +155,33 @@ def test_what_is_in_flight_at_the_end_is_returned_whatever_arrives_together(
         if message[0] == "groups":
             keys += [key for key, _ in message[1].unpack()]
     assert sorted(keys) == list(range(8))
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01])
+def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
+    after_s: float, ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although another request would go on for hours."""
+
+    def refuse(*arguments: object) -> None:
+        raise ValueError("3 log-probabilities of 4 tokens")
+
+    class Slow(StubEngine):
+        async def async_generate(self, input_ids: list[list[int]], **named: Any) -> list[dict[str, Any]]:
+            if input_ids == [[9]]:
+                await asyncio.Event().wait()
+            return await super().async_generate(input_ids, **named)
+
+    monkeypatch.setattr(host, "GATHER_SECONDS", after_s)
+    monkeypatch.setattr(host, "pack", refuse)
+    engine = Slow()
+    engine.answers.set()
+    generation = Generation(EngineGroup([engine]), ends[1], SAMPLING, version=4)
+    monkeypatch.setattr(generation, "_read", lambda loop: None)
+    generation._inbox.put_nowait(("prompts", [Work(0, [9], 1), Work(1, [1], 1)]))
+    with pytest.raises(ExceptionGroup) as raised:
+        engine.loop.run_until_complete(asyncio.wait_for(generation.run(), PATIENCE_S))
+    assert str(first_cause(raised.value)) == "3 log-probabilities of 4 tokens"
 
 
 def _end_with_a_guard(scratch: Path) -> None:

@@ -138,6 +138,24 @@ def test_deterministic_engines_need_cuda() -> None:
         check_engine_device(recipe(**EQUAL), cuda=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope scaling of type llama3"),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, "head_dim 32"),
+    ],
+)
+def test_a_mixtral_is_refused_where_the_engine_would_compute_another_attention(
+    changes: dict[str, Any], said: str
+) -> None:
+    (problem,) = engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **changes})
+    assert said in problem
+    plain = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default"}}
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **plain})) == []
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", **changes})) == []
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -20,7 +22,7 @@ def in_the_foreground() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)])
 def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with listening(is_main=True) as request:
@@ -35,15 +37,27 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
     assert (str(stopped), stopped.code) == ("this", code)
 
 
-def test_a_command_in_the_background_ignores_ctrl_c() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_stays_ignored(number: signal.Signals) -> None:
+    """Ctrl-C in a command in the background, SIGHUP under nohup."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with listening(is_main=True) as request:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(number)
         assert not request.asked
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
+
+
+def test_a_signal_is_a_request_when_nothing_reads_its_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `mugrpo train RECIPE 2>&1 | tee log`, where Ctrl-C ends tee as well."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as unread, listening(is_main=True) as request:
+        monkeypatch.setattr(sys, "stderr", unread)
+        signal.raise_signal(signal.SIGTERM)
+        assert request.asked
 
 
 def test_only_the_main_rank_says_so(capfd: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
@@ -113,6 +114,22 @@ def test_ranks_that_stop_when_asked_make_a_success_and_only_loopback_listens() -
     assert (code, printed.count("saved")) == (0, 2), errors
     assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.process
+def test_under_nohup_a_lost_terminal_ends_no_rank() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(60, "stops", "0")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(process, "listening")
+    for one in (process, *psutil.Process(process.pid).children()):
+        one.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    code, printed, errors = end(process)
+    assert (code, printed.count("saved")) == (0, 2), errors
+    assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
 
 
 @pytest.mark.process

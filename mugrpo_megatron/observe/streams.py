@@ -1,0 +1,59 @@
+"""stdout and stderr of a long command, which goes on when their reader ends first.
+
+Ctrl-C in `mugrpo train RECIPE | tee log` ends tee at once, while the run still saves; a closed SSH connection takes the
+terminal away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
+
+GONE = (errno.EPIPE, errno.EIO)
+"""A pipe without a reader, and a terminal that is no longer there."""
+
+
+class LastingStream:
+    """A text stream whose writes do not raise: what cannot be written is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write the text; returns its length, as if it were written, whatever happens."""
+        with self._tried():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._tried():
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @contextmanager
+    def _tried(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in GONE:  # else Python fails when it flushes the stream at its end
+                with suppress(OSError):
+                    nowhere = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(nowhere, self._stream.fileno())
+                    os.close(nowhere)
+
+
+@contextmanager
+def lasting_output() -> Iterator[None]:
+    """In the block, nothing that is printed raises because its reader has ended."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast("TextIO", LastingStream(stream)) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
