@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
 from mugrpo_megatron.rewards.choices import letter_of
-from mugrpo_megatron.rewards.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.normalize import normalize, split_top, without_words
 from mugrpo_megatron.rewards.numbers import Number, read_number
+from mugrpo_megatron.rewards.prose import committed
 from mugrpo_megatron.rewards.units import Unit, split_unit
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 from mugrpo_megatron.rewards.words import gold_text, is_words, listed, says_no_number

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from mugrpo_megatron.rewards.scripts import in_ascii_digits
+
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = str.maketrans(
     {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
@@ -47,12 +49,12 @@ _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
 _LEADING = ' ,;:\n\t"`'
-_TRAILING = _LEADING + ".\\"
+_TRAILING = _LEADING + ".。\\"
 
 
 def normalize(text: str) -> str:
     """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
-    text = text.translate(_PLAIN).rstrip(_TRAILING)
+    text = in_ascii_digits(text).translate(_PLAIN).rstrip(_TRAILING)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING)).rstrip(_TRAILING)
