@@ -28,7 +28,7 @@ _NAME_DETAIL = re.compile(
 )
 _NOT_A_NAME = re.compile(
     r"[0-9]|^\s*-|\\sqrt|^\s*(?:\\[a-z]+\s*\{)?\s*(?i:not|no(?!\.)|never|if|unless|either|neither|maybe|perhaps|possibly"
-    r"|probably|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
+    r"|probably|un(?:known|clear|sure)|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
     r"|guess|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
 )
 """A side with a digit or a root, or one that begins with a word that does not commit to what follows."""

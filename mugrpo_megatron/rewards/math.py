@@ -129,7 +129,7 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
         same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
         return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
-        return _elementwise(ordered or elements, gold_ordered or gold_elements)
+        return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
     unordered, gold_unordered = _unordered(text), _unordered(wanted)
     if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
         return _in_any_order(unordered, gold_unordered, gold)
@@ -156,6 +156,13 @@ def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
 def _elementwise(elements: list[str], golds: list[str]) -> Verdict:
     same_length = len(elements) == len(golds)
     return _verdict(same_length and all(grade(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
+
+
+def _by_name(elements: list[str]) -> list[str]:
+    """`y = 2, x = 1` in the order of a tuple `(x, y)`: by the letters that name them, if each has its own."""
+    names = [name_of(element).strip() for element in elements]
+    lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
+    return sorted(elements, key=name_of) if lettered else elements
 
 
 def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:

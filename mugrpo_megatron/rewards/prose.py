@@ -20,14 +20,14 @@ _REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _DENIED = re.compile(
     r"(?:\b(?:not|never|hardly|neither|except|without|(?:anything|all|nothing)\s+but|far\s+from|unlikely)|n't|\bcannot)"
-    r"\s+(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\Z",
+    r"\s+(?:\w+\s+)?(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\$?\s*\Z",
     re.IGNORECASE,
 )
 _CHANGED_BEFORE = re.compile(
     r"\b(?:at\s+(?:least|most)|\w+er\s+than|(?:more|less|fewer|other)\s+than|about|approximately|around|roughly|nearly"
     r"|almost|close\s+to|up\s+to|under|below|above|between|plus|minus|times|(?:divided|multiplied)\s+by|negative|half|twice|double|triple"
     r"|(?:half|double|root|square|cube|multiple|factor|power|logarithm)\s+of|(?:before|after)|if\s+it\s+is"
-    r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess)\s+(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
+    r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess|un(?:known|clear|sure))[\s:]+(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(
@@ -40,7 +40,8 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|[。！？]|\n")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
 )
-_MATH = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]")
+_MATH = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]")
+"""A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts."""
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
 )
@@ -99,19 +100,22 @@ def last_said(text: str, text_gold: bool) -> str:
     """A displayed formula at the end, else the last line, or in prose its last value and those in a row with it."""
     if text.endswith("$$") and text.count("$$") >= 2:
         displayed = text[-_PROSE_CHARS:]
-        return _last_list(displayed, list(_MATH.finditer(displayed))) or text.rsplit("$$", 2)[1].strip()
+        formulas = list(_MATH.finditer(displayed))
+        is_found = formulas and formulas[-1].end() == len(displayed)
+        return _listed(_last_group(displayed, formulas)) if is_found else text.rsplit("$$", 2)[1].strip()
     line = text.rsplit("\n", 1)[-1].strip()
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line
     line = line[-_PROSE_CHARS:]
     found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
-    if not found or _NEGATED.search(line, found[-1].end()) or _is_changed(line, found[-1]):
+    if not found or _NEGATED.search(line, found[-1].end()):
         return line
-    return _last_list(line, found)
+    group = _last_group(line, found)
+    return line if any(_is_changed(line, value) for value in group) else _listed(group)
 
 
-def _last_list(line: str, values: list[re.Match[str]]) -> str:
-    """The last value of a line, with those before it that only connectives separate from it."""
+def _last_group(line: str, values: list[re.Match[str]]) -> list[re.Match[str]]:
+    """The last value of a line, after those before it that only connectives separate from it."""
     group = values[-1:]
     for value in reversed(values[:-1]):
         between = line[value.end() : group[0].start()]
@@ -119,7 +123,11 @@ def _last_list(line: str, values: list[re.Match[str]]) -> str:
         if not between or not _LISTED.fullmatch(between) or is_condition:
             break
         group.insert(0, value)
-    return ", ".join(dict.fromkeys(value[0].strip("$ ") for value in group))
+    return group
+
+
+def _listed(values: list[re.Match[str]]) -> str:
+    return ", ".join(dict.fromkeys(value[0].strip("$ ") for value in values))
 
 
 def _is_changed(text: str, value: re.Match[str]) -> bool:

@@ -25,14 +25,20 @@ _REFUSED = re.compile(
     r"is|isn|was|are|be|will|could|can|might|may|never|none|wrong|incorrect|false|impossible|so|"
     r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base|approx|roughly|circa|half|factorial|off|"
     r"nor|but|versus|vs|too|fails?|failed|rejected|excluded|unknown|unlikely|perhaps|possibly|probably|guess|wait|actually|"
-    r"st|nd|rd|th"
+    r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
+    r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
 )
 """Words that say something about the number: it is then not the plain value before them."""
+_NUMERAL = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
+)
+"""A number in words, outside of parentheses: `5 (five)` says one number."""
 _NOT_IN_A_UNIT = re.compile(r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]")
 """Signs of arithmetic and doubt, and Chinese characters for a magnitude, "or", "not" and "about"."""
 _MAGNITUDES = {
     "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
-    "trillion": "10^{12}",
+    "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
 }  # fmt: skip
 _MONEY = re.compile(
     r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
@@ -58,8 +64,10 @@ _DERIVED = {
     "watt": (("kg", 1), ("m", 2), ("s", -3)),
     "pascal": (("kg", 1), ("m", -1), ("s", -2)),
     "hz": (("s", -1),),
+    "mph": (("mi", 1), ("h", -1)),
+    "kph": (("km", 1), ("h", -1)),
 }
-"""Coherent units of the SI by their base units (BIPM, The International System of Units, table 4)."""
+"""Units by those that they are made of; those of the SI from BIPM, The International System of Units, table 4."""
 _TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
 
 Unit = tuple[tuple[str, int], ...]
@@ -84,6 +92,8 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         value = before[: joint.start()] if joint else before
     first = next(iter(re.findall("[a-z]+", named)), "")
     if not value.strip() or (plain and not _VALUE_END.search(value)) or _NOT_IN_A_UNIT.search(named):
+        return text, None
+    if _NUMERAL.search(named):
         return text, None
     if any(map(_REFUSED.fullmatch, words)) or (first in _POWERS and first.endswith("d")):
         return text, None

@@ -45,6 +45,8 @@ HEDGING = [
     "\\text{{The answer is at least {}}}",
     "\\text{{Total: at least {}}}",
     "unless = {}",
+    "\\text{{unknown: }} {}",
+    "x \\not= {}",
 ]
 
 
@@ -112,3 +114,10 @@ def test_values_without_the_names_of_the_gold_have_its_order(numbers: list[int])
     shuffled = [(name, value) for value in numbers for name, own in names.items() if own == value]
     assert right(f"\\boxed{{{', '.join(f'{name} = {value}' for name, value in shuffled)}}}", gold)
     assert right(f"\\boxed{{{', '.join(map(str, numbers))}}}", "x = 1, x = 2, x = 3")
+
+
+@given(st.permutations([("x", 1), ("y", 2)]), st.booleans())
+def test_a_tuple_takes_named_values_by_their_letters(pairs: list[tuple[str, int]], swapped: bool) -> None:
+    named = ", ".join(f"{name} = {3 - value if swapped else value}" for name, value in pairs)
+    assert right(f"\\boxed{{{named}}}", "(1, 2)") != swapped
+    assert right("\\boxed{(1, 2)}", named) != swapped

@@ -14,6 +14,7 @@ SAME = [
     ("{} \\text{{ N}}", "{}\\,\\text{{kg}}\\cdot\\text{{m/s}}^2"),
     ("{} \\text{{ J}}", "{} \\text{{ N m}}"),
     ("{} \\text{{ W}}", "{} \\text{{ J/s}}"),
+    ("{} mph", "{} \\text{{ miles per hour}}"),
     ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{cm^2}}"),
     ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{cm^{{2}}}}"),
     ("{} \\text{{ cm}}^2", "{} cm²"),
@@ -67,6 +68,12 @@ CHANGING = [
     " i guess",
     " 万",
     "不对",
+    " tenths",
+    " lakh",
+    " per mille",
+    " to the power of two",
+    " increased by one",
+    " nineteen",
     " trillion",
     " dozens",
     " millions",
@@ -75,7 +82,17 @@ CHANGING = [
     " if even",
     " or more",
 ]
-NAMING = ["apples", "apples in total", "m/s", "square units", "ways (in all)", "hours per day", "students' books", "个"]
+NAMING = [
+    "apples",
+    "apples in total",
+    "m/s",
+    "square units",
+    "ways (in all)",
+    "hours per day",
+    "students' books",
+    "个",
+    "(forty-two)",
+]
 
 
 @pytest.mark.parametrize(("gold", "answer"), SAME)
