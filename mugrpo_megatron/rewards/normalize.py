@@ -60,9 +60,10 @@ _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
 _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
 """Behind a whole number it says that more follows; behind decimals, only that there are more of them."""
 _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:|=)\s*", re.IGNORECASE)
-_LABEL_WORDS = r"((?:[A-Za-z]+ ){0,6}[A-Za-z]{3,}):"
+_SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
+_LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
 _LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
-"""Words and a colon in front of a number or a formula; `Option C: 5` is a choice."""
+"""Words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
 _LEADING = ' ,;:\n\t"`'
 _TRAILING = _LEADING + ".。\\"
 

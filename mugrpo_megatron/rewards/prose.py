@@ -25,9 +25,11 @@ _DENIED = re.compile(
 )
 _CHANGED_BEFORE = re.compile(
     r"\b(?:at\s+(?:least|most)|\w+er\s+than|(?:more|less|fewer|other)\s+than|about|approximately|around|roughly|nearly"
-    r"|almost|close\s+to|up\s+to|under|below|above|between|plus|minus|times|(?:divided|multiplied)\s+by|negative|half|twice|double|triple"
+    r"|almost|close\s+to|up\s+to|under|below|above|between|plus|minus|times|(?:divided|multiplied)\s+by|negative|half"
+    r"|twice|double|triple"
     r"|(?:half|double|root|square|cube|multiple|factor|power|logarithm)\s+of|(?:before|after)|if\s+it\s+is"
-    r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess|un(?:known|clear|sure))[\s:]+(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
+    r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess|un(?:known|clear|sure))[\s:]+"
+    r"(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(

@@ -45,6 +45,8 @@ HEDGING = [
     "\\text{{The answer is at least {}}}",
     "\\text{{Total: at least {}}}",
     "unless = {}",
+    "I do not know: {}",
+    "It is more than: {}",
     "\\text{{unknown: }} {}",
     "x \\not= {}",
 ]
