@@ -27,9 +27,10 @@ _NAME_DETAIL = re.compile(
     r"_(?:\{[^{}]*\}|\w)|\^\s*\{\s*-1\s*\}(?=\s*\()|(?<=\\(?:sin|cos|tan))\s*\^\s*\{?2\}?|(?<=[A-Za-z}'])\s*\([^()]*\)"
 )
 _NOT_A_NAME = re.compile(
-    r"[0-9]|^\s*-|\\sqrt|^\s*(?:\\[a-z]+\s*\{)?\s*(?i:not|no(?!\.)|never|if|unless|either|neither|maybe|perhaps|possibly"
-    r"|probably|un(?:known|clear|sure)|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
-    r"|guess|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
+    r"[0-9]|^\s*-|\\sqrt|^\s*(?:\\[a-z]+\s*\{)?\s*"
+    r"(?i:not|no(?!\.)|never|if|unless|either|neither|maybe|perhaps|possibly|probably|un(?:known|clear|sure)|guess"
+    r"|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
+    r"|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
 )
 """A side with a digit or a root, or one that begins with a word that does not commit to what follows."""
 

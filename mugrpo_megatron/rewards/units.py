@@ -41,7 +41,8 @@ _MAGNITUDES = {
     "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
 }  # fmt: skip
 _MONEY = re.compile(
-    r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
+    r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)"
+    r"|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
 )
 _DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*\Z")
 _SCALES = frozenset(("celsius", "fahrenheit"))
