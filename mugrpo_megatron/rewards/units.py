@@ -91,12 +91,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         separator = "/" if joint and "/" in joint[0] else " "
         named = f"{separator}{found}{match['exponent'] or ''} {named}"
         value = before[: joint.start()] if joint else before
-    first = next(iter(re.findall("[a-z]+", named)), "")
-    if not value.strip() or (plain and not _VALUE_END.search(value)) or _NOT_IN_A_UNIT.search(named):
-        return text, None
-    if _NUMERAL.search(named):
-        return text, None
-    if any(map(_REFUSED.fullmatch, words)) or (first in _POWERS and first.endswith("d")):
+    if not value.strip() or (plain and not _VALUE_END.search(value)) or _changes_it(named, words):
         return text, None
     if scales := [scale for scale in map(_magnitude, words) if scale]:
         return " \\times ".join([value, *scales]), None
@@ -122,6 +117,14 @@ def units_differ(left: Unit | None, right: Unit | None) -> bool:
     if "degree" in names and not _SCALES.isdisjoint(names):
         return False
     return not (left[0][0] == "unit" or right[0][0] == "unit") or left[0][1] != right[0][1]
+
+
+def _changes_it(named: str, words: list[str]) -> bool:
+    """Whether words behind a number make it another one, deny it or doubt it; "squared" does so without a unit."""
+    first = next(iter(re.findall("[a-z]+", named)), "")
+    is_power = first in _POWERS and first.endswith("d")
+    odd = _NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)
+    return is_power or odd is not None or any(map(_REFUSED.fullmatch, words))
 
 
 def _magnitude(word: str) -> str:
