@@ -10,6 +10,8 @@ import re
 
 _PREFIX = r"(?i:(?:the )?(?:correct )?(?:answer )?(?:option|choice)\b ?:? ?)?"
 _LETTER = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
+_SMALL = re.compile(r"\(?([a-z])\)?")
+_SIDE_BY_SIDE = re.compile(r"[A-Z]{2,}")
 _LABEL = re.compile(
     rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
 )
@@ -36,8 +38,28 @@ def letter_of(gold: str) -> str | None:
     return match[1] or match[2] if match else None
 
 
+def letters_of(gold: str) -> str | None:
+    """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`."""
+    letters = [letter_of(element.strip()) for element in gold.split(",")]
+    found = {letter for letter in letters if letter}
+    return ", ".join(sorted(found)) if 1 < len(found) == len(letters) else None
+
+
+def all_chosen(answer: str) -> str | None:
+    """The letters that a normalized answer chooses, sorted as in `letters_of`; they may stand side by side: `AC`."""
+    if letters := _SIDE_BY_SIDE.fullmatch(answer):
+        return ", ".join(sorted(set(letters[0])))
+    found = [chosen(element.strip()) for element in answer.split(",")]
+    return ", ".join(sorted({letter for letter in found if letter})) if all(found) else None
+
+
 def chosen(answer: str) -> str | None:
-    """The letter that a normalized answer chooses; None when it chooses none, or names another one beside it."""
+    """The letter that a normalized answer chooses; None when it chooses none, or names another one beside it.
+
+    A small letter counts when nothing else is there.
+    """
+    if small := _SMALL.fullmatch(answer):
+        return small[1].upper()
     label = _LABEL.match(answer)
     if label is None:
         return None

@@ -5,37 +5,19 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
+from mugrpo_megatron.rewards.prose import NUMBER, last_said, said, stated
+from mugrpo_megatron.rewards.transcript import after_thoughts, tagged_answers
+
 Extract = Literal["auto", "boxed", "final", "last_number"]
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
-_PHRASE = re.compile(
-    r"\b(?:final\s+answer|answer|correct\s+(?:option|choice))\s*(?:(?:is|would\s+be|must\s+be)\b|:|=)\s*:?\s*",
-    re.IGNORECASE,
-)
 _BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
-_REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
-_DENIED = re.compile(r"(?:\bnot|n't)\s+(?:(?:equal\s+to|the|a)\s+)*\Z", re.IGNORECASE)
-_NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|\n")
-_PROSE = re.compile(
-    r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
-)
-_MATH = re.compile(r"\$\$.+?\$\$|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]")
-_NUMBER = re.compile(
-    r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
-)
-_VALUE = re.compile(f"{_MATH.pattern}|{_NUMBER.pattern}")
-_TEXT = re.compile(
-    r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
-)
-"""A formula with words in it, or one that is the letter of a choice; no amount of money."""
 _CONNECTIVE = re.compile(
     r"(?:\s|\$|,|;|\.|\\[()\[\],;:! ]|\\q?quad\b|\\text\s*\{[^{}0-9]{0,40}\}|\b(?:and|or)\b"
     r"|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
 )
 _BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![A-Za-z{\s])([^\s${}\\]+)")
-_PROSE_CHARS = 1000
 _TAIL_CHARS = 8000
 """Only this much of a response's end is searched; an earlier answer does not count."""
 
@@ -48,27 +30,26 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    "boxed" takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the
-    like stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the
-    last `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the
-    last line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto"
-    is "final"; a recipe whose prompts ask for a box makes it "boxed".
+    Thoughts in tags are left out; where an answer stands in tags, nothing else is searched (transcript.py). "boxed"
+    takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
+    stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
+    `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
+    line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
+    "final"; a recipe whose prompts ask for a box makes it "boxed".
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
     text = response.strip()
     if extract == "last_number":
-        found = _NUMBER.findall(text[-_TAIL_CHARS:])
+        found = NUMBER.findall(text[-_TAIL_CHARS:])
         return found[-1] if found else ""
+    if extract != "boxed" and is_integer(text):
+        return text
+    text = after_thoughts(text).strip()[-_TAIL_CHARS:]
+    parts = tagged_answers(text, _CONNECTIVE) or [text]
     if extract == "boxed":
-        return boxed_answer(text[-_TAIL_CHARS:]) or ""
-    return text if is_integer(text) else _final_answer(text[-_TAIL_CHARS:], text_gold)
-
-
-def stated(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase."""
-    phrases = list(_PHRASE.finditer(text))
-    return _SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip() if phrases else None
+        return ", ".join(dict.fromkeys(boxed_answer(part) or "" for part in parts))
+    return ", ".join(dict.fromkeys(_final_answer(part, text_gold) for part in parts))
 
 
 def _final_answer(text: str, text_gold: bool) -> str:
@@ -81,37 +62,7 @@ def _final_answer(text: str, text_gold: bool) -> str:
         if not after.lower().startswith(("final answer", "answer")):
             return after
     statement = stated(text)
-    if statement is not None:
-        return committed(statement, text_gold)
-    if text.endswith("$$") and text.count("$$") >= 2:
-        return text.rsplit("$$", 2)[1].strip()
-    line = text.rsplit("\n", 1)[-1].strip()
-    if not _is_prose(line[-_PROSE_CHARS:]):
-        return line
-    line = line[-_PROSE_CHARS:]
-    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
-    if not found or _NEGATED.search(line, found[-1].end()) or _DENIED.search(line[: found[-1].start()]):
-        return line
-    return found[-1][0].strip("$ ")
-
-
-def _is_prose(line: str) -> bool:
-    """Whether words stand around formulas or numbers."""
-    return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
-
-
-def committed(statement: str, text_gold: bool = False) -> str:
-    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
-
-    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
-    """
-    statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
-    statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
-    if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
-        return statement
-    found = _MATH.findall(statement) or _NUMBER.findall(statement)
-    found = [part for part in found if not text_gold or _TEXT.match(part)]
-    return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
+    return last_said(text, text_gold) if statement is None else said(statement, text_gold)
 
 
 def boxed_answer(text: str) -> str | None:

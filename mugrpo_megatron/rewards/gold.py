@@ -8,24 +8,31 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
-from mugrpo_megatron.rewards.choices import letter_of
-from mugrpo_megatron.rewards.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.choices import letter_of, letters_of
+from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.normalize import normalize, split_top, without_words
 from mugrpo_megatron.rewards.numbers import Number, read_number
-from mugrpo_megatron.rewards.units import Unit, split_unit
+from mugrpo_megatron.rewards.prose import committed
+from mugrpo_megatron.rewards.spans import span_of
+from mugrpo_megatron.rewards.units import Unit, money, split_unit
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 from mugrpo_megatron.rewards.words import gold_text, is_words, listed, says_no_number
 
 _PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
 _NUMBER_AND_NAME = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?\((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,})*\)")
-TIME = re.compile(r"([0-9]{1,2}:[0-9]{2}) ?(?:\\?(?:text|mathrm)\{)? ?(?:([ap])\.? ?m\b\.?)? ?\}?", re.IGNORECASE)
 IN_BASE = re.compile(r"([0-9][0-9A-Z]*) ?_ ?(?:\{ ?)?(?:\\text\{ ?)?([0-9]{1,2}|[a-z]+)[ }]*")
 _EQUALS = r"(?<![<>!:=])=(?!=)|\\approx(?![A-Za-z])"
 _CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
 _NAME_DETAIL = re.compile(
     r"_(?:\{[^{}]*\}|\w)|\^\s*\{\s*-1\s*\}(?=\s*\()|(?<=\\(?:sin|cos|tan))\s*\^\s*\{?2\}?|(?<=[A-Za-z}'])\s*\([^()]*\)"
 )
-_NOT_A_NAME = re.compile(r"[0-9]|^\s*-|\\(?:sqrt|text\s*\{\s*(?:not|no)\b)")
+_NOT_A_NAME = re.compile(
+    r"[0-9]|^\s*-|\\sqrt|^\s*(?:\\[a-z]+\s*\{)?\s*"
+    r"(?i:not|no(?!\.)|never|if|unless|either|neither|maybe|perhaps|possibly|probably|un(?:known|clear|sure)|guess"
+    r"|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
+    r"|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
+)
+"""A side with a digit or a root, or one that begins with a word that does not commit to what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +40,7 @@ class Gold:
     """A gold answer: `number` takes one value only, `other` is compared as a whole, the other kinds as text."""
 
     text: str
-    kind: Literal["number", "words", "choice", "time", "base", "other"]
+    kind: Literal["number", "words", "choice", "choices", "span", "base", "other"]
     plain: bool = False
     """Whether it is a written-out number, so that an expression counts as not worked out."""
     parsed: list[Any] = field(default_factory=list)
@@ -53,6 +60,10 @@ def read_gold(answer: str) -> Gold:
         raise ValueError("the gold answer is empty")
     if letter := letter_of(text):
         return Gold(letter, "choice")
+    if letters := letters_of(text):
+        return Gold(letters, "choices")
+    if span_of(text):
+        return Gold(text, "span")
     if is_words(text):
         return Gold(text, "words")
     whole = text
@@ -60,15 +71,15 @@ def read_gold(answer: str) -> Gold:
         text = named[1]
     elif _single_value(split_unit(text)[0]) is None:
         text = _list_or_reduced(text, said if boxed_answer(answer) is None else "")
-    if TIME.fullmatch(text):
-        return Gold(text, "time")
+    if span_of(text):
+        return Gold(text, "span")
     if IN_BASE.fullmatch(text):
         return Gold(text, "base")
     value, unit = split_unit(text)
     found = _single_value(value)
     if found is not None:
         plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
-        return Gold(whole if named else found, "number", plain, parsed(found), read_number(found), unit)
+        return Gold(whole if named else found, "number", plain, parsed(found), read_number(found), unit or money(said))
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
 
 

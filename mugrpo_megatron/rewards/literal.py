@@ -8,6 +8,7 @@ from fractions import Fraction
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.extract import answer_of, is_integer
 from mugrpo_megatron.rewards.items import Verdict
+from mugrpo_megatron.rewards.scripts import in_ascii_digits
 from mugrpo_megatron.rewards.words import is_text
 
 _WRITTEN_OUT = re.compile(
@@ -19,6 +20,7 @@ _WRITTEN_OUT = re.compile(
 
 def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
     """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
+    response, gold = in_ascii_digits(response), in_ascii_digits(gold)
     answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)
     if verdict is not None:

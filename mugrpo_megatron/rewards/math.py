@@ -6,12 +6,13 @@ import re
 from typing import Literal
 
 from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worked_out, too_large
-from mugrpo_megatron.rewards.choices import chosen
-from mugrpo_megatron.rewards.gold import IN_BASE, TIME, Gold, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.choices import all_chosen, chosen
+from mugrpo_megatron.rewards.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
 from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
 from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, unstyled, without_words
 from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number, rounded
-from mugrpo_megatron.rewards.units import split_unit, units_differ
+from mugrpo_megatron.rewards.spans import same_span, span_of
+from mugrpo_megatron.rewards.units import Unit, money, split_unit, units_differ
 from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
 from mugrpo_megatron.rewards.words import listed, same_words
 
@@ -22,6 +23,7 @@ _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_OTHER_UNIT = "another unit than the gold answer's"
 _MATCHED_ELEMENTS = 16
 """Longer lists are compared as sets by math-verify: matching takes the square of their length."""
 
@@ -36,32 +38,41 @@ def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
     if not text:
         return 0.0, "no answer found"
     if text == read.text:
-        return 1.0, "equal"
+        return _same_money(money(answer), read)
     if refusal := too_large(text, read.text):
         return 0.0, refusal
     if read.kind not in ("number", "other"):
         return _verdict(_same_text(text, read))
     if policy == "lenient":
         return _verdict(same(read.parsed, parsed(without_words(text))))
-    return _number_verdict(text, read) if read.kind == "number" else _other_verdict(text, read)
+    return _number_verdict(text, read, money(answer)) if read.kind == "number" else _other_verdict(text, read)
+
+
+def _same_money(sign: Unit | None, gold: Gold) -> Verdict:
+    """Of equal text, which has lost the signs of money."""
+    return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _verdict(True)
 
 
 def _same_text(text: str, gold: Gold) -> bool:
-    """Choices, words, times and numbers in another base, as text. A missing "p.m." or base is no difference."""
+    """Choices, words, times, ranges and numbers in another base, as text. A missing "p.m." or base is no difference."""
     if gold.kind == "choice":
         return chosen(unstyled(text)) == gold.text
     if gold.kind == "words":
         elements, golds = split_top(text, ","), split_top(gold.text, ",")
         return same_words(text, gold.text) or (len(golds) > 1 and _in_any_order(elements, golds, gold)[0] == 1.0)
-    form = TIME if gold.kind == "time" else IN_BASE
+    if gold.kind == "choices":
+        return all_chosen(unstyled(_without_brackets(text))) == gold.text
     text = text if len(sides(text)) > 1 else sides(text)[0]
-    found, wanted = form.fullmatch(text), form.fullmatch(gold.text)
+    if gold.kind == "span":
+        wanted_span = span_of(gold.text)
+        return wanted_span is not None and same_span(span_of(text), wanted_span)
+    found, wanted = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
     if found is None or wanted is None:
-        return gold.kind == "base" and text == IN_BASE.sub(r"\1", gold.text)
-    return found[1] == wanted[1] and (None in (found[2], wanted[2]) or found[2].lower() == wanted[2].lower())
+        return text == IN_BASE.sub(r"\1", gold.text)
+    return found[1] == wanted[1] and found[2].lower() == wanted[2].lower()
 
 
-def _number_verdict(text: str, gold: Gold) -> Verdict:
+def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
     """Every side of a chain `name = a = b` has a value: the first must equal the gold, the others the first."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
@@ -77,8 +88,8 @@ def _number_verdict(text: str, gold: Gold) -> Verdict:
     first = numbers[0]
     if first is None or not _is_gold(first, gold):
         return _verdict(False)
-    if len(parts) == 1 and units_differ(parts[0][1], gold.unit):
-        return 0.0, "another unit than the gold answer's"
+    if len(parts) == 1 and units_differ(parts[0][1] or sign, gold.unit):
+        return 0.0, _OTHER_UNIT
     return _verdict(all(_follows(n, v, first, gold) for n, v in zip(numbers[1:], values[1:], strict=True)))
 
 
@@ -112,11 +123,13 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
     if "=" not in wanted and len(elements) == 1:
         text = without_membership(sides(text)[0])
     ordered, gold_ordered = _ordered(text), _ordered(wanted)
+    if (ordered and _is_set(wanted)) or (gold_ordered and _is_set(text)):
+        return _verdict(False)
     if ordered and gold_ordered:
         same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
         return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
-        return _elementwise(ordered or elements, gold_ordered or gold_elements)
+        return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
     unordered, gold_unordered = _unordered(text), _unordered(wanted)
     if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
         return _in_any_order(unordered, gold_unordered, gold)
@@ -145,14 +158,26 @@ def _elementwise(elements: list[str], golds: list[str]) -> Verdict:
     return _verdict(same_length and all(grade(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
 
 
+def _by_name(elements: list[str]) -> list[str]:
+    """`y = 2, x = 1` in the order of a tuple `(x, y)`: by the letters that name them, if each has its own."""
+    names = [name_of(element).strip() for element in elements]
+    lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
+    return sorted(elements, key=name_of) if lettered else elements
+
+
 def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
-    """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing."""
+    """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing.
+
+    Elements that do not repeat the names of a gold such as `x = 1, y = 2` have its order.
+    """
     if len(elements) < len(golds):
         return _verdict(False)
     if len(golds) > _MATCHED_ELEMENTS:
         return _verdict(same(gold.parsed, parsed(without_name(", ".join(elements)))))
     names = {name_of(one) for one in golds}
     named = len(names) == len(golds) and names == {name_of(element) for element in elements}
+    if len(names) == len(golds) and "" not in names and not named:
+        return _elementwise(elements, golds)
 
     def matches(element: str, one: str) -> bool:
         return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
@@ -169,8 +194,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
 
 def _unordered(text: str) -> list[str]:
     """The elements of a list, a set or a union of intervals, with each plus-minus as two of them."""
-    if text[:2] == "\\{" and text[-2:] == "\\}" and "\\}" not in text[2:-2]:
-        text = text[2:-2]
+    text = text[2:-2] if _is_set(text) else text
     parts = union_parts(text) if is_interval(text) else split_top(text, ",")
     return [
         _PLUS_MINUS.sub(lambda _, sign=sign: sign, part)  # type: ignore[misc]
@@ -181,7 +205,17 @@ def _unordered(text: str) -> list[str]:
 
 def _single_element(text: str) -> str:
     r"""`\{3\}` as `3`."""
-    return text[2:-2].strip() if text[:2] == "\\{" and text[-2:] == "\\}" and "," not in text else text
+    return text[2:-2].strip() if _is_set(text) and "," not in text else text
+
+
+def _without_brackets(text: str) -> str:
+    r"""The elements of a list, whether they stand in braces, in parentheses or alone."""
+    return text[2:-2] if _is_set(text) else text[1:-1] if text[:1] == "(" and "," in text and encloses(text) else text
+
+
+def _is_set(text: str) -> bool:
+    r"""Whether text is one set: `\{1, 2\}`."""
+    return text[:2] == "\\{" and text[-2:] == "\\}" and "\\}" not in text[2:-2]
 
 
 def _ordered(text: str) -> list[str]:

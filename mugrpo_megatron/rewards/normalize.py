@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import re
 
+from mugrpo_megatron.rewards.scripts import in_ascii_digits
+
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = str.maketrans(
     {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
      "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≈": "\\approx ", "≠": "\\ne ", "∨": "\\lor ", "∪": "\\cup ",
-     "\x00": "", "\u200b": "", "\u00a0": " ", "~": " "}
+     "²": "^{2}", "³": "^{3}", "₹": " ", "¢": "\\text{ cents}", "\x00": "", "\u200b": "", "\u00a0": " ", "~": " "}
 )  # fmt: skip
-_STYLE = (
+_FONT = (
     r"text|textbf|textrm|textit|texttt|textsf|textnormal|mathrm|mathbf|mathit|mathcal|mathbb|mathsf|boldsymbol|bm|mbox|hbox|"
-    r"emph|underline|boxed|fbox|framebox"
+    r"emph|underline"
 )
+_STYLE = rf"{_FONT}|boxed|fbox|framebox"
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
-        (r"\\?[$€£¥]|(?<!\\)\\[()\[\]]", " "),
+        (r"\\?[$€£¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])|(?<!\\)\\[()\[\]]", " "),
+        (r"^\s*(?:US|USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])", ""),
         (r"\\\\(?=(?:[lg]eq?|left|right|[dt]?frac|sqrt|text|pi|boxed|cdot|times|pm|infty)(?![A-Za-z]))", r"\\"),
         (r"(?<=[0-9]),\\!\s*(?=[0-9])|(?<=[0-9])\{,\}\s*(?=[0-9])", ""),
         (r"\\!|\\(?:left|right|displaystyle|limits|bf|rm|it)(?![A-Za-z])|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
@@ -28,6 +32,13 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r";", ","),
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\frac\s+([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+        (r"\\not\s*=", r"\\ne "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (rf"(?<![0-9A-Za-z.}}\])^_])\\(?:{_FONT})\s*\{{\s*([0-9]+(?:\.[0-9]+)?)\s*\}}(?!\s*[0-9.(\[{{])", r"\1"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
         (rf"\\(?:{_STYLE})\s*\{{\s*\}}", " "),
         (r"\\+text\s*\{[\s,]*(?:or|and|,)[\s,]*\}|\\(?:lor|vee)(?![A-Za-z])|(?<![A-Za-z])(?:or|and)(?![a-z])", ","),
@@ -46,16 +57,23 @@ _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
 _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
+_ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
+"""Behind a whole number it says that more follows; behind decimals, only that there are more of them."""
+_ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:|=)\s*", re.IGNORECASE)
+_SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
+_LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
+_LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
+"""Words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
 _LEADING = ' ,;:\n\t"`'
-_TRAILING = _LEADING + ".\\"
+_TRAILING = _LEADING + ".。\\"
 
 
 def normalize(text: str) -> str:
     """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
-    text = text.translate(_PLAIN).rstrip(_TRAILING)
+    text = _ELLIPSIS.sub(r"\1\\ldots ", in_ascii_digits(text)).translate(_PLAIN).rstrip(_TRAILING)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING)).rstrip(_TRAILING)
+    text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
     if not any(bracket in text for bracket in "([{"):
         text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
@@ -66,6 +84,15 @@ def normalize(text: str) -> str:
         return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     if scientific := _SCIENTIFIC.fullmatch(text):
         return f"{scientific[1]} \\times 10^{{{scientific[2]}}}"
+    return text
+
+
+def _without_label(text: str) -> str:
+    r"""`The answer is 5` as `5`, and `\text{Total: } 5` as `Total = 5`, whose name is then judged as any name is."""
+    if label := _ANSWER_LABEL.match(text):
+        return unwrapped(text[label.end() :])
+    if label := _LABEL.match(text):
+        return f"\\text{{{label[1] or label[2]}}} = {text[label.end() :]}"
     return text
 
 

@@ -10,20 +10,42 @@ import re
 
 _EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
 _MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
-_SYMBOL = r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
+_SYMBOL = (
+    r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
+    r"|(?<=\\circ )[CF]\b|(?<=\\circ\})[CF]\b"
+)
 _LAST = re.compile(
-    rf"(?:{_MACRO}\s*\{{(?P<macro>[^{{}}0-9]*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
-    rf"(?P<exponent>{_EXPONENT})?[\s.,]*\Z"
+    rf"(?:{_MACRO}\s*\{{(?P<macro>(?:[^{{}}0-9^]|\^\s*(?:-?[0-9]|\{{-?[0-9]\}}))*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
+    rf"(?P<exponent>{_EXPONENT})?[\s.]*\Z"
 )
 _VALUE_END = re.compile(r"(?:[0-9})!%]|\\(?:pi|circ|%))\s*\Z")
-_JOINT = re.compile(r"(?:\s|~|/|-|\.|,|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
+_JOINT = re.compile(r"(?:\s|~|/|-|\.|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
 _REFUSED = re.compile(
     r",|not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
     r"is|isn|was|are|be|will|could|can|might|may|never|none|wrong|incorrect|false|impossible|so|"
-    r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base"
+    r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base|approx|roughly|circa|half|factorial|off|"
+    r"nor|but|versus|vs|too|fails?|failed|rejected|excluded|unknown|unlikely|perhaps|possibly|probably|guess|wait|actually|"
+    r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
+    r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
 )
 """Words that say something about the number: it is then not the plain value before them."""
-_MAGNITUDES = {"dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}"}
+_NUMERAL = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
+)
+"""A number in words, outside of parentheses: `5 (five)` says one number."""
+_NOT_IN_A_UNIT = re.compile(r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]")
+"""Signs of arithmetic and doubt, and Chinese characters for a magnitude, "or", "not" and "about"."""
+_MAGNITUDES = {
+    "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
+    "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
+}  # fmt: skip
+_MONEY = re.compile(
+    r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)"
+    r"|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
+)
+_DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*\Z")
+_SCALES = frozenset(("celsius", "fahrenheit"))
 _PERCENT = frozenset(("percent", "percents", "pct"))
 _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _NAMES = {
@@ -31,9 +53,22 @@ _NAMES = {
     "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
     "lb": "lbs pound", "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
     "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr",
-    "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "mph": "", "kph": "", "unit": "",
+    "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "celsius": "c", "fahrenheit": "f",
+    "newton": "n", "kn": "kilonewton", "joule": "j", "kj": "kilojoule", "watt": "w", "kw": "kilowatt", "volt": "v",
+    "hz": "hertz", "khz": "kilohertz", "pa": "pascal", "kpa": "kilopascal", "cal": "calorie", "kcal": "kilocalorie",
+    "yen": "", "rupee": "rs inr", "mph": "", "kph": "", "unit": "",
 }  # fmt: skip
 _KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
+_DERIVED = {
+    "newton": (("kg", 1), ("m", 1), ("s", -2)),
+    "joule": (("kg", 1), ("m", 2), ("s", -2)),
+    "watt": (("kg", 1), ("m", 2), ("s", -3)),
+    "pascal": (("kg", 1), ("m", -1), ("s", -2)),
+    "hz": (("s", -1),),
+    "mph": (("mi", 1), ("h", -1)),
+    "kph": (("km", 1), ("h", -1)),
+}
+"""Units by those that they are made of; those of the SI from BIPM, The International System of Units, table 4."""
 _TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
 
 Unit = tuple[tuple[str, int], ...]
@@ -56,20 +91,44 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         separator = "/" if joint and "/" in joint[0] else " "
         named = f"{separator}{found}{match['exponent'] or ''} {named}"
         value = before[: joint.start()] if joint else before
-    if not value.strip() or (plain and not _VALUE_END.search(value)) or any(map(_REFUSED.fullmatch, words)):
+    if not value.strip() or (plain and not _VALUE_END.search(value)) or _changes_it(named, words):
         return text, None
-    if scales := [_MAGNITUDES[word] for word in words if word in _MAGNITUDES]:
+    if scales := [scale for scale in map(_magnitude, words) if scale]:
         return " \\times ".join([value, *scales]), None
-    if not _PERCENT.isdisjoint(words):
+    if not _PERCENT.isdisjoint(words) or ("%" in named and not words):
         return value + "\\%", None
-    return value, _unit(named) if words else None
+    return value, _unit("degree " * bool(_DEGREE_SIGN.search(value)) + named)
+
+
+def money(text: str) -> Unit | None:
+    r"""The currency whose sign an answer or a gold shows; None without one, or where it may also be a weight (`£`).
+
+    A lone `$` in front is a dollar; two of them enclose a formula.
+    """
+    sign = _MONEY.search(text)
+    return ((sign.lastgroup, 1),) if sign and sign.lastgroup else None
 
 
 def units_differ(left: Unit | None, right: Unit | None) -> bool:
-    """Whether both are known and not the same; a bare "unit" is any unit of that power."""
+    """Whether both are known and not the same; a bare "unit" is any unit of that power, a degree of any scale."""
     if left is None or right is None or left == right:
         return False
+    names = {left[0][0], right[0][0]}
+    if "degree" in names and not _SCALES.isdisjoint(names):
+        return False
     return not (left[0][0] == "unit" or right[0][0] == "unit") or left[0][1] != right[0][1]
+
+
+def _changes_it(named: str, words: list[str]) -> bool:
+    """Whether words behind a number make it another one, deny it or doubt it; "squared" does so without a unit."""
+    first = next(iter(re.findall("[a-z]+", named)), "")
+    is_power = first in _POWERS and first.endswith("d")
+    odd = _NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)
+    return is_power or odd is not None or any(map(_REFUSED.fullmatch, words))
+
+
+def _magnitude(word: str) -> str:
+    return _MAGNITUDES.get(word) or _MAGNITUDES.get(word.removesuffix("s")) or ""
 
 
 def _unit(words: str) -> Unit | None:
@@ -90,4 +149,9 @@ def _unit(words: str) -> Unit | None:
             if known is None:
                 return None
             last, powers[known], pending = known, powers.get(known, 0) + sign * pending, 1
-    return tuple(sorted((name, power) for name, power in powers.items() if name)) or None
+    for name in _DERIVED.keys() & powers.keys():
+        power = powers.pop(name)
+        powers |= {base: powers.get(base, 0) + power * exponent for base, exponent in _DERIVED[name]}
+    if not _SCALES.isdisjoint(powers):
+        powers.pop("degree", None)
+    return tuple(sorted((name, power) for name, power in powers.items() if name and power)) or None

@@ -10,8 +10,10 @@ import re
 from functools import lru_cache
 
 from mugrpo_megatron.rewards.choices import letter_of
-from mugrpo_megatron.rewards.extract import boxed_answer, committed, stated
+from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.normalize import normalize, split_top, unstyled
+from mugrpo_megatron.rewards.prose import committed, stated
+from mugrpo_megatron.rewards.scripts import in_ascii_digits
 from mugrpo_megatron.rewards.units import split_unit
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?"
@@ -66,6 +68,7 @@ def gold_text(gold: str) -> str:
 
     Words in a formula are what a sentence says: `The city is $\text{Paris}$` says Paris.
     """
+    gold = in_ascii_digits(gold)
     boxed = boxed_answer(gold)
     if boxed is not None:
         return boxed

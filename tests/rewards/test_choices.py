@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.choices import chosen, letter_of
 from mugrpo_megatron.rewards.extract import answer_of
+from mugrpo_megatron.rewards.gold import read_gold
 from mugrpo_megatron.rewards.literal import settle
 from mugrpo_megatron.rewards.math import grade
 
@@ -99,3 +102,31 @@ def test_a_letter_alone_is_a_choice() -> None:
     assert [letter_of(gold) for gold in ("C", "(C)", "Option C", "choice (C)")] == ["C"] * 4
     assert [letter_of(gold) for gold in ("c", "AB", "Options", "C) Paris", "3", "")] == [None] * 6
     assert chosen("Paris") is None
+
+
+def test_a_small_letter_alone_is_a_choice() -> None:
+    assert [chosen(answer) for answer in ("c", "(c)", "c)")] == ["C"] * 3
+    assert [chosen(answer) for answer in ("c d", "cat", "c, d", "a house", "ab")] == [None] * 5
+
+
+@given(st.sets(LETTERS, min_size=2), st.sets(LETTERS, min_size=1), st.randoms())
+def test_several_choices_are_a_set_of_letters(letters: set[str], others: set[str], shuffle: random.Random) -> None:
+    gold = ", ".join(letters)
+    assert read_gold(gold).kind == "choices"
+    for answer in (letters, others):
+        listed = shuffle.sample(sorted(answer), len(answer))
+        forms = [
+            ", ".join(listed),
+            " and ".join(listed),
+            "".join(listed),
+            ", ".join(f"({one}) Paris" for one in listed),
+        ]
+        for form in [*forms, f"({', '.join(listed)})", f"\\text{{{', '.join(listed)}}}"]:
+            assert (grade(form, gold)[0] == 1.0) == (answer == letters), form
+
+
+@pytest.mark.parametrize(
+    "answer", ["A, not C", "A or C but not both", "A, C?", "A C B", "CAT", "A", "A, C, 5", "AC or B"]
+)
+def test_a_hedge_about_several_choices_gains_nothing(answer: str) -> None:
+    assert grade(answer, "A, C")[0] == 0.0

@@ -9,22 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.extract import answer_of
 from mugrpo_megatron.rewards.gold import read_gold, verifies_itself
-from mugrpo_megatron.rewards.items import Verdict
-from mugrpo_megatron.rewards.literal import settle
 from mugrpo_megatron.rewards.math import grade
 from mugrpo_megatron.rewards.words import is_text, is_words
+from tests.rewards.verdicts import right
 
 NAMES = st.sampled_from(["Apollo", "Gemini", "World War", "Room", "Boeing", "iPhone", "Psalm", "Chapter"])
 MONTHS = st.sampled_from(["January", "March", "May", "June", "December"])
-
-
-def right(response: str, gold: str) -> bool:
-    """As the verifier scores it, the caller's part included."""
-    settled = settle(response, gold, RewardSection())
-    return (settled.reward if isinstance(settled, Verdict) else grade(settled, gold)[0]) == 1.0
 
 
 @given(NAMES, st.integers(0, 2000), NAMES, st.integers(0, 2000))

@@ -1,0 +1,150 @@
+"""Units, money and the words behind a number: what changes a value, and what only names it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mugrpo_megatron.rewards.units import money, split_unit
+from tests.rewards.verdicts import right
+
+WHOLE = st.integers(2, 999)
+SAME = [
+    ("{} \\text{{ N}}", "{}\\,\\text{{kg}}\\cdot\\text{{m/s}}^2"),
+    ("{} \\text{{ J}}", "{} \\text{{ N m}}"),
+    ("{} \\text{{ W}}", "{} \\text{{ J/s}}"),
+    ("{} mph", "{} \\text{{ miles per hour}}"),
+    ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{cm^2}}"),
+    ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{cm^{{2}}}}"),
+    ("{} \\text{{ cm}}^2", "{} cm²"),
+    ("{} \\text{{ m/s}}^2", "{}\\,\\mathrm{{m/s^2}}"),
+    ("{}^\\circ", "{}°"),
+    ("{}^\\circ", "{} \\text{{ degrees}}"),
+    ("{}^\\circ\\text{{C}}", "{}°C"),
+    ("{}^\\circ\\text{{C}}", "{} \\text{{ degrees Celsius}}"),
+    ("{}^\\circ\\text{{C}}", "{}^\\circ"),
+    ("\\${}", "{} \\text{{ dollars}}"),
+    ("\\${}", "US\\${}"),
+    ("{} \\text{{ euros}}", "€{}"),
+    ("{} \\text{{ cents}}", "{}¢"),
+    ("{} \\text{{ pounds}}", "£{}"),
+    ("{}\\%", "{}\\text{{%}}"),
+]
+OTHER = [
+    ("{} \\text{{ N}}", "{} \\text{{ kN}}"),
+    ("{} \\text{{ N}}", "{} \\text{{ J}}"),
+    ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{cm^3}}"),
+    ("{} \\text{{ cm}}^2", "{}\\,\\mathrm{{m^2}}"),
+    ("{}^\\circ", "{} \\text{{ radians}}"),
+    ("{}^\\circ\\text{{C}}", "{}^\\circ\\text{{F}}"),
+    ("\\${}", "{} \\text{{ cents}}"),
+    ("\\${}", "€{}"),
+    ("\\${}", "{} \\text{{ kg}}"),
+    ("{} \\text{{ cents}}", "\\${}"),
+    ("{} \\text{{ euros}}", "\\${}"),
+]
+CHANGING = [
+    "!",
+    "?",
+    " + x",
+    " × ",
+    "‰",
+    " (approx)",
+    " roughly",
+    " half",
+    " squared",
+    " cubed",
+    " factorial",
+    " percent off",
+    " th",
+    " nor any other",
+    " versus",
+    " too small",
+    " fails",
+    " rejected",
+    " unknown",
+    " perhaps",
+    " i guess",
+    " 万",
+    "不对",
+    " tenths",
+    " lakh",
+    " per mille",
+    " to the power of two",
+    " increased by one",
+    " nineteen",
+    " trillion",
+    " dozens",
+    " millions",
+    " apples, pears",
+    " apples or pears",
+    " if even",
+    " or more",
+]
+NAMING = [
+    "apples",
+    "apples in total",
+    "m/s",
+    "square units",
+    "ways (in all)",
+    "hours per day",
+    "students' books",
+    "个",
+    "(forty-two)",
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME)
+@settings(max_examples=15)
+@given(WHOLE)
+def test_one_unit_has_several_spellings(gold: str, answer: str, value: int) -> None:
+    for left, other in ((gold, answer), (answer, gold)):
+        assert right(f"\\boxed{{{other.format(value)}}}", left.format(value))
+        assert right(f"\\boxed{{{value}}}", left.format(value))
+        assert not right(f"\\boxed{{{other.format(value + 1)}}}", left.format(value))
+
+
+@pytest.mark.parametrize(("gold", "answer"), OTHER)
+@settings(max_examples=15)
+@given(WHOLE)
+def test_two_known_units_differ(gold: str, answer: str, value: int) -> None:
+    assert not right(f"\\boxed{{{answer.format(value)}}}", gold.format(value))
+
+
+@pytest.mark.parametrize("words", CHANGING)
+@settings(max_examples=15)
+@given(WHOLE)
+def test_what_changes_a_number_is_no_unit(words: str, value: int) -> None:
+    assert not right(f"\\boxed{{{value}\\text{{{words}}}}}", str(value))
+
+
+@pytest.mark.parametrize("words", NAMING)
+@settings(max_examples=15)
+@given(WHOLE)
+def test_what_is_counted_is_no_difference(words: str, value: int) -> None:
+    assert right(f"\\boxed{{{value} \\text{{ {words}}}}}", str(value))
+    assert not right(f"\\boxed{{{value + 1} \\text{{ {words}}}}}", str(value))
+
+
+@pytest.mark.parametrize(
+    "form", ["\\pounds {}", "₹{}", "Rs. {}", "INR {}", "US\\${}", "\\text{{\\${}}}", "{} rupees", "{} USD"]
+)
+@given(WHOLE)
+def test_signs_of_money_leave_the_number(form: str, value: int) -> None:
+    assert right(f"\\boxed{{{form.format(value)}}}", str(value))
+    assert not right(f"\\boxed{{{form.format(value + 1)}}}", str(value))
+
+
+def test_a_formula_shows_no_money() -> None:
+    assert [money(text) for text in ("$5$", "5", "£5", "x = $5$")] == [None] * 4
+    assert [money(text) for text in ("$5", "\\$5", "€5", "₹5")] == [
+        ((name, 1),) for name in ("dollar", "dollar", "euro", "rupee")
+    ]
+
+
+@given(WHOLE)
+def test_magnitudes_multiply(value: int) -> None:
+    assert right(f"\\boxed{{{value} \\text{{ trillion}}}}", f"{value}000000000000")
+    assert right(f"\\boxed{{{value} \\text{{ millions}}}}", f"{value}000000")
+    assert split_unit(f"{value} \\text{{ dozens}}")[0] == f"{value} \\times 12"

@@ -1,0 +1,15 @@
+"""Scores a response as training does: the caller's part, then the worker's."""
+
+from __future__ import annotations
+
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.extract import Extract
+from mugrpo_megatron.rewards.items import Verdict
+from mugrpo_megatron.rewards.literal import settle
+from mugrpo_megatron.rewards.math import grade
+
+
+def right(response: str, gold: str, extract: Extract = "final") -> bool:
+    """Whether a response scores 1."""
+    settled = settle(response, gold, RewardSection(extract=extract))
+    return (settled.reward if isinstance(settled, Verdict) else grade(settled, gold)[0]) == 1.0
