@@ -132,6 +132,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         "engine.per_node=2": "engine.per_node = 2 engines",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
         "data.train=gsm8kk": "'gsm8kk' is not a file, a hub name",
+        f"data.train={tmp_path / 'rowz.jsonl'}": f"rowz.jsonl does not exist; did you mean {rows}?",
         f"data.train={rows}": "rows.jsonl:2: field 'answer' is missing",
         f"data.eval={golds}": "does not verify against itself",
     }
@@ -147,6 +148,37 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         assert said in line
     assert done.stdout.splitlines()[-1] == "heavy:"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
+def test_mistakes_of_the_other_commands_are_told_before_anything_slow_is_imported(model: Path, tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run"))
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    missing, asked = str(tmp_path / "row.jsonl"), str(tmp_path / "rows.jsonl")
+    out = str(tmp_path / "out")
+    mistakes = [
+        ["generate", recipe, "--engine-only", "--set", "engine.extra.tp_size=2"],
+        ["generate", recipe, "--engine-only", "--set", f"data.eval={missing}"],
+        ["eval", str(model), "--data", asked, "--out", out, "--set", "engine.extra.tp_size=2"],
+        ["eval", str(model), "--data", missing, "--out", out],
+        ["eval", str(model), "--data", asked, "--out", out, "--set", "data.prompt_style=strange"],
+        ["sft", recipe, "--set", f"sft.train={missing}"],
+        ["import", missing, "--recipe", recipe, "--to", out],
+    ]
+    alike = f"row.jsonl does not exist; did you mean {asked}?"
+    said = ["engine.extra.tp_size: this is decided by engine.tensor", alike] * 2
+    said += ["data.prompt_style 'strange' is unknown", alike, alike]
+    code = (
+        "import json, sys; from mugrpo_megatron.cli import main\n"
+        "assert [main(mistake) for mistake in json.loads(sys.argv[1])] == [2] * int(sys.argv[2])\n"
+        f"print('heavy:', *sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(mistakes), str(len(mistakes))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line, wanted in zip(done.stderr.splitlines(), said, strict=True):
+        assert wanted in line
+    assert done.stdout.splitlines()[-1] == "heavy:"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_says_what_it_does_before_it_imports_what_trains(
@@ -212,6 +244,8 @@ def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
     assert layout == "layout: context = 2, expert = 8, on 8 ranks"
     assert "does not divide the model's 4 attention heads" in told("parallel.tensor=3", code=2)[-1]
     (tmp_path / "bad.jsonl").write_text("{}\n")
+    misspelt = f"data.train={tmp_path / 'bda.jsonl'}"
+    assert f"bda.jsonl does not exist; did you mean {tmp_path / 'bad.jsonl'}?" in told(misspelt, code=2)[-1]
     assert "bad.jsonl:1" in told(f"data.train={tmp_path / 'bad.jsonl'}", code=2)[-1]
     assert not (tmp_path / "run").exists()
 

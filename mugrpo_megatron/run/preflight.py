@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
-from mugrpo_megatron.data.problems import absent
+from mugrpo_megatron.data.problems import absent, check_files
 from mugrpo_megatron.data.prompts import check_style, template_of
-from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
@@ -55,6 +55,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_own_loss(recipe)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    if generates and rank_of_environment() == 0:  # before a model is downloaded
+        check_files(f"{recipe.data.train},{recipe.data.eval}")
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -102,6 +104,8 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_rewards(recipe)
+    check_extra(recipe.engine.extra)
+    check_files(f"{recipe.data.train},{recipe.data.eval}")
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -112,6 +116,18 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_without_sync(recipe)
     _check_engine_device(recipe)
     return recipe, _read(recipe, say)
+
+
+def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
+    """Raise UserError for what `mugrpo eval` on these sources cannot do, as far as that is known without the model."""
+    for source in sources:
+        check_files(source)
+    known = held_out_sets(",".join(sources), "--data").keys() | named_sources(recipe.data.eval).keys()
+    check_sets(recipe.eval, known, "--data and data.eval")
+    check_style(recipe.data.prompt_style)
+    template_of(recipe.data)
+    _check_rewards(recipe)
+    check_extra(recipe.engine.extra)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
@@ -132,7 +148,7 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
             f'sft.train = "{recipe.sft.train}" is a bundled task, which a new model learns: name it with data.train, '
             "and leave sft.train out"
         )
-    absent(recipe.sft.train)
+    check_files(recipe.sft.train)
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
     recipe = with_model(recipe, say)
