@@ -127,7 +127,7 @@ class Record:
         own = settings_file.is_file()
         before = read_json(settings_file) if own else settings
         unknown = {"problems", "reward files"} - before.keys()  # begun by a version that did not write them
-        differing = [key for key in settings if key not in unknown and before.get(key) != settings[key]]
+        differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
             raise UserError(
                 f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"
@@ -151,6 +151,13 @@ class Record:
     def append(self, graded: Graded) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_written(graded)) + "\n")
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether two settings are equal; a key that is missing, as in an older version's, is one without a value."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(_same(before.get(key), now.get(key)) for key in before.keys() | now.keys())
+    return bool(before == now)
 
 
 def _written(graded: Graded) -> dict[str, Any]:

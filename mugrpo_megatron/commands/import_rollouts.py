@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,7 +59,8 @@ def import_rollouts(
     model = recipe.model.directory
     weights = weight_sums(model)
     tokenizer = load_tokenizer(model)
-    groups = read_rollouts(file, tokenizer, template_of(recipe.data))
+    as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
+    groups = read_rollouts(file, tokenizer, as_they_were)
     updates = _check_shape(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None

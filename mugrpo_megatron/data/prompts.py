@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.question import asked
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
 
@@ -46,6 +48,10 @@ class Template:
     """Jinja; None takes the tokenizer's own."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Such as `enable_thinking` of Qwen3's template."""
+    question: str | None = None
+    """Text around each question, in every style; None leaves questions as they are."""
+    path: Path | None = None
+    """Where `text` was read."""
 
 
 OWN = Template()
@@ -65,11 +71,12 @@ def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def template_of(section: DataSection) -> Template:
-    """The template that `data.chat_template` and `data.template_arguments` name; UserError for an unreadable file."""
+    """What `data.chat_template`, `template_arguments` and `question_template` say; UserError for an unreadable file."""
     if (path := section.chat_template) is None:
-        return Template(None, section.template_arguments)
+        return Template(None, section.template_arguments, section.question_template)
     try:
-        return Template(path.read_text(encoding="utf-8"), section.template_arguments)
+        text = path.read_text(encoding="utf-8")
+        return Template(text, section.template_arguments, section.question_template, path)
     except (OSError, ValueError) as error:
         raise UserError(f"data.chat_template = {path} cannot be read ({error})") from None
 
@@ -101,6 +108,7 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
+    problem = with_question_asked(problem, template)
     fitting = chosen(style, tokenizer, template)
     if fitting == "chat":
         return tokenizer.encode(_chat(problem, tokenizer, template), add_special_tokens=False)
@@ -116,6 +124,21 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
         )
     ids = tokenizer.encode(STYLES[fitting].format(question=problem.question), add_special_tokens=False)
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+
+
+def with_question_asked(problem: Problem, template: Template) -> Problem:
+    """The problem with its question, in a chat the user's last turn, inside the text that the template puts around it.
+
+    A chat without a user's turn stays as it is.
+    """
+    if template.question is None:
+        return problem
+    turns = problem.messages
+    last = max((place for place, (role, _) in enumerate(turns) if role == "user"), default=None)
+    if last is not None:
+        turn = ("user", asked(turns[last][1], template.question))
+        turns = (*turns[:last], turn, *turns[last + 1 :])
+    return replace(problem, question=asked(problem.question, template.question), messages=turns)
 
 
 def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template) -> str:

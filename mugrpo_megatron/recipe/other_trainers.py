@@ -124,7 +124,7 @@ OTHERS: dict[str, Ours] = {
     "label_key": _ANSWER,
     "apply_chat_template": Ours(("data.prompt_style",)),
     **dict.fromkeys(("chat_template_kwargs", "apply_chat_template_kwargs"), Ours(("data.template_arguments",))),
-    "input_template": Ours(("data.prompt_style", "data.chat_template")),
+    "input_template": Ours(("data.question_template",), "with {question} where the question goes"),
     # model, machines, engines
     **dict.fromkeys(("model_name_or_path", "hf_checkpoint", "pretrain", "model_name"), _MODEL),
     **dict.fromkeys(("bf16", "fp16", "torch_dtype", "param_dtype"), _DTYPE),
