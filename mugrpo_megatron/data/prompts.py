@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.question import asked
@@ -66,7 +67,12 @@ def first_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str,
 
 def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """A prompt as one quoted line, special tokens included."""
-    text = repr(str(tokenizer.decode(ids)))
+    return quoted(str(tokenizer.decode(ids)))
+
+
+def quoted(prompt: str) -> str:
+    """A prompt as one quoted line; the middle of a long one is left out."""
+    text = repr(prompt)
     return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
 
 
@@ -141,32 +147,46 @@ def with_question_asked(problem: Problem, template: Template) -> Problem:
     return replace(problem, question=asked(problem.question, template.question), messages=turns)
 
 
+def messages_to_render(problem: Problem) -> list[dict[str, str]]:
+    """The messages that a chat template is called with."""
+    turns = problem.messages or (("user", problem.question),)
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template) -> str:
     if tokenizer.chat_template is None and template.text is None:
-        raise UserError(
-            "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
-            "with data.chat_template"
-        )
-    turns = problem.messages or (("user", problem.question),)
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
+        raise without_template()
+    with refusals(problem, template):
         return str(
             tokenizer.apply_chat_template(
-                messages,
+                messages_to_render(problem),
                 chat_template=template.text,
                 tokenize=False,
                 add_generation_prompt=True,
                 **template.arguments,
             )
         )
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-    ) as error:  # roles must alternate
-        raise UserError(f"{problem.id}: the chat template refuses the messages ({error})") from None
+
+
+def without_template() -> UserError:
+    """The error of the style `chat` where there is no template."""
+    return UserError(
+        "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
+        "with data.chat_template"
+    )
+
+
+@contextmanager
+def refusals(problem: Problem, template: Template) -> Iterator[None]:
+    """Turn the errors of a chat template inside the block into UserErrors, which name its file if it has one."""
+    named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # roles must alternate
+        place = f" ({named})" if template.path else ""
+        raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){place}") from None
 
 
 def fitting_prompts(
