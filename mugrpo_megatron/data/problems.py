@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.columns import Columns, described
+from mugrpo_megatron.data.columns import Columns, described, unseen_options
 from mugrpo_megatron.data.files import ALIKE, SUFFIXES, check_file, names_alike, rows
 from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
@@ -50,6 +50,8 @@ class Read:
     """Those of them that lack a column."""
     recognised: Counter[str] = field(default_factory=Counter)
     """Columns that were recognised, in words -> rows."""
+    unseen: Counter[str] = field(default_factory=Counter)
+    """Columns of options that do not stand in the question, in words -> rows."""
     notes: list[str] = field(default_factory=list)
     """One sentence for each kind of rows that was recognised."""
 
@@ -101,6 +103,7 @@ def load(
         found.problems.extend(read.problems)
         found.malformed.extend(read.malformed)
         found.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
+        found.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
     if found.malformed and section.strict:
         hidden = len(found.malformed) - SHOWN_ROWS
         shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
@@ -201,7 +204,20 @@ def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])
+                read.unseen.update(filter(None, [unseen_options(row, _said(problem))]))
     return read
+
+
+def _said(problem: Problem) -> str:
+    """The question, with all messages of a chat."""
+    return "\n".join((problem.question, *(text for _, text in problem.messages)))
+
+
+def _unseen(name: str, columns: str, count: int) -> str:
+    return (
+        f"{name}: {count:,} rows have options in {columns} that are not in the question, so the model does not see "
+        "them: write each row's options into its question, and the right one, as its gold"
+    )
 
 
 def _with_system(problem: Problem, prompt: str) -> Problem:
