@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ CONVERSATION = "the last message"
 """Stands for the gold of a row of messages without a column for it: what the assistant says last."""
 
 
+RESPONSES = ("response", "completion", "output", "completions")
+"""Columns of a response, to imitate or to score, the first that a row has."""
 TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
 """Columns that hold a program's tests, in the sets that have them; a gold for functions that read any value."""
 NOTHING = ""
@@ -110,6 +113,11 @@ def _texts(options: Any) -> list[str]:
 
 def _plain(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip() != ""
+
+
+def found_in(row: Mapping[str, Any]) -> str:
+    """The columns of a row, for messages about one that is missing."""
+    return f"(found {', '.join(sorted(map(str, row))) or 'none'})"
 
 
 def has(row: dict[str, Any], path: str) -> bool:

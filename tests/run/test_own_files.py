@@ -64,9 +64,7 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
     own.write_text(CODE + "# edited\n", encoding="utf-8")
     said = rf"file that {key} names; put it back, begin a new run or a branch .*remove"
     for refuses in (check_directory, begin):
-        with pytest.raises(
-            UserError, match=rf"file that {key} names; put it back, begin a new run or a branch .*remove"
-        ):
+        with pytest.raises(UserError, match=said):
             refuses(recipe)
     begin(recipe_in(tmp_path / "another"))
     own.write_text(CODE, encoding="utf-8")
