@@ -17,6 +17,7 @@ from mugrpo_megatron.observe.environment import may_find_cuda
 from mugrpo_megatron.observe.library_warnings import leave_out_library_warnings
 from mugrpo_megatron.observe.streams import lasting_output
 from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.run.heap import keep_freed_memory
 from mugrpo_megatron.run.stopping import Stopped
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if not may_find_cuda():
         keep_freed_memory()
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     leave_out_library_warnings()
     command: Command = options.command
     with lasting_output() if command.long else nullcontext():
@@ -68,6 +69,16 @@ def _run(command: Command, options: argparse.Namespace) -> int:
 
 def _complain(text: str) -> None:
     print(f"mugrpo: {visible(text)}", file=sys.stderr)
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed arguments; exits with 2 for one that no command takes, and says which key it is of a recipe."""
+    parser = _parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        meant = filter(None, (translated(word.partition("=")[0]) for word in unknown if word.startswith("--")))
+        parser.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *meant]))
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

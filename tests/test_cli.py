@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -132,6 +133,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         "engine.per_node=2": "engine.per_node = 2 engines",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
         "data.train=gsm8kk": "'gsm8kk' is not a file, a hub name",
+        f"data.train={tmp_path / 'rowz.jsonl'}": f"rowz.jsonl does not exist; did you mean {rows}?",
         f"data.train={rows}": "rows.jsonl:2: field 'answer' is missing",
         f"data.eval={golds}": "does not verify against itself",
     }
@@ -147,6 +149,37 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         assert said in line
     assert done.stdout.splitlines()[-1] == "heavy:"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.process
+def test_mistakes_of_the_other_commands_are_told_before_anything_slow_is_imported(model: Path, tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run"))
+    (tmp_path / "rows.jsonl").write_text('{"problem": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    missing, asked = str(tmp_path / "row.jsonl"), str(tmp_path / "rows.jsonl")
+    out = str(tmp_path / "out")
+    mistakes = [
+        ["generate", recipe, "--engine-only", "--set", "engine.extra.tp_size=2"],
+        ["generate", recipe, "--engine-only", "--set", f"data.eval={missing}"],
+        ["eval", str(model), "--data", asked, "--out", out, "--set", "engine.extra.tp_size=2"],
+        ["eval", str(model), "--data", missing, "--out", out],
+        ["eval", str(model), "--data", asked, "--out", out, "--set", "data.prompt_style=strange"],
+        ["sft", recipe, "--set", f"sft.train={missing}"],
+        ["import", missing, "--recipe", recipe, "--to", out],
+    ]
+    alike = f"row.jsonl does not exist; did you mean {asked}?"
+    said = ["engine.extra.tp_size: this is decided by engine.tensor", alike] * 2
+    said += ["data.prompt_style 'strange' is unknown", alike, alike]
+    code = (
+        "import json, sys; from mugrpo_megatron.cli import main\n"
+        "assert [main(mistake) for mistake in json.loads(sys.argv[1])] == [2] * int(sys.argv[2])\n"
+        f"print('heavy:', *sorted(set({HEAVY}) & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, json.dumps(mistakes), str(len(mistakes))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    for line, wanted in zip(done.stderr.splitlines(), said, strict=True):
+        assert wanted in line
+    assert done.stdout.splitlines()[-1] == "heavy:"
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_says_what_it_does_before_it_imports_what_trains(
@@ -198,11 +231,13 @@ def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
         assert tomllib.loads(said.out)["run"]["dir"] == str(tmp_path / "run")  # nothing but the recipe on stdout
         return [line.removeprefix("mugrpo: ") for line in said.err.splitlines()]
 
-    assert told() == [
+    *before, prompt = told()
+    assert before == [
         f"model: qwen2, 4 layers, hidden size 32 ({model / 'config.json'})",
         "layout: every size 1, on 1 rank",
         "data: 50,000 training and 16 held-out problems",
     ]
+    assert re.fullmatch(r"prompt: plain, before it is tokenized: '[-+*0-9]+='", prompt)
     assert told("parallel.tensor=2", "parallel.pipeline=2")[1] == "layout: tensor = 2, pipeline = 2, on 4 ranks"
     model_line, data_line = told("model.path=/nowhere", "data.train=gsm8k, /nowhere.jsonl")
     assert model_line == "model: not on this machine, so neither it nor the layout is checked: /nowhere"
@@ -212,7 +247,34 @@ def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
     assert layout == "layout: context = 2, expert = 8, on 8 ranks"
     assert "does not divide the model's 4 attention heads" in told("parallel.tensor=3", code=2)[-1]
     (tmp_path / "bad.jsonl").write_text("{}\n")
+    misspelt = f"data.train={tmp_path / 'bda.jsonl'}"
+    assert f"bda.jsonl does not exist; did you mean {tmp_path / 'bad.jsonl'}?" in told(misspelt, code=2)[-1]
     assert "bad.jsonl:1" in told(f"data.train={tmp_path / 'bad.jsonl'}", code=2)[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = tmp_path / "own.jinja"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"problem": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    data = {"train": str(rows), "chat_template": str(template), "question_template": "Box: {question}"}
+    recipe = str(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data=data))
+
+    def told(text: str, *overrides: str, code: int = 0) -> str:
+        template.write_text(text, encoding="utf-8")
+        sets = [part for override in overrides for part in ("--set", override)]
+        assert main(["train", recipe, "--dry-run", *sets]) == code
+        return capsys.readouterr().err.splitlines()[-1].removeprefix("mugrpo: ")
+
+    asks = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ eos_token if end else 'A' }}"
+    assert told(asks) == "prompt: chat, before it is tokenized: '[user]Box: 1+1=A'"
+    assert told(asks, "data.template_arguments.end=true").endswith("1+1=<|im_end|>'")
+    assert told("a\n{% if %}", code=2).startswith(f"data.chat_template = {template}, line 2: Expected an expression")
+    refused = "{{ raise_exception('no such roles') }}"
+    assert told(refused, code=2).startswith(f"{rows}:1: the chat template refuses the messages (no such roles)")
+    elsewhere = told(refused, "model.path=/nowhere", "data.train=gsm8k", code=2)
+    assert elsewhere.startswith("a question: the chat template refuses the messages (no such roles)")
+    assert "not on this machine" in told(asks, "model.path=/nowhere", "data.train=gsm8k")
     assert not (tmp_path / "run").exists()
 
 

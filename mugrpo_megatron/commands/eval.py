@@ -35,6 +35,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import sums_by_set
 from mugrpo_megatron.run.directory import locked
 from mugrpo_megatron.run.model import begun_weights, hub_model, with_model
+from mugrpo_megatron.run.own_files import file_sum
 from mugrpo_megatron.samples import Problem, Prompt
 
 SETTINGS = "settings.json"
@@ -95,8 +96,8 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
 def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Problem]) -> dict[str, Any]:
     """What must be equal to continue an evaluation of `problems`, of the sets `names` (name -> source).
 
-    The problems and the file of each of the user's reward functions count by their checksums: a file may change behind
-    its name.
+    The problems, the file of each of the user's reward functions and that of the chat template count by their
+    checksums: a file may change behind its name.
     """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe)
@@ -110,6 +111,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "problems": sums_by_set(problems),
         "reward files": {name: source_sum(one.function) for name, one in recipe.reward.table.items()},
+        "template file": file_sum(recipe.data.chat_template),
     }
 
 
@@ -126,8 +128,12 @@ class Record:
         settings_file = directory / SETTINGS
         own = settings_file.is_file()
         before = read_json(settings_file) if own else settings
-        unknown = {"problems", "reward files"} - before.keys()  # begun by a version that did not write them
-        differing = [key for key in settings if key not in unknown and before.get(key) != settings[key]]
+        unknown = {
+            "problems",
+            "reward files",
+            "template file",
+        } - before.keys()  # begun by a version that did not write them
+        differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
             raise UserError(
                 f"{directory} holds an evaluation with other {', '.join(differing)}; choose another directory"
@@ -151,6 +157,13 @@ class Record:
     def append(self, graded: Graded) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_written(graded)) + "\n")
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether two settings are equal; a key that is missing, as in an older version's, is one without a value."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return all(_same(before.get(key), now.get(key)) for key in before.keys() | now.keys())
+    return bool(before == now)
 
 
 def _written(graded: Graded) -> dict[str, Any]:

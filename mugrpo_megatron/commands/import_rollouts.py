@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.publish import CARD, card
-from mugrpo_megatron.data.columns import ANSWERS, field_at, gold_column
+from mugrpo_megatron.data.columns import ANSWERS, field_at, found_in, gold_column
 from mugrpo_megatron.data.prompts import template_of
 from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
 from mugrpo_megatron.data.rollouts import Foreign, read_rollouts, small_enough
@@ -58,7 +60,8 @@ def import_rollouts(
     model = recipe.model.directory
     weights = weight_sums(model)
     tokenizer = load_tokenizer(model)
-    groups = read_rollouts(file, tokenizer, template_of(recipe.data))
+    as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
+    groups = read_rollouts(file, tokenizer, as_they_were)
     updates = _check_shape(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
@@ -155,6 +158,10 @@ def _scores(
 
 def _given(one: Foreign, column: str) -> Score:
     value = one.row.get(column)
+    if column not in one.row:
+        alike = get_close_matches(column, map(str, one.row), n=1)
+        meant = f"; did you mean --reward {alike[0]}?" if alike else ""
+        raise UserError(f"{one.place}: has no column {column} of rewards {found_in(one.row)}{meant}")
     if not isinstance(value, bool | int | float) or not small_enough(value):
         raise UserError(
             f"{one.place}: {column} holds no finite number that fits float32; --reward names another column"
@@ -176,7 +183,8 @@ def _answer(one: Foreign, gold: _Gold) -> str:
         return any_answer(gold.value)
     if not gold.column:
         raise UserError(
-            f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}); --reward names the column of rewards"
+            f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}) {found_in(one.row)}; --reward names "
+            "the column of rewards"
         )
     try:
         return verifiable_answer(gold.value, gold.column)

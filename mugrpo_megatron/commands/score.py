@@ -11,6 +11,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mugrpo_megatron.data.columns import found_in
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, kept_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
@@ -170,10 +171,10 @@ def _asked(row: Row | str, section: RewardSection) -> _Asked:
     if isinstance(row, str):
         raise ValueError(row)
     if not isinstance(row.get("response"), str):
-        raise ValueError("field 'response' is missing or not text")
+        raise ValueError(f"field 'response' is missing or not text {found_in(row)}")
     kept = kept_row(row)
     if section.any_gold(data_source_of(row)):
         return _Asked(kept, any_answer(kept.get("answer")))
     if "answer" not in row:
-        raise ValueError("field 'answer' is missing")
+        raise ValueError(f"field 'answer' is missing {found_in(row)}")
     return _Asked(kept, verifiable_answer(row["answer"], "answer"))

@@ -31,7 +31,7 @@ def _takes_eval(parser: Parser) -> None:
 
 
 def _eval(options: Options) -> int:
-    from mugrpo_megatron.commands.eval import run
+    from mugrpo_megatron.run.preflight import check_evaluation
 
     chosen = [
         f"model.path={json.dumps(str(options.model), ensure_ascii=False)}",  # a directory may be called 7 or true
@@ -43,7 +43,11 @@ def _eval(options: Options) -> int:
         *options.overrides,
     ]
     out = options.out or results_of(options.model)
-    run(load_recipe(options.recipe, chosen), options.data, out)
+    recipe = load_recipe(options.recipe, chosen)
+    check_evaluation(recipe, options.data)
+    from mugrpo_megatron.commands.eval import run
+
+    run(recipe, options.data, out)
     say(visible(f"results: {out}"))
     return 0
 

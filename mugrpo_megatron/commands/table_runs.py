@@ -77,9 +77,13 @@ def _takes_import(parser: Parser) -> None:
 
 
 def _import(options: Options) -> int:
+    from mugrpo_megatron.data.files import check_file
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    check_file(options.file)
     from mugrpo_megatron.commands.import_rollouts import import_rollouts
 
-    import_rollouts(options.file, load_recipe(options.recipe, options.overrides), options.to, options.reward)
+    import_rollouts(options.file, recipe, options.to, options.reward)
     return 0
 
 

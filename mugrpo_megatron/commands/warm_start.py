@@ -48,7 +48,13 @@ def _computed(recipe: Recipe) -> tuple[object, ...]:
     if section.train is None:
         return section, recipe.data.train, recipe.model.dtype
     data = recipe.data
-    rendering = data.prompt_style, data.system_prompt, data.chat_template, data.template_arguments
+    rendering = (
+        data.prompt_style,
+        data.question_template,
+        data.system_prompt,
+        data.chat_template,
+        data.template_arguments,
+    )
     limits = data.max_prompt_tokens, recipe.rollout.max_response_tokens
     return section, recipe.model.path, recipe.model.revision, recipe.model.dtype, recipe.run.seed, rendering, limits
 

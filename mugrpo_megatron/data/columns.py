@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +38,8 @@ CONVERSATION = "the last message"
 """Stands for the gold of a row of messages without a column for it: what the assistant says last."""
 
 
+RESPONSES = ("response", "completion", "output", "completions")
+"""Columns of a response, to imitate or to score, the first that a row has."""
 TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
 """Columns that hold a program's tests, in the sets that have them; a gold for functions that read any value."""
 NOTHING = ""
@@ -69,6 +73,51 @@ def described(columns: Columns) -> str:
         return f"{columns.question}, without a gold"
     named = KNOWN.get((columns.question, columns.answer), "")
     return f"{named} {columns.question}, {columns.answer}".strip()
+
+
+OPTIONS = ("choices", "options", "endings", "candidates")
+"""Columns of the answers that a question offers to choose from."""
+LETTERED: tuple[tuple[str, ...], ...] = (
+    ("A", "B", "C", "D"),
+    ("opa", "opb", "opc", "opd"),
+    ("option_a", "option_b", "option_c", "option_d"),
+)
+"""Such columns in the sets that have one for each answer."""
+
+
+def unseen_options(row: dict[str, Any], question: str) -> str:
+    """The columns of a row whose options do not stand in its question, in words; empty without any."""
+    name = next((name for name in OPTIONS if row.get(name)), "")
+    lettered = next((names for names in LETTERED if all(_plain(row.get(one)) for one in names)), ("",))
+    options = _texts(row[name]) if name else [str(row[one]) for one in lettered if one]
+    if len(options) < 2 or all(option.strip() in question for option in options):
+        return ""
+    return f"`{name}`" if name else f"`{lettered[0]}` to `{lettered[-1]}`"
+
+
+def _texts(options: Any) -> list[str]:
+    """The options in a list of texts, in ARC's table of lists, in a table by letter or in a printed list."""
+    if isinstance(options, dict):
+        inner = options.get("text")
+        return _texts(inner if isinstance(inner, list) else list(options.values()))
+    if isinstance(options, list):
+        parts = [one.get("text", one.get("content")) if isinstance(one, dict) else one for one in options]
+        return [str(part) for part in parts if _plain(part)]
+    if isinstance(options, str) and options.lstrip().startswith(("[", "{")):
+        try:
+            return _texts(ast.literal_eval(options.strip()))
+        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return []
+    return []
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and not isinstance(value, bool) and str(value).strip() != ""
+
+
+def found_in(row: Mapping[str, Any]) -> str:
+    """The columns of a row, for messages about one that is missing."""
+    return f"(found {', '.join(sorted(map(str, row))) or 'none'})"
 
 
 def has(row: dict[str, Any], path: str) -> bool:

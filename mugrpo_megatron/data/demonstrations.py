@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.data.columns import CONVERSATION, QUESTIONS, Columns, has, messages_of
+from mugrpo_megatron.data.columns import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.problems import SHOWN_ROWS, resolve
 from mugrpo_megatron.data.prompts import render, template_of
@@ -19,8 +19,6 @@ from mugrpo_megatron.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
-RESPONSES = ("response", "completion", "output")
-"""Columns of the text to imitate, the first that a row has."""
 SOLUTIONS = ("solution", "answer")
 """Columns that hold it in rows without a response and without an assistant's turn: MATH's worked solution, not its
 answer; GSM8K's answer is a worked one."""
@@ -108,7 +106,7 @@ def _demonstration(row: dict[str, Any] | str, source: str, place: str) -> Demons
 def _columns(row: dict[str, Any]) -> Columns:
     question = next((name for name in QUESTIONS if row.get(name) is not None), None)
     if question is None:
-        raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} (found {', '.join(sorted(row)) or 'none'})")
+        raise ValueError(f"has none of the columns {', '.join(QUESTIONS)} {found_in(row)}")
     messages = row[question]
     ends_with_response = isinstance(messages, list) and messages and messages_of(messages)[-1][0] == "assistant"
     columns = RESPONSES if ends_with_response else (*RESPONSES, *SOLUTIONS)
@@ -116,7 +114,9 @@ def _columns(row: dict[str, Any]) -> Columns:
         return Columns(question, response)
     if ends_with_response:
         return Columns(question, CONVERSATION)
-    raise ValueError(f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's")
+    raise ValueError(
+        f"has no response: none of {', '.join(columns)}, and no messages that end with the assistant's {found_in(row)}"
+    )
 
 
 def _said(gold: Any, path: str) -> Iterator[str]:

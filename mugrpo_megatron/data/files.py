@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import csv
+import difflib
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,11 @@ from mugrpo_megatron.files.json_text import parse_json
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".tsv")
 """`.json` is an array of objects, or JSON lines like `.jsonl`."""
 
+MOST_ALIKE = 3
+"""Names that are suggested for one that does not exist."""
+ALIKE = 0.7
+"""How much alike they have to be, as `difflib` measures."""
+
 csv.field_size_limit(sys.maxsize)  # by default 128 KiB, which a row of tests or a worked solution may exceed
 
 
@@ -26,10 +33,7 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
     Raises UserError for a file that is missing, unreadable or of another format.
     """
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
-    if not _is_file(path):
-        raise UserError(f"{path} does not exist or is not a file: check the path")
+    check_file(path)
     try:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path)
@@ -39,6 +43,34 @@ def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
             yield from _array_rows(path) if _is_array(path) else _json_rows(path)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+
+
+def check_file(path: Path) -> None:
+    """Raise UserError for a file that is missing or of another format; one that is missing with the names like its own.
+
+    Nothing of it is read.
+    """
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path}: unknown file type; convert it to one of {', '.join(SUFFIXES)}")
+    if _is_file(path):
+        return
+    if alike := names_alike(path):
+        raise UserError(f"{path} does not exist; did you mean {' or '.join(map(str, alike))}?")
+    raise UserError(f"{path} does not exist or is not a file: check the path")
+
+
+def names_alike(path: Path) -> list[Path]:
+    """What lies where a missing path goes astray, and is called almost as its part there; the most alike first."""
+    there = path
+    while not os.path.lexists(there.parent) and there.parent != there:
+        there = there.parent
+    try:
+        names = sorted(os.listdir(there.parent))
+    except OSError:  # a file, or a directory that this user may not read
+        return []
+    spelled = {name.lower(): name for name in names} | {Path(name).stem.lower(): name for name in names}
+    alike = difflib.get_close_matches(there.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
+    return [there.parent / name for name in dict.fromkeys(map(spelled.__getitem__, alike)) if name != there.name]
 
 
 def _is_file(path: Path) -> bool:

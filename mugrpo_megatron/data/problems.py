@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.columns import Columns, described
-from mugrpo_megatron.data.files import SUFFIXES, rows
+from mugrpo_megatron.data.columns import Columns, described, unseen_options
+from mugrpo_megatron.data.files import ALIKE, SUFFIXES, check_file, names_alike, rows
 from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
 from mugrpo_megatron.data.sets import named_sources
@@ -49,6 +50,8 @@ class Read:
     """Those of them that lack a column."""
     recognised: Counter[str] = field(default_factory=Counter)
     """Columns that were recognised, in words -> rows."""
+    unseen: Counter[str] = field(default_factory=Counter)
+    """Columns of options that do not stand in the question, in words -> rows."""
     notes: list[str] = field(default_factory=list)
     """One sentence for each kind of rows that was recognised."""
 
@@ -100,6 +103,7 @@ def load(
         found.problems.extend(read.problems)
         found.malformed.extend(read.malformed)
         found.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
+        found.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
     if found.malformed and section.strict:
         hidden = len(found.malformed) - SHOWN_ROWS
         shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
@@ -114,17 +118,31 @@ def load(
 def absent(source: str) -> list[str]:
     """The parts of a source that are not on this machine: missing files, and what is read from the hub.
 
-    Raises UserError for a part that is neither a task, a file nor a name on the hub.
+    Raises UserError for a part that is neither a task, a file nor a name on the hub, and for a missing file whose name
+    is almost that of another.
     """
-    found = []
+    files = _files_of(source)
+    for file in files.values():
+        if file and not file.is_file() and names_alike(file):
+            check_file(file)
+    return [part for part, file in files.items() if file is None or not file.is_file()]
+
+
+def check_files(source: str) -> None:
+    """`absent`, where every file has to be here: raises UserError for each that is missing."""
+    for file in filter(None, _files_of(source).values()):
+        check_file(file)
+
+
+def _files_of(source: str) -> dict[str, Path | None]:
+    """The parts of a source but for bundled tasks -> the file that each names, None for a set of the hub."""
+    found = {}
     for part in filter(None, (part.strip() for part in source.split(","))):
         if part in arithmetic.TASKS:
             continue
-        file = _file_of(part)
-        if file is None and part not in PRESETS and not _HUB_NAME.fullmatch(part):
+        found[part] = _file_of(part)
+        if found[part] is None and part not in PRESETS and (Path(part).is_dir() or not _HUB_NAME.fullmatch(part)):
             raise _unknown(part)
-        if file is None or not file.is_file():
-            found.append(part)
     return found
 
 
@@ -138,8 +156,16 @@ def _file_of(source: str) -> Path | None:
 
 
 def _unknown(source: str) -> UserError:
-    known = ", ".join([*arithmetic.TASKS, *PRESETS])
-    return UserError(f"data source {source!r} is not a file, a hub name or one of {known}: check the spelling")
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(str(one) for one in path.rglob("*") if one.suffix in SUFFIXES)
+        hub = f", or {source}:SPLIT for the hub's" if _HUB_NAME.fullmatch(source) else ""
+        held = f"such as {files[0]}" if files else f"of which it has none with {', '.join(SUFFIXES)}"
+        return UserError(f"data source {source!r} is a directory: name the files in it, {held}, with commas{hub}")
+    known = [*arithmetic.TASKS, *PRESETS]
+    close = [*difflib.get_close_matches(source, known, n=1, cutoff=ALIKE), *map(str, names_alike(path))]
+    hint = f"; did you mean {' or '.join(close)}?" if close else ": check the spelling"
+    return UserError(f"data source {source!r} is not a file, a hub name or one of {', '.join(known)}{hint}")
 
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
@@ -153,7 +179,7 @@ def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Sourc
         preset = PRESETS[source]
         chosen = preset.train if split == "train" else preset.eval
         return Source(source, download(preset.repository, preset.config, chosen), (preset.columns,))
-    if match := _HUB_NAME.fullmatch(source):
+    if not Path(source).is_dir() and (match := _HUB_NAME.fullmatch(source)):
         chosen = match["split"] or ("train" if split == "train" else "test")
         return Source(
             source, download(match["repository"], match["config"] or "default", chosen), (plain,), any_columns
@@ -178,7 +204,20 @@ def read_source(source: Source, any_gold: AnyGold = no_source) -> Read:
             else:
                 read.problems.append(problem)
                 read.recognised.update([described(columns)] if recognised else [])
+                read.unseen.update(filter(None, [unseen_options(row, _said(problem))]))
     return read
+
+
+def _said(problem: Problem) -> str:
+    """The question, with all messages of a chat."""
+    return "\n".join((problem.question, *(text for _, text in problem.messages)))
+
+
+def _unseen(name: str, columns: str, count: int) -> str:
+    return (
+        f"{name}: {count:,} rows have options in {columns} that are not in the question, so the model does not see "
+        "them: write each row's options into its question, and the right one, as its gold"
+    )
 
 
 def _with_system(problem: Problem, prompt: str) -> Problem:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.question import asked
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
 
@@ -46,6 +49,10 @@ class Template:
     """Jinja; None takes the tokenizer's own."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Such as `enable_thinking` of Qwen3's template."""
+    question: str | None = None
+    """Text around each question, in every style; None leaves questions as they are."""
+    path: Path | None = None
+    """Where `text` was read."""
 
 
 OWN = Template()
@@ -60,16 +67,22 @@ def first_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], style: str,
 
 def shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     """A prompt as one quoted line, special tokens included."""
-    text = repr(str(tokenizer.decode(ids)))
+    return quoted(str(tokenizer.decode(ids)))
+
+
+def quoted(prompt: str) -> str:
+    """A prompt as one quoted line; the middle of a long one is left out."""
+    text = repr(prompt)
     return text if len(text) <= 2 * SHOWN_CHARS else f"{text[:SHOWN_CHARS]} ... {text[-SHOWN_CHARS:]}"
 
 
 def template_of(section: DataSection) -> Template:
-    """The template that `data.chat_template` and `data.template_arguments` name; UserError for an unreadable file."""
+    """What `data.chat_template`, `template_arguments` and `question_template` say; UserError for an unreadable file."""
     if (path := section.chat_template) is None:
-        return Template(None, section.template_arguments)
+        return Template(None, section.template_arguments, section.question_template)
     try:
-        return Template(path.read_text(encoding="utf-8"), section.template_arguments)
+        text = path.read_text(encoding="utf-8")
+        return Template(text, section.template_arguments, section.question_template, path)
     except (OSError, ValueError) as error:
         raise UserError(f"data.chat_template = {path} cannot be read ({error})") from None
 
@@ -101,6 +114,7 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
 
     Only `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
     """
+    problem = with_question_asked(problem, template)
     fitting = chosen(style, tokenizer, template)
     if fitting == "chat":
         return tokenizer.encode(_chat(problem, tokenizer, template), add_special_tokens=False)
@@ -118,32 +132,61 @@ def render(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, tem
     return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
 
 
+def with_question_asked(problem: Problem, template: Template) -> Problem:
+    """The problem with its question, in a chat the user's last turn, inside the text that the template puts around it.
+
+    A chat without a user's turn stays as it is.
+    """
+    if template.question is None:
+        return problem
+    turns = problem.messages
+    last = max((place for place, (role, _) in enumerate(turns) if role == "user"), default=None)
+    if last is not None:
+        turn = ("user", asked(turns[last][1], template.question))
+        turns = (*turns[:last], turn, *turns[last + 1 :])
+    return replace(problem, question=asked(problem.question, template.question), messages=turns)
+
+
+def messages_to_render(problem: Problem) -> list[dict[str, str]]:
+    """The messages that a chat template is called with."""
+    turns = problem.messages or (("user", problem.question),)
+    return [{"role": role, "content": content} for role, content in turns]
+
+
 def _chat(problem: Problem, tokenizer: PreTrainedTokenizerBase, template: Template) -> str:
     if tokenizer.chat_template is None and template.text is None:
-        raise UserError(
-            "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
-            "with data.chat_template"
-        )
-    turns = problem.messages or (("user", problem.question),)
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
+        raise without_template()
+    with refusals(problem, template):
         return str(
             tokenizer.apply_chat_template(
-                messages,
+                messages_to_render(problem),
                 chat_template=template.text,
                 tokenize=False,
                 add_generation_prompt=True,
                 **template.arguments,
             )
         )
-    except (
-        TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-    ) as error:  # roles must alternate
-        raise UserError(f"{problem.id}: the chat template refuses the messages ({error})") from None
+
+
+def without_template() -> UserError:
+    """The error of the style `chat` where there is no template."""
+    return UserError(
+        "data.prompt_style is 'chat' but the tokenizer has no chat template: choose another style, or name a file "
+        "with data.chat_template"
+    )
+
+
+@contextmanager
+def refusals(problem: Problem, template: Template) -> Iterator[None]:
+    """Turn the errors of a chat template inside the block into UserErrors, which name its file if it has one."""
+    named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
+    try:
+        yield
+    except TemplateSyntaxError as error:
+        raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:  # roles must alternate
+        place = f" ({named})" if template.path else ""
+        raise UserError(f"{problem.id}: the chat template refuses the messages ({error}){place}") from None
 
 
 def fitting_prompts(

@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from mugrpo_megatron.data.columns import CONVERSATION, NOTHING, Columns, field_at, has, messages_of, recognised
+from mugrpo_megatron.data.columns import (
+    CONVERSATION,
+    NOTHING,
+    Columns,
+    field_at,
+    found_in,
+    has,
+    messages_of,
+    recognised,
+)
 from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.items import Asked
@@ -126,7 +135,7 @@ def _found(row: dict[str, Any], path: str) -> Any:
     try:
         return field_at(row, path)
     except KeyError:
-        raise FieldMissing(f"field {path!r} is missing (found {', '.join(sorted(row)) or 'none'})") from None
+        raise FieldMissing(f"field {path!r} is missing {found_in(row)}") from None
 
 
 def _value(row: dict[str, Any], path: str) -> Any:

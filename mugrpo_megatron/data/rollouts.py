@@ -1,7 +1,7 @@
 """Rollouts that another program wrote: rows of a file as groups of responses to one prompt.
 
-A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or `completion` or
-`response` as text or messages). TRL's `log_completions` files are such rows.
+A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or one of
+`columns.RESPONSES` as text or messages). TRL's `log_completions` files are such rows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mugrpo_megatron.data.columns import messages_of
+from mugrpo_megatron.data.columns import RESPONSES, found_in, messages_of
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
@@ -24,7 +24,6 @@ from mugrpo_megatron.samples import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
 
-RESPONSES = ("completion", "response", "completions")
 LOGPROBS = ("logprobs", "behaviour_logprobs")
 ROUNDING = 1e-5
 """Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
@@ -163,7 +162,7 @@ def _prompt(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase,
         starts = [] if begun or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         found = np.array([*starts, *ids], dtype=np.int32)
     else:
-        raise ValueError(f"needs a column `prompt` or `prompt_ids`, the row has {', '.join(row)}")
+        raise ValueError(f"needs a column prompt or prompt_ids {found_in(row)}")
     if not len(found):
         raise ValueError("the prompt has no token")
     return found
@@ -177,7 +176,7 @@ def _said(row: dict[str, Any]) -> str:
             raise ValueError("the response is a chat of several turns; give response_ids and a loss_mask")
         return turns[0][1]
     if not isinstance(said, str):
-        raise ValueError(f"needs a column `completion`, `response` or `response_ids`, the row has {', '.join(row)}")
+        raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")
     return said
 
 

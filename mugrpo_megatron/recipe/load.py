@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from functools import reduce
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, get_args
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.layers import Layer, Table, for_objective, layered, to_blame
+from mugrpo_megatron.recipe.mistakes import sentence, shown
+from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.recipe.sections import Recipe
-
-Table = dict[str, Any]
 
 MOST_BASES = 64
 """Recipes that one recipe may be composed of."""
 MOST_BYTES = 1 << 20
 """Bytes of one TOML file; a device has no end."""
-SHOWN_CHARS = 60
-"""Characters of a wrong value that a message shows."""
+MOST_SHOWN = 100
+"""Characters of a `--set` that a message shows."""
 
 
 def load_recipe(
@@ -39,27 +37,36 @@ def load_recipe(
     of another objective takes that preset whole: the keys of `[objective]` below it are dropped, and `tell` gets a line
     if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
     """
-    read = _read_with_base(path, within=(), read=[]) if path else {}
+    layers: list[Layer] = []
+    read = _read_with_base(path, within=(), read=[], layers=layers) if path else {}
     given = {override.partition("=")[0].strip(): override for override in overrides}
-    table = _for_objective(read, _objective_of(given))
+    base = table = for_objective(read, _objective_of(given))
     for override in overrides:
-        _apply(table, override)
-    recipe = validate(table, source=str(path or "--set"), overrides=given.keys())
-    if table is not read and (line := _dropped(read["objective"], recipe)):
+        table = _applied(table, override)
+        layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))
+    recipe = validate(table, str(path or "--set"), layers)
+    if base is not read and (line := _dropped(read["objective"], recipe)):
         tell(f"{path}: {line}")
     return recipe
 
 
-def validate(table: Table, source: str, overrides: Collection[str] = ()) -> Recipe:
+def validate(table: Table, source: str, layers: Sequence[Layer] = ()) -> Recipe:
     """The typed recipe of a table; UserError lists every wrong key in one sentence each.
 
-    `source` names the table, and `overrides` are the keys that `--set` has set after it.
+    A sentence names the one of the `layers` that brings the mistake in, else `source`, the whole table's name.
     """
-    try:
+    if not (wrong := _mistakes(table)):
         return Recipe.model_validate(table)
+    raise UserError("; ".join(f"{to_blame(one, layers, _mistakes) or source}: {one}" for one in wrong))
+
+
+def _mistakes(table: Table) -> list[str]:
+    """A sentence for every wrong key of a table."""
+    try:
+        Recipe.model_validate(table)
     except ValidationError as error:
-        said = [f"{'--set' if _place(e) in overrides else source}: {_sentence(e)}" for e in error.errors()]
-        raise UserError("; ".join(said)) from None
+        return [sentence(one) for one in error.errors()]
+    return []
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -92,8 +99,11 @@ def parse_toml(text: str) -> Table:
         raise ValueError("nested too deep") from None
 
 
-def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path]) -> Table:
-    """The tables of a recipe and its bases; `within` are the recipes that lead to it, `read` all those read so far."""
+def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], layers: list[Layer]) -> Table:
+    """The tables of a recipe and its bases.
+
+    `within` are the recipes that lead to it, `read` all those read so far; `layers` gets each with its own keys alone.
+    """
     table = read_toml(path)
     if (own := path.resolve()) in within:
         raise UserError(f"{path}: its `base` leads back to itself; break the cycle")
@@ -101,27 +111,12 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path]) -> T
     if len(read) > MOST_BASES:
         raise UserError(f"{path}: more than {MOST_BASES} recipes are composed by `base`; write fewer")
     base = table.pop("base", None)
-    if base is None:
-        return table
-    names = [base] if isinstance(base, str) else base
+    names = [] if base is None else [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
-    tables = [_read_with_base(path.parent / name, (*within, own), read) for name in names]
-    return reduce(_layered, [*tables, table])
-
-
-def _layered(base: Table, top: Table) -> Table:
-    """The tables of `base` below those of `top`."""
-    section = top.get("objective")
-    return _merge(_for_objective(base, section.get("name") if isinstance(section, dict) else None), top)
-
-
-def _for_objective(table: Table, name: object) -> Table:
-    """`table`, its `[objective]` empty if it names another one: a clip range of mu-GRPO is not one of GRPO."""
-    section = table.get("objective")
-    if name is None or not isinstance(section, dict) or section.get("name", name) == name:
-        return table
-    return {**table, "objective": {}}
+    tables = [_read_with_base(path.parent / name, (*within, own), read, layers) for name in names]
+    layers.append(Layer(str(path), table))
+    return reduce(layered, [*tables, table])
 
 
 def _dropped(section: Table, recipe: Recipe) -> str | None:
@@ -130,41 +125,46 @@ def _dropped(section: Table, recipe: Recipe) -> str | None:
     keys = [key for key, value in section.items() if key != "name" and now.get(key) != value]
     if not keys:
         return None
-    listed = ", ".join(f"{key} = {_shown(section[key])}" for key in keys)
+    listed = ", ".join(f"{key} = {shown(section[key])}" for key in keys)
     return (
-        f"its objective is {_shown(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
+        f"its objective is {shown(section['name'])}, and --set objective.name={recipe.objective.name} takes that "
         f"preset whole; no longer in force: {listed}; use --set to keep one"
     )
 
 
-def _merge(base: Table, top: Table) -> Table:
-    merged = dict(base)
-    for key, value in top.items():
-        both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if both_tables else value
-    return merged
-
-
-def _apply(table: Table, override: str) -> None:
-    """Set `a.b=c` in place; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
+def _applied(table: Table, override: str) -> Table:
+    """`table` with `a.b=c`; c is TOML where it parses as such (numbers, booleans, lists), else a plain string.
 
     A key that takes text alone gets the text (`fitting`).
     """
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:
-        raise UserError(f"--set {override}: write it as section.key=value, for instance --set schedule.stages=8")
+        meant = translated(dotted)
+        raise UserError(
+            f"--set {override}: write it as section.key=value, for instance --set schedule.stages=8"
+            + (f"; {meant}" if meant else "")
+        )
+    found = inner = dict(table)
     for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
+        below = inner.get(section, {})
+        if not isinstance(below, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
-    table[key] = fitting(dotted.strip(), text.strip(), _value(override, text))
+        inner[section] = inner = dict(below)
+    inner[key] = fitting(dotted.strip(), text.strip(), _value(override, text))
+    return found
 
 
 def _objective_of(overrides: Mapping[str, str]) -> object:
     """The objective that `--set` names, None without one."""
     override = overrides.get("objective.name")
     return None if override is None else _value(override, override.partition("=")[2])
+
+
+def _short(override: str) -> str:
+    """The override as it can be printed, cut where it is long."""
+    text = override if override.isprintable() else ascii(override)[1:-1]
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
 
 
 def fitting(key: str, text: str, value: Any) -> Any:
@@ -190,53 +190,7 @@ def _value(override: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:
-        raise UserError(f"--set {_shown(override)}: {error}") from None
+        raise UserError(f"--set {shown(override)}: {error}") from None
     if found.keys() != {"value"}:
         raise UserError(f"--set {override}: sets several keys; pass --set once for each")
     return found["value"]
-
-
-def _sentence(error: ErrorDetails) -> str:
-    place = _place(error)
-    if error["type"] == "extra_forbidden":
-        *sections, key = map(str, error["loc"])
-        known = _known_keys(error["loc"][:-1])
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = (
-            f"did you mean `{'.'.join([*sections, *close])}`?" if close else f"known keys: {', '.join(sorted(known))}"
-        )
-        return f"`{place}` is not a recipe key; {hint}"
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "literal_error":
-        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
-        if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
-            message = f"did you mean `{close[0]}`? {message}"
-    value = "" if isinstance(error["input"], dict) else f" = {_shown(error['input'])}"
-    return f"`{place}`{value}: {message}" if place else message
-
-
-def _place(error: ErrorDetails) -> str:
-    """The wrong key, as `section.key`."""
-    return ".".join(str(part) for part in error["loc"])
-
-
-def _shown(value: Any) -> str:
-    """The value as text of a readable length."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # a number of more than 4,300 digits
-        return f"a huge {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
-
-
-def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = Recipe
-    parts = iter(loc)
-    for part in parts:
-        annotation = model.model_fields[str(part)].annotation
-        if get_origin(annotation) is dict:  # tables whose names the user chooses
-            next(parts)
-            annotation = get_args(annotation)[1]
-        assert isinstance(annotation, type)
-        model = annotation
-    return list(model.model_fields)

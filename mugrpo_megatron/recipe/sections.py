@@ -19,6 +19,7 @@ from pydantic import (
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
+from mugrpo_megatron.recipe.question import question_template
 from mugrpo_megatron.recipe.reporting import ReportSection
 from mugrpo_megatron.recipe.rollout import RolloutSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
@@ -67,6 +68,8 @@ class DataSection(Section):
     prompt_style: str = "auto"
     """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template), a named math style, or `auto`:
     `chat` where the tokenizer has a template, else `plain`."""
+    question_template: str | None = None
+    """Text with `{question}` that each question is put into, whatever the style; other braces stay as they are."""
     system_prompt: str | None = None
     """System turn of every chat that has none; needs a chat template."""
     chat_template: Path | None = None
@@ -88,6 +91,11 @@ class DataSection(Section):
         if value and info.data.get("prompt_style") not in ("chat", "auto"):
             raise ValueError('needs prompt_style = "chat" or "auto"; the other styles are fixed texts')
         return value
+
+    @field_validator("question_template")
+    @classmethod
+    def _check_question(cls, value: str | None) -> str | None:
+        return None if value is None else question_template(value)
 
     @field_validator("template_arguments")
     @classmethod

@@ -16,6 +16,7 @@ from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model
+from mugrpo_megatron.run.own_files import check_own_files, record_own_files
 from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim, read_record
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track", "report", "sft"}
@@ -24,7 +25,7 @@ FREE_KEYS = {"reward.workers", "reward.timeout_s", "reward.worker_memory_mb", "r
 """Keys of other sections that are free too: what a reward function may take, and how often it may fail."""
 COMPUTES = {"learner.routing_replay"}
 """Their keys that say what is computed all the same."""
-WRITTEN = ("run.json", "data.json", "recipe.toml", "summary.json", "hf")
+WRITTEN = ("run.json", "data.json", "own_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 
 
@@ -97,7 +98,7 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or open `run.dir`, hold its lock while the block runs, and write the run's record and resolved recipe.
+    """Create or open `run.dir`, hold its lock while the block runs, and write what the run began with.
 
     Raises UserError when another process holds the lock, when the directory belongs to a run whose recipe computes
     something else, or holds files that no run has written, or cannot be written.
@@ -114,6 +115,7 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
             remove_leftovers(directory.path, name)
         claim(directory.path, hub_model(recipe), begun_weights(recipe))
         check_directory(recipe)
+        record_own_files(recipe)
         write_text(directory.recipe, dump_recipe(recipe))
         yield directory
 
@@ -123,6 +125,7 @@ def check_directory(recipe: Recipe) -> None:
     check_model(recipe.run.dir, recipe.model.path)
     check_own(recipe.run.dir)
     check_same_run(RunDirectory(recipe.run.dir), recipe)
+    check_own_files(recipe)
     check_hf(recipe.run.dir)
     directory, record = RunDirectory(recipe.run.dir), read_record(recipe.run.dir)
     if record and not any(directory.checkpoints.glob("stage*")):

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
-from mugrpo_megatron.data.problems import absent
-from mugrpo_megatron.data.prompts import check_style, template_of
-from mugrpo_megatron.data.sets import check_sets, held_out_sets
+from mugrpo_megatron.data.problems import absent, check_files
+from mugrpo_megatron.data.prompt_text import prompt_text
+from mugrpo_megatron.data.prompts import check_style, quoted, template_of
+from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
@@ -37,10 +38,14 @@ from mugrpo_megatron.recipe.scoring import CODE, MATH
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
 from mugrpo_megatron.run.model import with_cached_model, with_model
+from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
+
+ANY_PROBLEM = Problem("a question", "1+1=", "2")
+"""Stands for the data of another machine, when a chat template is tried."""
 
 
 def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:
@@ -55,6 +60,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_own_loss(recipe)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    if generates and rank_of_environment() == 0:  # before a model is downloaded
+        check_files(f"{recipe.data.train},{recipe.data.eval}")
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -92,9 +99,26 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         say(_layout(recipe, world))
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
-    else:
-        for note in _read(recipe, say).notes:
-            say(f"data: {note}")
+        _check_prompts(recipe, [ANY_PROBLEM])
+        return
+    found = _read(recipe, say)
+    for note in found.notes:
+        say(f"data: {note}")
+    if shown := _check_prompts(recipe, [*found.train, *found.held_out]):
+        say(shown)
+
+
+def _check_prompts(recipe: Recipe, problems: Sequence[Problem]) -> str:
+    """UserError when the chat template cannot render the first problem of a set; else a line with the first prompt."""
+    template, model = template_of(recipe.data), recipe.model.directory
+    first_of_each: dict[str, Problem] = {}
+    for problem in problems:
+        first_of_each.setdefault(problem.source, problem)
+    made = [
+        prompt_text(problem, recipe.data.prompt_style, template, model if model.exists() else None)
+        for problem in first_of_each.values()
+    ]
+    return f"prompt: {made[0][0]}, before it is tokenized: {quoted(made[0][1])}" if made and made[0] else ""
 
 
 def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
@@ -102,6 +126,8 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_directory(recipe)
     check_sets(recipe.eval, held_out_sets(recipe.data.eval).keys())
     _check_rewards(recipe)
+    check_extra(recipe.engine.extra)
+    check_files(f"{recipe.data.train},{recipe.data.eval}")
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -112,6 +138,18 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_without_sync(recipe)
     _check_engine_device(recipe)
     return recipe, _read(recipe, say)
+
+
+def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
+    """Raise UserError for what `mugrpo eval` on these sources cannot do, as far as that is known without the model."""
+    for source in sources:
+        check_files(source)
+    known = held_out_sets(",".join(sources), "--data").keys() | named_sources(recipe.data.eval).keys()
+    check_sets(recipe.eval, known, "--data and data.eval")
+    check_style(recipe.data.prompt_style)
+    template_of(recipe.data)
+    _check_rewards(recipe)
+    check_extra(recipe.engine.extra)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
@@ -132,7 +170,7 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
             f'sft.train = "{recipe.sft.train}" is a bundled task, which a new model learns: name it with data.train, '
             "and leave sft.train out"
         )
-    absent(recipe.sft.train)
+    check_files(recipe.sft.train)
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
     recipe = with_model(recipe, say)

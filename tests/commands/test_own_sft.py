@@ -16,10 +16,13 @@ from tests.tiny import mugrpo, save_model, write_recipe
 
 
 def test_what_cannot_be_learned_is_told_first(tmp_path: Path) -> None:
+    rows = tmp_path / "x.jsonl"
+    rows.touch()
     for given, said in (
         ({"sft": {"train": "arithmetic"}}, "is a bundled task"),
         ({"sft": {"train": "no such thing"}}, "is not a file, a hub name"),
-        ({"sft": {"train": "x.jsonl"}, "model": {"path": str(tmp_path)}}, "not a Hugging Face checkpoint"),
+        ({"sft": {"train": "y.jsonl"}}, "y.jsonl does not exist"),
+        ({"sft": {"train": str(rows)}, "model": {"path": str(tmp_path)}}, "not a Hugging Face checkpoint"),
         ({"data": {"train": "x.jsonl"}}, "rows of prompts and responses with sft.train"),
     ):
         with pytest.raises(UserError, match=said):

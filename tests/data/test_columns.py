@@ -197,7 +197,10 @@ def test_an_own_template_and_its_arguments(tmp_path: Path) -> None:
     assert render(problem, bare, "chat", template_of(section)) == render(
         problem, TOKENIZER, "chat", template_of(section)
     )
-    for text in ("{% for %}", "{{ 1 + 'x' }}", "{{ messages[9].role }}", "{{ none_such.x }}", "{{ 1 / 0 }}"):
+    path.write_text("good\n{% for %}")
+    with pytest.raises(UserError, match=r"own.jinja, line 2: Expected .*; correct the template"):
+        render(problem, TOKENIZER, "chat", template_of(section))
+    for text in ("{{ 1 + 'x' }}", "{{ messages[9].role }}", "{{ none_such.x }}", "{{ 1 / 0 }}"):
         path.write_text(text)
         with pytest.raises(UserError, match="the chat template refuses"):
             render(problem, TOKENIZER, "chat", template_of(section))

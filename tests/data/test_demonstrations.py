@@ -66,7 +66,7 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"response": "x"}, "has none of the columns problem, question, prompt, messages"),
-    "no response": ({"prompt": "x"}, "has no response"),
+    "no response": ({"prompt": "x", "responce": "y"}, "the assistant's (found prompt, responce)"),
     "a question at the end": ({"messages": [USER]}, "has no response"),
     "blank": ({"prompt": "x", "response": " "}, "field 'response' is empty"),
     "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds dict"),

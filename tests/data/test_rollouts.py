@@ -87,8 +87,11 @@ def test_a_number_that_is_small_enough_is_finite_as_float32(value: float) -> Non
     ("rows", "words"),
     [
         ([], "holds no rows"),
-        ([{"prompt": "1"}], "needs a column `completion`, `response` or `response_ids`, the row has prompt"),
-        ([{"completion": "1"}], "needs a column `prompt` or `prompt_ids`"),
+        (
+            [{"prompt": "1"}],
+            r"a column response_ids or one of response, completion, output, completions \(found prompt\)",
+        ),
+        ([{"completion": "1"}], r"needs a column prompt or prompt_ids \(found completion\)"),
         ([{"prompt": "", "completion": "1"}], "the prompt has no token"),
         ([{"prompt": "1", "completion": "1", "finish_reason": "x"}], "neither `stop` nor `length`"),
         ([{"prompt": "1", "completion": "1", "logprobs": [-1]}], "the row needs its response_ids too"),

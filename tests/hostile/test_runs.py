@@ -20,6 +20,7 @@ from tests.hostile.rundir import content, make, resume
 FILES = [
     "run.json",
     "data.json",
+    "own_files.json",
     "recipe.toml",
     "metrics.jsonl",
     "summary.json",

@@ -159,13 +159,30 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ),
         ("", ["schedule.updates_per_stage=90000", "schedule.growth=10"], r"at most 99,999 can be numbered"),
         ("", ["engine.extra.mem_fraction_static=nan"], r"mem_fraction_static is nan, and must be a finite number"),
-        ("", ["objective.name=mugrpo"], r"--set: `objective.name` = .* did you mean `mu_grpo`\? Input should be"),
+        (
+            "",
+            ["objective.name=mugrpo"],
+            r"^--set objective.name=mugrpo: `objective.name` = .* did you mean `mu_grpo`\? Input should be",
+        ),
         (
             "",
             ["schedule.stage=2"],
-            r"--set: `schedule.stage` is not a recipe key; .*`schedule.stages`",
+            r"^--set schedule.stage=2: `schedule.stage` is not a recipe key; .*`schedule.stages`",
         ),
-        ("[schedule]\nstage = 2\n", ["optimizer.lr=-1"], r"r.toml: `schedule.stage`.*; --set: `optimizer.lr`"),
+        (
+            "[schedule]\nstage = 2\n",
+            ["optimizer.lr=-1"],
+            r"r.toml: `schedule.stage`.*; --set optimizer.lr=-1: `optimizer.lr`",
+        ),
+        (
+            "[schedule]\nupdates_per_stage = 90000\n",
+            ["schedule.growth=10"],
+            r"^--set schedule.growth=10: `schedule`: a",
+        ),
+        ("", ["objective.kappa=0.5"], r"^--set objective.kappa=0.5: `objective`"),
+        ("", ["schedule.stages=0"], r"^--set schedule.stages=0: `schedule.stages` = 0"),
+        ("", [f"schedule.stages='{'x' * 500}'"], r"^--set schedule.stages='x{80}x*\.\.\.: "),
+        ("", ["learning_rate=1e-6"], r"write it as section.key=value.*`learning_rate` of another.*`optimizer.lr` here"),
         ("base = 3\n", [], r"`base` is the path of another recipe, or a list of them"),
         ('base = ["r.toml"]\n', [], r"leads back to itself"),
     ],
@@ -173,6 +190,24 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, text: str, overrides: list[str], said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_recipe(write(tmp_path / "r.toml", text), overrides)
+
+
+def test_the_file_that_brings_a_mistake_in_is_blamed(tmp_path: Path) -> None:
+    write(tmp_path / "low.toml", "[schedule]\nstages = 0\nstagez = 3\n[optimizer]\nlr = -1.0\n")
+    write(tmp_path / "middle.toml", 'base = "low.toml"\n[objective]\nkappa = 0.5\n[schedule]\npasses = 0\n')
+    top = write(tmp_path / "top.toml", 'base = "middle.toml"\n[optimizer]\nlr = 1e-6\n[run]\nseed = -1\n')
+    with pytest.raises(UserError) as raised:
+        load_recipe(top, ["run.dir=/somewhere", "rollout.top_p=2", "schedule.passes=0"])
+    blamed = {one.split("`")[1]: one.split(": ")[0] for one in str(raised.value).split("; ") if ": `" in one}
+    low, middle = (str(tmp_path / name) for name in ("low.toml", "middle.toml"))
+    assert blamed == {
+        "run.seed": str(top),
+        "schedule.stages": low,
+        "schedule.stagez": low,
+        "schedule.passes": middle,
+        "rollout.top_p": "--set rollout.top_p=2",
+        "objective": middle,
+    }
 
 
 def test_every_field_is_documented() -> None:

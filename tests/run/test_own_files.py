@@ -1,0 +1,111 @@
+"""A run goes on with the user's files that it began with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.commands.eval import Record, settings_of
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.load import validate
+from mugrpo_megatron.run.directory import check_directory, open_directory
+from mugrpo_megatron.run.own_files import FILE_NAME, own_files
+
+CODE = "def right(response):\n    return 1.0\n"
+NAMES = {
+    "reward.functions.first": "own_files_rewards.py",
+    "reward.functions.second": "own_files_others.py",
+    "objective.surrogate": "own_files_loss.py",
+    "objective.diagnostics": "own_files_figures.py",
+    "data.chat_template": "own.jinja",
+}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES.values():
+        (tmp_path / name).write_text(CODE, encoding="utf-8")
+    return recipe_in(tmp_path / "run")
+
+
+def recipe_in(run_dir: Path) -> Recipe:
+    functions = {
+        "first": {"function": "own_files_rewards:right"},
+        "second": {"function": "own_files_others:right"},
+        "third": {"function": "math"},
+    }
+    table = {
+        "run": {"dir": str(run_dir)},
+        "reward": {"functions": functions},
+        "objective": {
+            "surrogate": "own_files_loss:right",
+            "surrogate_depends_on": "token",
+            "diagnostics": "own_files_figures:right",
+        },
+        "data": {"chat_template": "own.jinja"},
+    }
+    return validate(table, "recipe")
+
+
+def begin(recipe: Recipe) -> None:
+    with open_directory(recipe):
+        pass
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    begin(recipe)
+    assert own_files(recipe).keys() == NAMES.keys()
+    own = tmp_path / NAMES[key]
+    own.write_text(CODE + "# edited\n", encoding="utf-8")
+    said = rf"file that {key} names; put it back, begin a new run or a branch .*remove"
+    for refuses in (check_directory, begin):
+        with pytest.raises(UserError, match=said):
+            refuses(recipe)
+    begin(recipe_in(tmp_path / "another"))
+    own.write_text(CODE, encoding="utf-8")
+    begin(recipe)
+    own.write_text(CODE + "# edited\n", encoding="utf-8")
+    (tmp_path / "run" / FILE_NAME).unlink()
+    begin(recipe)
+    own.write_text(CODE, encoding="utf-8")
+    with pytest.raises(UserError, match=key):
+        begin(recipe)
+
+
+def test_a_run_that_began_before_the_record_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    (tmp_path / "run" / FILE_NAME).unlink()
+    (tmp_path / NAMES["objective.surrogate"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    check_directory(recipe)
+    assert not (tmp_path / "run" / FILE_NAME).exists()  # nothing is written before the lock is held
+    begin(recipe)
+    assert (tmp_path / "run" / FILE_NAME).exists()
+
+
+def test_a_recipe_without_own_files_has_none(tmp_path: Path) -> None:
+    bare = validate({"run": {"dir": str(tmp_path / "run")}}, "recipe")
+    assert own_files(bare) == {}
+    begin(bare)
+    begin(bare)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b'{"files": 3, "sha256": "x"}'])
+def test_a_damaged_record_is_told(content: bytes, recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    (tmp_path / "run" / FILE_NAME).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue"):
+        check_directory(recipe)
+
+
+def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path) -> None:
+    settings = settings_of(recipe, {"a": "a"}, [])
+    Record(tmp_path / "out", {key: value for key, value in settings.items() if key != "template file"})  # an older one
+    Record(tmp_path / "out", settings)
+    (tmp_path / "own.jinja").write_text("edited", encoding="utf-8")
+    with pytest.raises(UserError, match="holds an evaluation with other template file"):
+        Record(tmp_path / "out", settings_of(recipe, {"a": "a"}, []))
