@@ -36,6 +36,8 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "grow_mild": ("grey", "--", "8 growing by 1.5"),
     "grow": ("orange", "--", "8 doubling"),
     "grow_decay": ("red", "-.", "8 doubling, decay"),
+    "eight_decay": ("violet", ":", "8 of 64, decay"),
+    "mild_decay": ("green", "-.", "8 growing by 1.5, decay"),
     "veto_1e-3": ("blue", ":", "below 10⁻³"),
     "veto_1e-2": ("violet", ":", "below 10⁻²"),
     "veto_0.1": ("red", ":", "below 0.1"),
@@ -253,6 +255,9 @@ PICTURES: Mapping[str, Picture] = {
     "staleness": Picture(partial(staleness, methods=AXIS), _priced),
     "inside-schedules": Picture(
         partial(inside, block="schedules", beside=("grpo", "veto"), panels=1), partial(_any, block="schedules")
+    ),
+    "inside-falling": Picture(
+        partial(inside, block="falling", beside=("grpo",), panels=1), partial(_any, block="falling")
     ),
     "inside-regime": Picture(partial(inside, block="regime", beside=("grpo",)), partial(_any, block="regime")),
     "inside-hot": Picture(partial(inside, block="hot"), partial(_any, block="hot")),

@@ -237,6 +237,9 @@ def _show(study: Study, seeds: Sequence[int]) -> None:
             print(f"{'begun' if begun else 'missing':8} {one.name}")
     ran = [read_run(study.directory(cell)).seconds for cell in done if study.directory(cell).exists()]
     left = sum(isinstance(one, Waiting) or one not in done for one in cells)
+    if not left:
+        print(f"{len(cells)} of {len(cells)} cells done: nothing is missing")
+        return
     pace = f"about {duration(left * statistics.median(ran))}, one at a time" if ran else "an unknown time"
     print(f"{len(cells) - left} of {len(cells)} cells done; the rest takes {pace}, without stages")
 

@@ -17,8 +17,9 @@ STUDY = load_grid()
 RATE = 4e-5
 RECIPES = {name: load_recipe(BASE, settings(STUDY, Cell(0, name, RATE))) for name in STUDY.methods}
 STALE = [name for name in STUDY.methods if STUDY.shares_stage(name)]
+FALLING = {"grow_decay": 64, "eight_decay": 64, "mild_decay": 64}
 LONG = {"grpo_long": 4, "four_long": 512, "two_long": 1024}
-SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, "grow_decay": 64, **LONG}
+SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, **FALLING, **LONG}
 
 
 def without(recipe: Recipe, *sections: str) -> Recipe:
@@ -35,7 +36,7 @@ def test_every_cell_is_a_recipe_of_the_same_updates_and_the_same_loss_but_for_th
     assert recipe.objective.trigger_ratio == STUDY.threshold(name)
     assert recipe.data.eval == "chain"
     assert load_recipe(BASE, settings(STUDY, Cell(100, name, RATE))).data.eval == "chain_validation"
-    if name != "grow_decay":
+    if name not in FALLING:
         assert without(recipe, "schedule", "objective", "eval") == without(
             RECIPES["none"], "schedule", "objective", "eval"
         )
@@ -55,12 +56,13 @@ def test_methods_with_several_stages_are_those_of_the_plan() -> None:
     assert {name: method.mu for name, method in STUDY.methods.items() if name not in STALE} == SEVERAL
     lengths = {name: [*map(RECIPES[name].schedule.length, range(STUDY.phases(name)))] for name in SEVERAL}
     assert lengths["grow"] == lengths["grow_decay"] == [3, 5, 9, 17, 32, 65, 127, 254]
-    assert lengths["grow_mild"] == [11, 17, 24, 35, 53, 79, 117, 176]
+    assert lengths["eight_decay"] == lengths["eight"] == [64] * 8
+    assert lengths["grow_mild"] == lengths["mild_decay"] == [11, 17, 24, 35, 53, 79, 117, 176]
     for name in SEVERAL:
         assert RECIPES[name].objective == RECIPES["strict" if name.startswith("grpo") else "veto"].objective
     assert (lengths["four_long"], lengths["two_long"]) == ([512] * 4, [1024] * 2)
-    falling = RECIPES["grow_decay"].optimizer
-    assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
+    for falling in (RECIPES[name].optimizer for name in FALLING):
+        assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
 
 
 def evaluated(recipe: Recipe) -> list[int]:
@@ -83,7 +85,7 @@ def test_no_run_goes_long_without_an_evaluation_and_all_end_with_one(name: str) 
     every = STUDY.every * updates // STUDY.updates
     assert (found[0], found[-1]) == (0, updates)
     assert max(late - early for early, late in pairwise(found)) <= every
-    if name in (*STALE, *LONG, "grpo", "four", "eight"):
+    if name in (*STALE, *LONG, "grpo", "four", "eight", "eight_decay"):
         assert found == [*range(0, updates + 1, every)]
 
 
