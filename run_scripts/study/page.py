@@ -35,7 +35,7 @@ QUESTIONS = {
     "tuned": "clip, veto and GRPO, each at its own rate (claims 1, 2)",
     "hot_pair": "the veto at a hot rate (claims 3, 4)",
     "schedule": "the chosen schedule and GRPO (claim 5)",
-    "schedules": "all schedules, GRPO, and one stage",
+    "schedules": "all schedules, GRPO and one stage",
     "hot": "clip and scopes at a hot rate",
     "thresholds": "thresholds at the hot rate",
     "regime": "clip and scopes at one rate",
@@ -239,7 +239,7 @@ def _shares(results: Results) -> list[str]:
     return [
         f"Of claim 1's difference, the relaxed clip alone makes {points(mean_of(clip), 1)} points and the veto "
         f"{points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
-        f"{scientific(results.grid.trigger_ratio)}, so there was nothing to veto."
+        f"{scientific(results.grid.trigger_ratio)}, so the veto had nothing to drop."
     ]
 
 
@@ -253,9 +253,9 @@ def _hot_ends(results: Results) -> list[str]:
     none, veto = (f"{100 * statistics.fmean(after.values()):.1f} %" for after in ends.values())
     lost = [tables.collapsed(results, "hot_pair", name) for name in ends]
     return [
-        f"The hot rate, {scientific(rate)}, is {rate / tuned:.3g} times mu-GRPO's tuned rate. Runs begin there at "
+        f"The hot rate, {scientific(rate)}, is {rate / tuned:.3g} times mu-GRPO's tuned rate. Its runs start at "
         f"{100 * before:.1f} % and end, on average, at {none} without the veto and at {veto} with it; "
-        f"{lost[0]} runs collapse without it, and {lost[1]} with it."
+        f"{lost[0]} runs collapse without the veto, and {lost[1]} with it."
     ]
 
 

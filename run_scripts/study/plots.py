@@ -48,11 +48,11 @@ RATIO_TOP = 1.5
 """The highest E[ρ given A < 0] that is shown: one run's peak would hide all others."""
 PANELS = (
     ("accuracy", "Accuracy on test problems", True),
-    ("truncated", "Test responses cut off", True),
-    ("clipped_fraction", "Tokens that the clip holds back", True),
+    ("truncated", "Truncated test responses", True),
+    ("clipped_fraction", "Clipped tokens", True),
     ("ratio_neg_mean", "E[ρ given A < 0]", False),
     ("trigger_tokens_1e-4", "Triggers among tokens with A < 0", True),
-    ("vetoed_fraction", "Tokens that the veto drops", True),
+    ("vetoed_fraction", "Vetoed tokens", True),
 )
 """Column of curves.csv, title, and whether it is a share."""
 

@@ -51,7 +51,7 @@ def rate_of(block: Block) -> str:
 
 
 def accuracy_table(results: Results, block: str, methods: Sequence[str], against: str = "none") -> str:
-    """Accuracy at a block's rates and seeds: before, after, minus the method `against`, collapses, responses cut off.
+    """Accuracy at a block's rates and seeds: before, after, minus the method `against`, collapses, truncated responses.
 
     Methods without a finished cell are left out; empty without any.
     """
@@ -74,7 +74,7 @@ def accuracy_table(results: Results, block: str, methods: Sequence[str], against
             ]
         )
     other = {"none": "no veto", "grpo": "GRPO", "grpo_long": "GRPO"}[against]
-    head = ("Method", "Rate", "Seeds", "Before %", "After %", f"Minus {other}, points", "Collapsed", "Cut off %")
+    head = ("Method", "Rate", "Seeds", "Before %", "After %", f"Minus {other}, points", "Collapsed", "Truncated %")
     return markdown(head, rows) if rows else ""
 
 
