@@ -31,8 +31,8 @@ class Segments:
     def responses(self) -> int:
         return len(self.lengths)
 
-    def part(self, tokens: slice | Tensor) -> Segments:
-        """Some tokens of the same responses, e.g. those of one chunk or one context parallel rank."""
+    def part(self, tokens: slice) -> Segments:
+        """Some tokens of the same responses, such as those of one chunk."""
         correction = None if self.correction is None else self.correction[tokens]
         return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], correction=correction)
 

@@ -63,12 +63,13 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
     """
     harmful = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
     squares = torch.where(harmful, log_ratio.square(), 0.0).sort().values
-    n = harmful.sum()
+    n = int(harmful.sum())  # times a tensor of integers, the budget would become float32
     squares = squares[len(squares) - n :]
-    if n == 0 or squares.mean() <= budget:
+    sums = running_sum(squares)
+    if n == 0 or sums[-1] <= budget * n:
         return torch.full((), math.inf, dtype=torch.float64, device=log_ratio.device)
-    rest = n - 1 - torch.arange(len(squares), device=squares.device)
-    k = int((running_sum(squares) + squares * rest >= budget * n).int().argmax())
+    rest = n - 1 - torch.arange(n, device=squares.device)
+    k = int((sums + squares * rest >= budget * n).int().argmax())
     return squares[k - 1].sqrt() if k else torch.zeros_like(squares[0])
 
 

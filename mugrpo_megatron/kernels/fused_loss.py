@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.entropy import entropy_loss
@@ -27,24 +26,15 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
 @dataclass(frozen=True, slots=True)
-class ContextShare:
-    """Which of a micro-batch's T tokens one rank of a context parallel group holds."""
-
-    group: dist.ProcessGroup
-    index: Tensor
-    """int64 [t]: indices in the token order of the segments; over all ranks each token occurs once."""
-
-
-@dataclass(frozen=True, slots=True)
 class FusedLoss:
     """A micro-batch's part of the update's loss."""
 
     loss: Tensor
-    """float32 []; differentiable in hidden states and weight. Under context parallelism only of this rank's tokens."""
+    """float32 []; differentiable in hidden states and weight."""
     logprobs: Tensor
-    """float32 [t], no gradient: log-probabilities of this rank's tokens."""
+    """float32 [T], no gradient."""
     entropy: Tensor
-    """float32 [t], no gradient, nats."""
+    """float32 [T], no gradient, nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +49,7 @@ class _Objective:
     reference: Tensor | None
     anchor: Tensor | None
 
-    def part(self, tokens: slice | Tensor) -> _Objective:
+    def part(self, tokens: slice) -> _Objective:
         return replace(
             self,
             behaviour=self.behaviour[tokens],
@@ -74,7 +64,7 @@ class _Gradients:
     """Buffers that gradients are computed into."""
 
     hidden: Tensor
-    """[t, H] in the type of the hidden states."""
+    """[T, H] in the type of the hidden states."""
     weight: Tensor | None
     """float32 [V / tp, H]; None for a weight that is not trained."""
     scale: float
@@ -95,22 +85,20 @@ def fused_policy_loss(
     statistics: UpdateStatistics | None = None,
     reference: Tensor | None = None,
     anchor: Tensor | None = None,
-    context: ContextShare | None = None,
     main_grad: Tensor | None = None,
     grad_scale: float = 1.0,
 ) -> FusedLoss:
     """`algorithm.policy_loss.policy_loss` of `token_logprobs`, and its gradients, with one chunk of logits at a time.
 
     Args:
-        hidden: [t, H] at the positions that predict the response tokens, the same on every rank of `layout.tp_group`
-            (gathered before, under sequence parallelism).
+        hidden: [T, H] at the positions that predict the response tokens, the same on every rank of `layout.tp_group`
+            (gathered before, under sequence and context parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
-        targets: int64 [t] global token ids.
+        targets: int64 [T] global token ids.
         behaviour, advantages, segments, reference, anchor: as for `policy_loss`, of the micro-batch's T tokens of N
             whole responses.
-        kept: int64 [t, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
+        kept: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
         statistics: of the whole update; needed where `config.needs_statistics`.
-        context: this rank's tokens under context parallelism; None: all of them, t = T.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
             autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
         grad_scale: with `main_grad`, the gradient that the backward pass will pass to the loss; a different one there
@@ -129,12 +117,8 @@ def fused_policy_loss(
         statistics = neutral_statistics(hidden.device) if statistics is None else statistics
         objective = _Objective(behaviour, advantages, segments, config, statistics, reference, anchor)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
-        if config.dependence == "token" and context is not None:
-            found = _one_pass(head, hidden, targets, kept, objective.part(context.index), gradients)
-        elif config.dependence != "response" and context is None:
-            found = _one_pass(head, hidden, targets, kept, objective, gradients)
-        else:
-            found = _two_passes(head, hidden, targets, kept, objective, gradients, context)
+        passes = _two_passes if config.dependence == "response" else _one_pass
+        found = passes(head, hidden, targets, kept, objective, gradients)
     if gradients is None:
         return found
     formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
@@ -172,16 +156,12 @@ def _two_passes(
     kept: Tensor | None,
     objective: _Objective,
     gradients: _Gradients | None,
-    context: ContextShare | None,
 ) -> FusedLoss:
     """Log-probabilities of all tokens, then their losses, then each chunk's logits a second time for the gradient."""
     logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(kept, part))
-    together = logprobs if context is None else _gather(logprobs, context, len(objective.behaviour))
-    value, slope, _ = _loss_and_slope(objective, together, initial_state(objective.segments))
-    if context is not None:
-        value, slope, objective = value[context.index], slope[context.index], objective.part(context.index)
+    value, slope, _ = _loss_and_slope(objective, logprobs, initial_state(objective.segments))
     bonus, _ = _bonus(objective, entropy)
     if gradients is not None:
         for part in head.chunks(len(targets)):
@@ -234,18 +214,6 @@ def _chunk_gradients(
     slope = slope * gradients.scale
     pull = pull and replace(pull, coefficient=pull.coefficient * gradients.scale)
     gradients.hidden[part] = head_backward(head, hidden[part], targets[part], lse, slope, gradients.weight, pull)
-
-
-def _gather(values: Tensor, context: ContextShare, tokens: int) -> Tensor:
-    """Values of all T tokens in the order of the segments, on every rank of the context parallel group.
-
-    4 bytes a token. Triggers, means and sums are then over whole responses; a response's first trigger is the minimum
-    over the ranks.
-    """
-    every = values.new_zeros(tokens)
-    every[context.index] = values
-    dist.all_reduce(every, group=context.group)
-    return every
 
 
 def _buffers(hidden: Tensor, weight: Tensor, main_grad: Tensor | None, grad_scale: float) -> _Gradients:

@@ -43,6 +43,8 @@ class Ranks:
     dp_size: int
     cp: int
     cp_size: int
+    threads: int
+    """CPU threads that every rank has, at least: nodes, or what they leave to a rank, may be of unequal size."""
     heartbeat: Heartbeat | None = None
     """None in a world of one."""
 
@@ -85,9 +87,8 @@ def initialize(recipe: Recipe) -> Ranks:
         distributed_timeout_minutes=recipe.run.collective_timeout_s / 60,  # type: ignore[arg-type]  # goes into a timedelta
     )
     seed_generators(recipe)
-    ranks = _ranks(device, recipe.run.collective_timeout_s)
-    torch.set_num_threads(recipe.learner.threads or max(1, usable_cores() // ranks.local_world))
-    return ranks
+    threads = _set_threads(recipe.learner.threads, device)
+    return _ranks(device, threads, recipe.run.collective_timeout_s)
 
 
 def be_deterministic() -> None:
@@ -196,7 +197,16 @@ def _join(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=timeout)
 
 
-def _ranks(device: torch.device, patience_s: float) -> Ranks:
+def _set_threads(wanted: int, device: torch.device) -> int:
+    """Set this rank's CPU threads, by default its share of the cores, and return the fewest of any rank. Collective."""
+    own = wanted or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+    torch.set_num_threads(own)
+    fewest = torch.tensor(own, device=device)
+    dist.all_reduce(fewest, dist.ReduceOp.MIN)
+    return int(fewest)
+
+
+def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
     store = dist.distributed_c10d._get_default_store()
@@ -215,6 +225,7 @@ def _ranks(device: torch.device, patience_s: float) -> Ranks:
         dp_size=parallel_state.get_data_parallel_world_size(),
         cp=parallel_state.get_context_parallel_rank(),
         cp_size=parallel_state.get_context_parallel_world_size(),
+        threads=threads,
         heartbeat=Heartbeat(store, rank, world, node, patience_s, on_loss) if world > 1 else None,
     )
 

@@ -38,14 +38,17 @@ MOST_PARAMETERS = 64 * 2**20
 
 
 def lanes(learner: Learner) -> int:
-    """How many micro-batches this rank runs at once; 1 where Megatron's schedule does."""
+    """How many micro-batches a rank runs at once, the same on every rank: the packing of an update depends on it.
+
+    1 where Megatron's schedule runs them.
+    """
     ranks, recipe = learner.ranks, learner.recipe
     together = max(ranks.tp_size, ranks.pp_size, ranks.cp_size) > 1
     stateful = bool(learner.architecture.experts) or recipe.learner.recompute != "none"
     scaled = recipe.model.dtype == "float16"
     if ranks.device.type != "cpu" or together or stateful or scaled or parameters(learner.chunks) > MOST_PARAMETERS:
         return 1
-    return min(torch.get_num_threads(), MOST_LANES)
+    return min(ranks.threads, MOST_LANES)
 
 
 def run_lanes(learner: Learner, batches: list[MicroBatch], read: Read, forward_only: bool) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ def update(
     return {
         **metrics,
         "loss": float(loss),
-        "entropy": float(entropy.mean()),
+        **({"entropy": float(entropy.mean())} if len(entropy) else {}),
         "grad_norm": step.grad_norm,
         "lr": step.lr,
         "skipped": float(step.skipped and not step.overflowed),

@@ -1,4 +1,4 @@
-"""What one rank does in the tests of vocabulary and context parallelism, and what it found."""
+"""What one rank does in the tests of vocabulary and sequence parallelism, and what it found."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.kernels.fused_loss import ContextShare, fused_policy_loss
+from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from tests.kernels.problems import (
@@ -71,53 +71,6 @@ def logprobs() -> tuple[list[float], float]:
         problem.hidden, problem.weight[rows], problem.targets, HeadLayout(VOCAB, TEMPERATURE, everyone(), 7)
     )
     return found.tolist(), distance(found, materialised(problem).logprobs)
-
-
-def context_parallel() -> dict[str, dict[str, float]]:
-    """Errors where each rank holds a zigzag share of every response's tokens, as context parallelism deals them."""
-    worst = {}
-    for name, config in OBJECTIVES.items():
-        problem = make_problem(config)
-        expected = materialised(problem)
-        index = zigzag(problem)
-        share = ContextShare(everyone(), index)
-        leaves = replace(problem, hidden=problem.hidden[index], targets=problem.targets[index]).leaves()
-        found = fused_policy_loss(
-            leaves.hidden,
-            leaves.weight,
-            leaves.targets,
-            leaves.behaviour,
-            leaves.advantages,
-            leaves.segments,
-            leaves.config,
-            HeadLayout(VOCAB, TEMPERATURE, chunk=5),
-            statistics=leaves.statistics,
-            reference=leaves.reference,
-            anchor=leaves.anchor,
-            context=share,
-        )
-        found.loss.backward()
-        loss, d_weight = found.loss.detach().clone(), gradient(leaves.weight)
-        dist.all_reduce(loss)
-        dist.all_reduce(d_weight)
-        answer = Answer(loss, found.logprobs, found.entropy, gradient(leaves.hidden), d_weight)
-        expected = replace(
-            expected,
-            logprobs=expected.logprobs[index],
-            entropy=expected.entropy[index],
-            d_hidden=expected.d_hidden[index],
-        )
-        worst[name] = errors(answer, expected)
-    return worst
-
-
-def zigzag(problem: Problem) -> torch.Tensor:
-    """Each response cut into 2 * world pieces, of which a rank holds one from the front and its mirror image."""
-    rank, world, mine = dist.get_rank(), dist.get_world_size(), []
-    for places in torch.arange(len(problem.targets)).split(problem.segments.lengths.tolist()):
-        pieces = places.tensor_split(2 * world)
-        mine += [pieces[rank], pieces[2 * world - 1 - rank]]
-    return torch.cat(mine)
 
 
 def everyone() -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mugrpo_megatron.learner.lanes import lanes
 from mugrpo_megatron.learner.learner import build_learner
@@ -65,6 +66,23 @@ def test_data_parallel_ranks_add_what_their_lanes_found(model: str) -> None:
         for one, other in zip(alone[:3], rows[:3], strict=True):
             assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
         assert moved.shape == weights.shape
+
+
+def with_unequal_threads(model: str) -> tuple[dict[str, float], list[list[list[int]]]]:
+    """An update where each rank has one thread more than the one before, and the plan that the rank made for it."""
+    learner = build_learner(recipe(Path(model), learner={"threads": 1 + dist.get_rank(), "micro_batch_tokens": 4096}))
+    data = samples(40, 8)
+    plan = plan_update(learner, [sequence_of(sample) for sample in data])
+    return update(learner, data, advantages(len(data))), plan.shares
+
+
+@pytest.mark.process
+def test_ranks_of_unequal_size_train_each_response_once(model: str) -> None:
+    [(alone, _)] = run_ranks(1, with_unequal_threads, model)
+    (first, plan), (second, other) = run_ranks(2, with_unequal_threads, model)
+    assert plan == other
+    for name in METRICS:
+        assert first[name] == second[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6)
 
 
 def ratios(model: str) -> dict[str, float]:

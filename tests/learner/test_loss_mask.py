@@ -145,3 +145,17 @@ def test_masks_are_the_same_in_every_layout(parallel: dict[str, Any], tmp_path: 
     [alone] = run_ranks(1, of_half, model, {})
     for rank in run_ranks(2, of_half, model, parallel):
         assert rank == pytest.approx(alone, rel=1e-4)
+
+
+def of_nothing(model: str) -> dict[str, float]:
+    """An update whose masks leave out every token."""
+    learner = build_learner(recipe(Path(model)))
+    data = [replace(s, loss_mask=np.zeros(len(s.response_ids), dtype=bool)) for s in samples()]
+    return update(learner, data, advantages(len(data)))
+
+
+@pytest.mark.process
+def test_an_update_without_a_token_reports_no_mean_of_nothing(tmp_path: Path) -> None:
+    [found] = run_ranks(1, of_nothing, str(save_model(tmp_path / "model")))
+    assert (found["tokens"], found["loss"], found["grad_norm"], found["skipped"]) == (0, 0, 0, 0)
+    assert [name for name, value in found.items() if not np.isfinite(value)] == []
