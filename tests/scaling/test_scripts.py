@@ -246,7 +246,7 @@ def test_a_command_that_the_signal_ends_was_still_starting(
     tmp_path: Path, command: str, stopped: bool, code: int
 ) -> None:
     note = tmp_path / "note"
-    words = ["bash", SCRIPTS / "cluster/noted.sh", note, "bash", "-c", f"echo ready; exec {command}"]
+    words = ["bash", str(SCRIPTS / "cluster/noted.sh"), str(note), "bash", "-c", f"echo ready; exec {command}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
         assert started.stdout
         assert started.stdout.readline() == b"ready\n"
