@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.command import Command, say
 from mugrpo_megatron.commands.table import COMMANDS
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.environment import may_find_cuda
 from mugrpo_megatron.observe.library_warnings import leave_out_library_warnings
@@ -19,7 +20,7 @@ from mugrpo_megatron.observe.streams import lasting_output
 from mugrpo_megatron.observe.visible import visible
 from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.run.heap import keep_freed_memory
-from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.stopping import Stopped, stoppable
 
 LINE_BREAK = re.compile(r"\s*\n\s*")
 
@@ -34,7 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     leave_out_library_warnings()
     command: Command = options.command
-    with lasting_output() if command.long else nullcontext():
+    with ExitStack() as stack:
+        if command.long:
+            stack.enter_context(lasting_output())
+        if command.stops:
+            stack.enter_context(stoppable(rank_of_environment() == 0))
         return _run(command, options)
 
 

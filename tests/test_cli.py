@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -18,6 +19,7 @@ import pytest
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
+from mugrpo_megatron.commands import sweep_grid, table_training
 from mugrpo_megatron.engine import ahead
 from tests.tiny import save_model, write_recipe
 
@@ -292,3 +294,20 @@ def test_a_hundred_wrong_rows_are_three_examples_and_a_count(
 def test_report_of_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train", "r"], ["generate", "r"], ["optimize", "r"], ["sweep", "runs/r"]])
+def test_a_command_that_is_stopped_while_it_starts_ends_with_0(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job script queues a pre-empted job again by that: torch alone takes a minute to import on some file systems."""
+
+    def start(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr(table_training, "with_recipe", start)
+    monkeypatch.setattr(sweep_grid, "read_grid", start)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0

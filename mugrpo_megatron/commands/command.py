@@ -38,6 +38,8 @@ class Command:
     """What a user who pressed Ctrl-C may do next."""
     long: bool = False
     """Whether it goes on when nothing reads its output any more; else it ends with 0: `mugrpo rollouts | head`."""
+    stops: bool = False
+    """Whether SIGTERM ends it with exit code 0 at any time, and the same command goes on."""
 
 
 def takes_recipe(parser: Parser) -> None:

@@ -23,7 +23,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
 from mugrpo_megatron.evaluation.grading import Graded, Summary, grade, measure_of, prompts_of, summarize
 from mugrpo_megatron.evaluation.scoring import scored
-from mugrpo_megatron.files.durable import write_json, write_text
+from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.json_values import json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
@@ -155,7 +155,8 @@ class Record:
         return [_graded(row, f"{self._rows}:{line}") for line, row in rows(self._rows)]
 
     def append(self, graded: Graded) -> None:
-        with self._rows.open("a", encoding="utf-8") as file:
+        """Add a finished problem; UserError when the disk is full."""
+        with full_disk_told(self._rows), self._rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_written(graded)) + "\n")
 
 

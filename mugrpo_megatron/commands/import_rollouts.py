@@ -75,7 +75,7 @@ def import_rollouts(
     shown, hidden = portable(recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
-    with durable_directory(to) as partial:
+    with durable_directory(to, replace=False) as partial:
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
         for place, (group, own, scored) in enumerate(zip(groups, golds, scores, strict=True)):

@@ -72,7 +72,7 @@ def publish(
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     if record := read_record(run_dir):
         check_begun(record, whole, f"{run_dir}: the run")
-    with durable_directory(to) as partial:
+    with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)
         ignored = shutil.ignore_patterns("*.partial")
         shutil.copytree(source, target.stage(stage), ignore=ignored)

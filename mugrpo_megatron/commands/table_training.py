@@ -202,7 +202,15 @@ def _sft(options: Options) -> int:
     return with_recipe(options, run, lambda recipe: recipe.sft.output)
 
 
-TRAIN = Command("train", "stages of generate -> optimize, from a recipe", takes_recipe, _train, CONTINUES, long=True)
+TRAIN = Command(
+    "train",
+    "stages of generate -> optimize, from a recipe",
+    takes_recipe,
+    _train,
+    CONTINUES,
+    long=True,
+    stops=True,
+)
 GENERATE = Command(
     "generate",
     "only generate, score and seal the stage at which a run stands",
@@ -210,6 +218,7 @@ GENERATE = Command(
     _generate,
     CONTINUES,
     long=True,
+    stops=True,
 )
 SEAL = Command("seal", "close a stage that `generate --engine-only` processes have generated", _takes_seal, _seal)
 OPTIMIZE = Command(
@@ -219,6 +228,7 @@ OPTIMIZE = Command(
     _optimize,
     CONTINUES,
     long=True,
+    stops=True,
 )
 SWEEP = Command(
     "sweep",
@@ -227,6 +237,7 @@ SWEEP = Command(
     _sweep,
     "the same command continues the sweep",
     long=True,
+    stops=True,
 )
 SFT = Command(
     "sft", "supervised learning: a model on your rows, or a new one as a warm start", takes_recipe, _sft, long=True

@@ -1,4 +1,6 @@
-"""The engine's own process: `python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda compiled|plain`.
+"""The engine's own process.
+
+    python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda compiled|plain SCRATCH
 
 It imports SGLang before it is told what to load. Its main thread then waits for a command, carries it out with SGLang's
 public calls, answers, and waits again. While it generates, SGLang's event loop runs and reads the socket as one more
@@ -17,7 +19,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 from collections.abc import Mapping
@@ -49,8 +50,8 @@ def die_with_parent(parent: int) -> None:
         sys.exit("the process that started this engine is gone")
 
 
-def start_guard() -> IO[bytes]:
-    """A shell that waits for this process to end, then removes its files and kills its process group.
+def start_guard(scratch: str) -> IO[bytes]:
+    """A shell that waits for this process to end, then removes the folder `scratch` and kills its process group.
 
     SGLang's children ask to die with this process too, but only seconds into their start; the guard has no such gap.
     The guard is in the group itself, so it cannot kill a reused process id. It is not a child of this process, because
@@ -61,7 +62,7 @@ def start_guard() -> IO[bytes]:
         'rm -rf -- "$1"; kill -KILL 0'
     )
     script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {act}; }} &'  # without 3, the shell would give it /dev/null
-    command = ["/bin/sh", "-c", script, "sh", tempfile.gettempdir(), SHARED_MEMORY]
+    command = ["/bin/sh", "-c", script, "sh", scratch, SHARED_MEMORY]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE)
     shell.wait()
     assert shell.stdin
@@ -256,7 +257,9 @@ def first_cause(error: Exception) -> Exception:
 
 def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    guard = start_guard()  # first: it cleans up even if the parent is gone already
+    # First: it cleans up even if the parent is gone already. Not what `tempfile` names: that is /tmp, or the current
+    # directory, where the disk of the scratch folder is full.
+    guard = start_guard(sys.argv[5])
     die_with_parent(parent)
     connection = Channel(socket.socket(fileno=descriptor))
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.

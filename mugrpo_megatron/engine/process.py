@@ -23,13 +23,15 @@ import mugrpo_megatron
 from mugrpo_megatron.engine.channel import Channel
 from mugrpo_megatron.engine.meeting import nothing_told
 from mugrpo_megatron.engine.wire import Message
-from mugrpo_megatron.errors import EngineFailure, EngineStopped
+from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 
 LOG_TAIL_LINES = 15
 SHARED_MEMORY = "shared-memory"
 """File in the scratch folder: a line for each file in /dev/shm that SGLang made and does not remove when killed."""
 STARTING = "start"
 """What the engine does until its model is loaded: the time in which SGLang makes these files."""
+PROBE_BYTES = 1 << 16
+"""What has to fit into the scratch folder: sockets and a few short texts."""
 DEATH_SECONDS = 10.0
 """Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
 
@@ -44,20 +46,23 @@ class HostProcess:
     def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool = False, alone: bool = True) -> None:
         """Start it in `environment`; returns at once. It imports SGLang, then waits for `load`.
 
+        Raises UserError when there is no room for its temporary files.
+
         compiled: on CPU, it compiles the engine's functions in C meanwhile. alone: the engine has no other node.
         """
         self.cuda = cuda
         self._broken: Callable[[], str] = nothing_told
-        self._scratch = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
+        self._scratch = _scratch_folder()
         self._log, self._cancelled = self._scratch / "engine.log", _never
         # No name on disk, so that what it says before it has a log outlives it, whatever ends it.
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
         # -P: a file in the current directory that is named like a package is not imported.
         command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
+        how = [device, "compiled" if compiled else "plain", str(self._scratch)]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), device, "compiled" if compiled else "plain"],
+                [*command, str(theirs.fileno()), str(os.getpid()), *how],
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
@@ -132,7 +137,8 @@ class HostProcess:
         """Write down what SGLang has in /dev/shm, for this process and the engine's guard."""
         found = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
         if found:
-            (self._scratch / SHARED_MEMORY).write_text(found, encoding="utf-8")
+            with suppress(OSError):  # the disk is full by now: they stay in /dev/shm if the engine is killed
+                (self._scratch / SHARED_MEMORY).write_text(found, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
         """Kill the process group, after `patience_s` for it to leave by itself, and remove what it left on disk.
@@ -187,6 +193,26 @@ class HostProcess:
 
 def _never() -> bool:
     return False
+
+
+def _scratch_folder() -> Path:
+    """A new folder for temporary files that can be written; UserError where the disk is full or none is there."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="mugrpo-engine-"))
+        try:
+            probe = folder / "probe"
+            probe.write_bytes(bytes(PROBE_BYTES))  # a folder can be made where no file fits
+            probe.unlink()
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+    except OSError as error:
+        where = f" to {tempfile.tempdir}" if tempfile.tempdir else ""
+        raise UserError(
+            f"the engine's temporary files cannot be written{where} ({error.strerror}); free some space, or name "
+            "another directory with the variable TMPDIR"
+        ) from None
+    return folder
 
 
 def _same_package(environment: dict[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ engine's processes.
 from __future__ import annotations
 
 import json
-import tempfile
+import os
 from pathlib import Path
 
 import torch
@@ -38,4 +38,4 @@ def read_sums() -> list[Sums]:
 
 
 def _file() -> Path:
-    return Path(tempfile.gettempdir()) / "weight-sums.json"
+    return Path(os.environ["TMPDIR"]) / "weight-sums.json"  # `tempfile` names /tmp where that disk is full

@@ -64,8 +64,15 @@ def checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
 
 
 def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the state into `partial` and rename it to `directory`; durable when this returns."""
-    write_sealed(partial / STATE, "state", state)
+    """Write the state into `partial` and rename it to `directory`; durable when this returns.
+
+    Its `files` are the checksums of all ranks. A file that none of them has listed, since a shared file system may show
+    late what another node has written, gets its own here: without it the checkpoint would count as damaged.
+    """
+    files: Mapping[str, str] = state["files"]
+    unlisted = sorted(path for path in partial.iterdir() if path.name not in {*files, STATE})
+    late = {path.name: digest(path).sha256 for path in unlisted}
+    write_sealed(partial / STATE, "state", {**state, "files": {**files, **late}})
     durable.publish(partial, directory)
 
 

@@ -41,6 +41,10 @@ class Span:
     sha256: str
 
 
+class NameTaken(UserError):
+    """Something has come to lie where a finished directory was to be; it is kept under its temporary name."""
+
+
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Write `path` completely or not at all: temporary file, fsync, rename, fsync of the directory.
@@ -73,10 +77,11 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def durable_directory(path: Path) -> Iterator[Path]:
+def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` once it is complete; the old `path` stays until then.
 
-    Raises UserError when the directory cannot be created or the disk is full.
+    Raises UserError when the directory cannot be created or the disk is full, and, as `publish` without `replace`, when
+    something has come to lie at `path` meanwhile.
     """
     partial = _temporary(path)
     try:
@@ -85,7 +90,9 @@ def durable_directory(path: Path) -> Iterator[Path]:
         raise full_disk(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
     try:
         yield partial
-        publish(partial, path)
+        publish(partial, path, replace)
+    except NameTaken:
+        raise
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if full := full_disk(error, path):
@@ -104,7 +111,7 @@ def publish(partial: Path, path: Path, replace: bool = True) -> None:
         fsync(Path(folder))
     if os.path.lexists(path):
         if not replace:
-            raise UserError(f"{path} exists by now; what was to have this name is in {partial}")
+            raise NameTaken(f"{path} exists by now; what was to have this name is in {partial}")
         _exchange(partial, path)
         fsync(path.parent)
         remove(partial)

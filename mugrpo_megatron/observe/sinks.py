@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,18 @@ AXES = {"update": "update", "eval": "update", "stage": "stage", "phase": "stage"
 
 
 @contextmanager
+def _refusal_told(path: Path) -> Iterator[None]:
+    """Raise UserError when the block cannot write `path`; the errors of a full disk name no file."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); all complete files are kept; free some space and run the "
+            "same command again"
+        ) from error
+
+
+@contextmanager
 def json_lines(path: Path) -> Iterator[Sink]:
     path.parent.mkdir(parents=True, exist_ok=True)
     _drop_torn_line(path)
@@ -32,14 +44,9 @@ def json_lines(path: Path) -> Iterator[Sink]:
             if row["kind"] == "samples":
                 return  # the stage has them
             left = memoryview((json.dumps(_finite(row)) + "\n").encode())
-            try:
+            with _refusal_told(path):
                 while left:
                     left = left[file.write(left) :]
-            except OSError as error:
-                raise UserError(
-                    f"{path} cannot be written ({error.strerror}); all complete files are kept; free some space and "
-                    "run the same command again"
-                ) from error
 
         yield sink
 
@@ -49,15 +56,24 @@ def tensorboard(directory: Path, updates_done: int, kept: Sequence[Row]) -> Iter
     """Curves that continue at `updates_done`: later points are dropped, except the rows `kept`."""
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
-    with SummaryWriter(str(directory), purge_step=updates_done) as writer:
+    with _refusal_told(directory):
+        writer = SummaryWriter(str(directory), purge_step=updates_done)
 
-        def sink(row: Row) -> None:
+    def sink(row: Row) -> None:
+        with _refusal_told(directory):  # what its thread was refused since the last row
             for name, value, step in _scalars(row):
                 writer.add_scalar(name, value, step, walltime=row.get("time", row.get("end")))
 
+    try:
         for row in kept:
             sink(row)
         yield sink
+    except BaseException:
+        with suppress(OSError):  # the block's own error matters more
+            writer.close()
+        raise
+    with _refusal_told(directory):
+        writer.close()
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -
             return  # of a branch that was killed
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
     ignored = shutil.ignore_patterns("*.partial", *leave_out)  # partial: of a writer that works, or was killed
-    with durable_directory(target) as partial:
+    with durable_directory(target, replace=False) as partial:
         try:
             shutil.copytree(source, partial, copy_function=os.link, ignore=ignored, dirs_exist_ok=True)
         except (OSError, shutil.Error):  # another file system

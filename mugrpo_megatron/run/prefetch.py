@@ -44,7 +44,7 @@ def read_mark(directory: RunDirectory, record: Record) -> Mark | None:
     except UserError:
         if not directory.hf.exists():  # none yet, or for the moment of a swap on a file system that cannot swap
             return None
-        raise
+        found = read_json(path)  # that moment may have passed between the two looks
     samples = found.get("samples")
     try:
         if found.get("run") == record.id:

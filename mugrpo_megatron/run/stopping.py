@@ -24,6 +24,8 @@ NOTICE = (
     "\nmugrpo: asked to stop; saving. Ctrl-C again ends at once and loses the updates since the newest checkpoint\n"
 )
 
+AT_ONCE = "\nmugrpo: stopped as asked: what the run has on disk is as it was. The same command continues the run\n"
+
 
 class Stopped(Exception):
     """The run stopped on request; says what is kept. The same command continues it."""
@@ -94,6 +96,27 @@ class StopRequest:
             raise
         finally:
             self._kept = None
+
+
+@contextmanager
+def stoppable(is_main: bool) -> Iterator[None]:
+    """SIGTERM ends the process with exit code 0 where `listening` does not hear it: before a run is open, and after it.
+
+    All that the run has is on disk there, and by Python's own exit code a job that is pre-empted while it imports torch
+    would count as failed. The main rank says so.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if is_main:
+            with suppress(OSError):
+                os.write(sys.stderr.fileno(), AT_ONCE.encode())
+        sys.exit(0)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

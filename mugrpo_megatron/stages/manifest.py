@@ -144,15 +144,22 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
 
     Call it only while no other process seals the stage.
     """
-    manifests = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
-    if not (directory / manifests[0]).exists():
-        for path in sorted([*directory.glob(shard_name(0, DIGITS)), *directory.glob(SEALED_NAME)]):
-            raise UserError(
-                f"{directory / manifests[0]} is missing, and with it what is known of {path.name}; restore it from a "
-                f"copy, or remove {directory} to generate the stage again"
-            )
-    for name in manifests:
+    check_listed(directory, 0)
+    for name in [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]:
         check_origin(directory, read_manifest(directory, name), origin)
+
+
+def check_listed(directory: Path, writer: int) -> None:
+    """Raise UserError when there are files of a writer, and no manifest that lists them: a writer begins with it."""
+    manifest = directory / manifest_name(writer)
+    if manifest.exists():
+        return
+    sealed = [] if writer else directory.glob(SEALED_NAME)
+    for path in sorted([*directory.glob(shard_name(writer, DIGITS)), *sealed]):
+        raise UserError(
+            f"{manifest} is missing, and with it what is known of {path.name}; restore it from a copy, or remove "
+            f"{directory} to generate the stage again"
+        )
 
 
 def origins(directory: Path) -> list[Origin]:

@@ -27,6 +27,7 @@ from mugrpo_megatron.stages.manifest import (
     Origin,
     Sealed,
     Shard,
+    check_listed,
     check_origin,
     check_stage,
     intact,
@@ -264,7 +265,9 @@ class StageStore:
                 fsync(self.directory.parent)
             except OSError as error:
                 raise full_disk(error, self.directory) or error from error
-            if not self._writer:
+            if self._writer:
+                check_listed(self.directory, self._writer)  # else they would be removed as leftovers
+            else:
                 check_stage(self.directory, self._origin)
             shards = intact(self.directory, read_manifest(self.directory, manifest_name(self._writer)).shards)
             self._replace(shards)

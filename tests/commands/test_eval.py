@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from tests import models
+from tests.hostile.places import disk
 
 SUMS = {"arithmetic": "arithmetic"}
 
@@ -50,6 +52,18 @@ def test_a_row_that_a_kill_cut_short_is_made_again(tmp_path: Path) -> None:
         assert [row.problem.id for row in record.read()] == ["s:1"]
         record.append(graded(2, 1.0))
         assert [row.problem.id for row in record.read()] == ["s:1", "s:2"]
+
+
+def test_a_full_disk_is_one_sentence_and_finished_problems_stay(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", 1 << 14) as small:
+        record = Record(small, {})
+        record.append(graded(1, 0.0))
+        (small / "fill").write_bytes(bytes(shutil.disk_usage(small).free))
+        with pytest.raises(UserError, match=r"no space left for problems\.jsonl"):  # noqa: PT012
+            for number in range(2, 100):
+                record.append(graded(number, 1.0))
+        (small / "fill").unlink()
+        assert record.read()[0] == graded(1, 0.0)
 
 
 def test_another_evaluations_directory_is_refused(tmp_path: Path) -> None:

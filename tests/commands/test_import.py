@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mugrpo_megatron.commands import import_rollouts as import_command
 from mugrpo_megatron.commands.import_rollouts import import_rollouts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -225,3 +226,19 @@ def test_rows_without_reward_and_gold_are_refused(model: Path, tmp_path: Path) -
         imported(log, recipe, tmp_path / "stage", reward=None)
     with pytest.raises(UserError, match=r"completions\.parquet:1: has no column nothing of rewards \(found .*parity"):
         imported(log, recipe, tmp_path / "stage", reward="nothing")
+
+
+def test_what_another_makes_while_a_stage_is_written_stays(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to, file = tmp_path / "stage", trl_log(tmp_path / "log.parquet")
+
+    def card(*arguments: Any, **named: Any) -> str:
+        to.mkdir()
+        (to / "precious").touch()
+        return "# a stage"
+
+    monkeypatch.setattr(import_command, "card", card)
+    with pytest.raises(UserError, match="exists by now"):
+        imported(file, load_recipe(recipe_file(tmp_path, model)), to)
+    assert [path.name for path in to.iterdir()] == ["precious"]

@@ -186,16 +186,17 @@ def test_a_group_that_cannot_be_sent_ends_the_generation_with_its_cause(
 
 def _end_with_a_guard(scratch: Path) -> None:
     os.setsid()
-    tempfile.tempdir = str(scratch)
-    guard = start_guard()
+    tempfile.tempdir = str(scratch.with_name("elsewhere"))  # as where the disk of `scratch` is full
+    guard = start_guard(str(scratch))
     assert psutil.Process().children() == [], "SGLang kills every child of the host when it ends by itself"
     os._exit(guard.closed)
 
 
 @pytest.mark.process
 def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
-    scratch, shared = tmp_path / "scratch", tmp_path / "a name"
+    scratch, shared, elsewhere = tmp_path / "scratch", tmp_path / "a name", tmp_path / "elsewhere"
     scratch.mkdir()
+    elsewhere.mkdir()
     shared.touch()
     (scratch / SHARED_MEMORY).write_text(f"{shared}\n{tmp_path / 'gone'}\n")
     process = fork(_end_with_a_guard, scratch)
@@ -203,7 +204,7 @@ def test_the_guard_removes_what_the_host_leaves(tmp_path: Path) -> None:
     assert process.exitcode == 0
     _, alive = psutil.wait_procs(group_processes(process.pid), timeout=PATIENCE_S)
     assert alive == []
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [elsewhere], "it removes its own folder and no other"
 
 
 @pytest.mark.parametrize("stream", [None, "0/train"])

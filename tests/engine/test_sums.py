@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from mugrpo_megatron.files.tensors import sums
 def test_scales_that_sglang_does_not_check_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(world_size=1, rank_in_group=0)
     monkeypatch.setitem(sys.modules, "sglang.srt.distributed", SimpleNamespace(get_tp_group=lambda: alone))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     model = torch.nn.Linear(3, 2)
     wanted = sums(model.named_parameters())
     scale = torch.nn.Parameter(torch.ones(()), requires_grad=False)

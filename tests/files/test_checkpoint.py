@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, damage, read_state
+from mugrpo_megatron.files.checkpoint import STATE, checksums, damage, publish, read_state
 from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.run.cursor import Cursor
 
@@ -47,3 +47,15 @@ def test_another_cursor_is_damage(cursor: Any) -> None:
         with pytest.raises(UserError, match=r"state.json is damaged: cursor.* use an older checkpoint"):
             read_state(directory)
         assert "is damaged: cursor" in str(damage(directory, 0, 1))
+
+
+def test_a_file_that_no_rank_has_listed_gets_its_checksum(tmp_path: Path) -> None:
+    """Ranks share the files out by their listings, and one node's may lack what another has just written."""
+    partial, directory = tmp_path / ".partial", tmp_path / "checkpoint"
+    partial.mkdir()
+    for name in ("a", "b", "c"):
+        (partial / name).write_text(name)
+    listed = checksums(partial, 0, 2) | checksums(partial, 1, 2)
+    state = {"cursor": WHOLE, "updates_done": 5, "steps_done": 5, "model": {}}
+    publish(partial, directory, {**state, "files": {name: listed[name] for name in ("a", "c")}})
+    assert read_state(directory)["files"] == listed

@@ -158,6 +158,17 @@ def test_what_fails_leaves_nothing_and_keeps_the_old(writes: str, tmp_path: Path
     assert (path if writes == "file" else path / "config").read_text() == "old"
 
 
+def test_what_another_has_made_meanwhile_stays_and_so_does_the_work(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with pytest.raises(UserError, match="exists by now") as refused, durable_directory(path, replace=False) as partial:  # noqa: PT012
+        (partial / "mine").touch()
+        path.mkdir()
+        (path / "theirs").touch()
+    assert names(path) == {"theirs"}
+    assert names(partial) == {"mine"}
+    assert str(partial) in str(refused.value)
+
+
 @pytest.mark.process
 def test_a_writer_that_is_killed_leaves_what_only_its_own_name_removes(tmp_path: Path) -> None:
     code = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import FILE_NAME, open_log, read_rows
 from mugrpo_megatron.recipe.sections import TrackSection
 from tests.hostile.faults import Disk, failing
+from tests.hostile.places import disk
 
 PLAIN = TrackSection(tensorboard=False)
 
@@ -99,6 +101,24 @@ def test_tensorboard_of_a_resumed_run_continues_from_its_checkpoint(tmp_path: Pa
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("update/loss")] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)]
     assert events.Scalars("phase/save")[0].step == 0
+
+
+def test_a_full_disk_under_tensorboard_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread hears of it, and raises the same error at a later row and when it is closed."""
+    monkeypatch.setattr(threading, "excepthook", lambda failure: None)
+    with disk(tmp_path / "tensorboard", 1 << 13) as small:
+        (small / "fill").write_bytes(bytes(4096))
+        section = TrackSection(tensorboard=True)
+        with pytest.raises(UserError, match=f"{small} cannot be written"), open_log(tmp_path, section) as log:  # noqa: PT012
+            for update in range(2000):  # the thread is at most ten rows behind
+                log.update(0, update, update, {"loss": 1.0})
+    assert read_rows(tmp_path / FILE_NAME)[-1]["kind"] == "update"
+
+
+def test_tensorboard_whose_place_is_taken_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(UserError, match="tensorboard cannot be written"), open_log(tmp_path, TrackSection()):
+        pass
 
 
 def test_a_resumed_run_knows_what_it_has_evaluated_and_tensorboard_keeps_it(tmp_path: Path) -> None:

@@ -191,3 +191,19 @@ def test_who_follows_another_run_or_other_problems_is_told(tmp_path: Path) -> No
         following(recipe_of(tmp_path, prefetch=1))
     with pytest.raises(UserError, match="other problems"):
         list(offered_stages(recipe, Problems([Problem("p", "1 + 2", "3", "p")], [], []), lambda: False))
+
+
+def test_a_mark_that_comes_between_two_looks_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system cannot swap two directories, hf/ has no name for a moment."""
+    directory, record = RunDirectory(tmp_path), claim(tmp_path)
+    exists = Path.exists
+
+    def comes(path: Path, **options: bool) -> bool:
+        if path == directory.hf and not exists(path):
+            write_mark(directory, record, Cursor(1, 0, 4))
+        return exists(path, **options)
+
+    monkeypatch.setattr(Path, "exists", comes)
+    found = read_mark(directory, record)
+    assert found
+    assert found.cursor == Cursor(1, 0, 4)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mugrpo_megatron.run import stopping
-from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening
+from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppable
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,19 @@ def test_a_signal_is_a_request_when_nothing_reads_its_notice(monkeypatch: pytest
         monkeypatch.setattr(sys, "stderr", unread)
         signal.raise_signal(signal.SIGTERM)
         assert request.asked
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_sigterm_before_and_after_a_run_ends_with_0(is_main: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, stoppable(is_main):  # noqa: PT012
+        with listening(is_main=False) as request:
+            signal.raise_signal(signal.SIGTERM)
+            assert request.asked, "an open run is asked, and saves"
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 0
+    assert capfd.readouterr().err == stopping.AT_ONCE * is_main
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_only_the_main_rank_says_so(capfd: pytest.CaptureFixture[str]) -> None:

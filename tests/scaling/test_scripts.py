@@ -237,3 +237,20 @@ def test_the_container_copies_what_there_is() -> None:
 
 def test_apex_is_imported_after_torch_whose_libraries_it_needs() -> None:
     assert "'import torch, amp_C;" in (SCRIPTS / "setup.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "stopped", "code"), [("sleep 60", True, 0), ("bash -c 'kill -TERM $$'", False, 143)]
+)
+def test_a_command_that_the_signal_ends_was_still_starting(
+    tmp_path: Path, command: str, stopped: bool, code: int
+) -> None:
+    note = tmp_path / "note"
+    words = ["bash", str(SCRIPTS / "cluster/noted.sh"), str(note), "bash", "-c", f"echo ready; exec {command}"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
+        assert started.stdout
+        assert started.stdout.readline() == b"ready\n"
+        if stopped:
+            started.terminate()
+        assert started.wait(60) == code
+    assert note.exists() == stopped

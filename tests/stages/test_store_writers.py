@@ -142,3 +142,16 @@ def test_what_another_process_writes_is_waited_for(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(store_module, "VISIBLE_SECONDS", 0.0)
     assert not leader.wait_for({4, 5, 6}, sealed=False)
     assert not leader.wait_for(set(), sealed=True)
+
+
+def test_shards_of_a_writer_without_its_manifest_are_named_and_kept(tmp_path: Path) -> None:
+    """A shared file system may say for a while that the manifest is not there."""
+    write(tmp_path, 0, [0])
+    write(tmp_path, 2, [1, 2])
+    manifest = (tmp_path / "manifest-0002.json").rename(tmp_path / "aside")
+    store = StageStore(tmp_path, writer=2)
+    with pytest.raises(UserError, match=r"manifest-0002.json is missing.*shard-0002-00000.parquet"):
+        store.append(group(3))
+    manifest.rename(tmp_path / "manifest-0002.json")
+    store.append(group(3))
+    assert StageStore(tmp_path).present() == {0, 1, 2}
