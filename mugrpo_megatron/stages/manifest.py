@@ -148,8 +148,8 @@ def check_stage(directory: Path, origin: Origin | None = None) -> None:
     if not (directory / manifests[0]).exists():
         for path in sorted([*directory.glob(shard_name(0, DIGITS)), *directory.glob(SEALED_NAME)]):
             raise UserError(
-                f"{directory / manifests[0]} is missing, and with it what is known of {path.name}; restore it from a "
-                f"copy, or remove {directory} to generate the stage again"
+                f"{directory / manifests[0]} is missing, so {path.name} cannot be checked; restore it from a copy, "
+                f"or remove {directory} to generate the stage again"
             )
     for name in manifests:
         check_origin(directory, read_manifest(directory, name), origin)
