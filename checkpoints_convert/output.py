@@ -113,7 +113,7 @@ def _opened(partial: Path, recipe: dict[str, Any]) -> Output:
     remove_leftovers(partial, "*")
     names = {path.name for path in partial.iterdir()}
     if names and RECORD not in names:
-        raise UserError(f"{partial} has files of something else ({sorted(names)[0]!r}); move them, then run this again")
+        raise UserError(f"{partial} has files that no conversion wrote ({sorted(names)[0]!r}); move them and try again")
     try:
         same = bool(read_sealed(partial / RECORD, "recipe") == recipe)
     except (OSError, ValueError):

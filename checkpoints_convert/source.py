@@ -40,7 +40,5 @@ def _checksums(directory: Path) -> tuple[Path, dict[str, str] | None]:
     record = directory / RECORD
     known = converted_files(directory)
     if known is None and record.exists():
-        raise UserError(
-            f"{record} is damaged, so nothing says whether the rest of {directory} is whole; convert it again"
-        )
+        raise UserError(f"{record} is damaged, so the other files of {directory} cannot be checked; convert it again")
     return record, known

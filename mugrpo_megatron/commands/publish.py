@@ -1,4 +1,4 @@
-"""`mugrpo publish`: a sealed stage of a run as a data set, which anybody can read and `mugrpo optimize` takes back."""
+"""`mugrpo publish`: a sealed stage of a run as a data set, which `mugrpo optimize` can train on."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def publish(
         raise UserError(f"{run_dir} has no sealed stage {stage} (stages count from 0)")
     origin = read_manifest(source).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{source} holds a stage of another place; put the right one there")
+        raise UserError(f"{source} holds another stage than its name says; put the right stage there")
     start = run.checkpoints / checkpoint_name(Cursor(stage))
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")

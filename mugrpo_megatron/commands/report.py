@@ -1,4 +1,4 @@
-"""`mugrpo report`: one run's page, several runs on one page, or the page of a run that goes on."""
+"""`mugrpo report`: one run's page, several runs on one page, or the live page of a running run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`mugrpo seal`: closes a stage that engine-only processes have generated, once every group is there."""
+"""`mugrpo seal`: seals a stage that engine-only processes have generated, once every group is present."""
 
 from __future__ import annotations
 

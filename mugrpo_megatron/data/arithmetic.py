@@ -1,4 +1,4 @@
-"""The bundled tasks: generated arithmetic problems; no training seed can draw a held-out problem."""
+"""The bundled tasks: generated arithmetic problems; no training seed can generate a held-out problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prompts that an engine answers, and what is known of their responses: before, as they grow, and in the end.
+"""Requests in flight: the prompts that an engine answers, and the state of their responses from start to end.
 
 The last token of an interrupted response is dropped: SGLang 0.5.15 does not look whether the token that an aborted
 request got last would have ended it (`managers/schedule_batch.py`, `update_finish_state`).

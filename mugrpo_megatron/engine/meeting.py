@@ -1,4 +1,4 @@
-"""What an engine's processes on several nodes agree on before they start together, and tell each other afterwards.
+"""Rendezvous of an engine's processes on several nodes, and the messages between them afterwards.
 
 SGLang's ranks meet at an address of the leader's node. The learner's ranks agree on it (`run.together`), and the
 rendezvous store carries the news that one of the processes has ended, so that the others do not wait for it.

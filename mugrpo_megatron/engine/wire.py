@@ -1,4 +1,4 @@
-"""What travels over the socket between a learner rank and the engine's host process.
+"""Messages over the socket between a learner rank and the engine's host process.
 
 Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that only the two processes hold
 (engine/channel.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the

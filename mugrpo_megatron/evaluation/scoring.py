@@ -1,4 +1,4 @@
-"""From sampled responses to scored groups: the verifier scores while the engine goes on sampling."""
+"""From sampled responses to scored groups: the verifier scores while the engine continues sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that another library reads: whatever it raises about one becomes a sentence."""
+"""Files that another library reads: its exceptions become one-sentence errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that an index names: an index is data from elsewhere, so what it names has to lie in its own directory."""
+"""Files that an index names: an index is untrusted data, so it may name only files in its own directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one reader of JSON text: whatever is wrong with it becomes one sentence, never another exception."""
+"""The one reader of JSON text: anything wrong with it becomes a one-sentence error, never another exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule about what a command may write: it replaces only its own files, and others when it is told to."""
+"""What a command may write: it replaces its own files, and other files only with an option."""
 
 from __future__ import annotations
 

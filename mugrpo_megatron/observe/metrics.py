@@ -20,15 +20,15 @@ Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
     "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
-    "updates taken on its responses before.",
+    "updates taken on its responses before this one.",
     "stage": "One stage's responses, written when its first update is about to be taken.",
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
     "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
-    "stem. Sets are never pooled. Figures are called `accuracy` if `reward.function` is `math`, or `code` with "
+    "stem. Sets are never pooled. Results are named `accuracy` if `reward.function` is `math`, or `code` with "
     '`reward.code_reward = "all"`, which return right or wrong. Otherwise, also for a user\'s own function, they are '
-    "called `reward`, whatever it returns.",
+    "named `reward`.",
     "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
-    "engine": "A reading of an engine's load while it generated `stage`: `engine` is its number. They are written "
+    "engine": "An engine's load at one time while it generated `stage`: `engine` is its number. The rows are written "
     "when the phase ends, at most 241 for each engine.",
     "event": "An event of the run, such as a resume or an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
@@ -50,9 +50,9 @@ PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
     "sync": "The learner's weights are sent to the engine.",
     "generate": "The engine samples the stage's responses; scoring overlaps with it. With `schedule.prefetch` the "
-    "learner waits for what other processes have not generated yet, and seals the stage.",
-    "score": "What remains of verification after generation has ended.",
-    "logprobs": "The learner computes logprobs of new responses: of a few to measure the mismatch with the engine, of "
+    "learner waits for the groups that other processes still generate, and seals the stage.",
+    "score": "Verification that remains after generation has ended.",
+    "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
     "reference policy if `objective.reference_every` is above 1.",
     "probe": "The learner computes logprobs of `report.probe_responses` responses, for the report's heat map.",
@@ -99,17 +99,18 @@ METRICS: tuple[Metric, ...] = (
         "update",
         "staleness",
         "updates",
-        "Updates between the weights that sampled the responses and these: the age, and with `schedule.prefetch` more.",
+        "Updates between the weights that sampled the responses and the current ones: the age, or more with "
+        "`schedule.prefetch`.",
     ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
-    Metric("update", "own/NAME", "any", "What `objective.diagnostics`, your own function, returns under NAME."),
+    Metric("update", "own/NAME", "any", "The value that your function `objective.diagnostics` returns under NAME."),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
     Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
-    Metric("update", "loss_scale", "1", "What the loss was multiplied by in float16."),
+    Metric("update", "loss_scale", "1", "Factor of the loss in float16."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses."),
-    Metric("update", "reward/NAME", "reward", "Mean of the part NAME in the update, before its weight; see `stage`."),
+    Metric("update", "reward/NAME", "reward", "Mean of component NAME in the update, before its weight; see `stage`."),
     Metric(
         "update",
         "zero_variance_fraction",
@@ -131,27 +132,27 @@ METRICS: tuple[Metric, ...] = (
         "mfu",
         "fraction",
         "`tflops` over the device's dense bfloat16 peak by its data sheet; missing for "
-        "devices without one here, such as a CPU.",
+        "devices whose peak is not known here, such as a CPU.",
     ),
     Metric(
         "update",
         "routes_flipped_tokens",
         "fraction",
-        "Tokens, prompts included, whose current router would choose other experts than the replayed ones in at least "
-        "one layer; with `learner.routing_replay`.",
+        "Tokens, prompts included, for which the current router would choose other experts than the replayed ones in "
+        "at least one layer; with `learner.routing_replay`.",
     ),
     Metric(
         "update",
         "routes_flipped",
         "fraction",
-        "Choices (a token in a layer) in which the current router would choose another set of experts.",
+        "Choices (one per token and layer) for which the current router would choose another set of experts.",
     ),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
     Metric(
         "stage",
         "reward/NAME",
         "reward",
-        "What the reward function or shaping term NAME gave on average where it applies, before its weight.",
+        "Mean of the reward function or shaping term NAME over the responses to which it applies, before its weight.",
     ),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),
@@ -164,7 +165,7 @@ METRICS: tuple[Metric, ...] = (
         "mismatch_mean",
         "nats",
         "Mean |log π_engine − log π_learner| over response tokens, same weights; "
-        "missing where `schedule.prefetch` has other weights sample the stage.",
+        "missing for stages that `schedule.prefetch` samples with other weights.",
     ),
     Metric("stage", "mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
     Metric("stage", "mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),
@@ -189,7 +190,7 @@ METRICS: tuple[Metric, ...] = (
         "phase",
         "learner_memory_peak",
         "bytes",
-        "Most device memory that a rank's learner has reserved during the "
+        "Peak device memory reserved by a rank's learner during the "
         "phase, over ranks; on a CPU the largest resident memory of a rank's process so far.",
     ),
     Metric(
@@ -199,9 +200,9 @@ METRICS: tuple[Metric, ...] = (
         "Resident host memory of the largest engine's processes at the end of "
         "generation; on CUDA the memory in use on its leader's device, all processes together.",
     ),
-    Metric("engine", "tokens", "tokens", "Tokens sampled since the generation began, of unfinished responses too."),
+    Metric("engine", "tokens", "tokens", "Tokens sampled since the generation began, including unfinished responses."),
     Metric("engine", "running", "requests", "Requests that are decoded together."),
-    Metric("engine", "queued", "requests", "Requests that the engine holds and does not decode yet."),
+    Metric("engine", "queued", "requests", "Requests that wait in the engine."),
     Metric("engine", "kv_use", "fraction", "Share of the KV cache that holds tokens."),
     Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),
     Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),

@@ -60,23 +60,25 @@ class ObjectiveSection(Section):
     """The surrogate that one update minimises."""
 
     name: ObjectiveName = "mu_grpo"
-    """Preset that fills the fields below where the recipe leaves them out. A name that replaces another one, by `--set`
-    or above a `base`, takes its preset whole: the fields of the replaced one are dropped."""
+    """Preset for the fields below that the recipe does not set. If `--set` or a recipe with a `base` sets another name,
+    only the new preset counts: the fields set with the replaced name are dropped."""
     advantage: Literal["group_std", "group_mean", "leave_one_out"] = "group_std"
     """Baseline and scale of the advantage inside a group of responses to one prompt."""
     zero_variance: Literal["count", "mask", "leave_out"] = "count"
     """Groups with equal rewards: `count` keeps their tokens in the denominators, `mask` removes them, and `leave_out`
     builds updates from the other groups."""
     reduction: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
-    """How token terms add up to the loss of an update."""
+    """How token losses are averaged to the loss of an update."""
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
     """Importance ratio: of each token, of the response normalised by its length, or of the whole response."""
     surrogate: str = "ppo"
     """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
     surrogate_depends_on: Literal["token", "response"] | None = None
-    """What decides a token's gradient in your own surrogate: its own fields, or those of its whole response."""
+    """On what a token's gradient depends in your own surrogate: on its own fields, or on those of its whole
+    response."""
     diagnostics: str | None = None
-    """Your own `module:function` that gets the same tokens and returns numbers by name, logged with every update."""
+    """Your own `module:function` that gets the update's tokens and returns numbers by name, logged with every
+    update."""
     clip_low: float = Field(0.0, ge=0.0, le=1.0)
     """Lower bound of the importance ratio's clip range (1 - epsilon_low)."""
     clip_high: float = Field(5.0, ge=1.0)
@@ -86,17 +88,17 @@ class ObjectiveSection(Section):
     reference policy is the learner at the last refresh."""
     reference_every: PositiveInt = 1
     """Updates between refreshes of the reference policy that `clip_centre` names, from a stage's start; with 1 such a
-    clip holds back no token."""
+    clip has no effect."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Ratio above which a negative token of the `ppo` surrogate is not pushed down; off when left out (verl: 3)."""
+    """Ratio above which a negative token of the `ppo` surrogate has no gradient; unset turns it off (verl: 3)."""
     divergence: Literal["tv", "kl"] = "tv"
-    """What `dppo` measures between the policies at each token: total variation or KL of "this token" against "not"."""
+    """Divergence of `dppo` at each token: total variation, or KL, of "this token" against "another token"."""
     divergence_limit: float = Field(0.15, gt=0.0)
-    """A token further than this from the behaviour policy gets no gradient that leads away (DPPO: 0.15 tv, 0.05 kl)."""
+    """Above this divergence, a token gets no gradient that would increase it (DPPO: 0.15 tv, 0.05 kl)."""
     sapo_tau_positive: float = Field(1.0, gt=0.0)
-    """Temperature of SAPO's gate where the advantage is positive."""
+    """Temperature of SAPO's gate, positive advantage."""
     sapo_tau_negative: float = Field(1.05, gt=0.0)
-    """Temperature of SAPO's gate elsewhere; a higher one lets stale tokens count less."""
+    """Temperature of SAPO's gate, other advantages; a higher value reduces the weight of stale tokens."""
     vespo_k_positive: float = Field(2.0, ge=0.0)
     """Power of the sequence ratio in VESPO's weight, positive advantage."""
     vespo_lambda_positive: float = Field(3.0, gt=0.0)
@@ -106,43 +108,49 @@ class ObjectiveSection(Section):
     vespo_lambda_negative: float = Field(2.0, gt=0.0)
     """Decay of VESPO's weight in the sequence ratio, negative advantage."""
     veto: VetoScope = "suffix_non_trigger"
-    """What a negative response with triggers T, the first at κ, loses: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or all."""
+    """Tokens dropped from a negative response with triggers T, the first at κ: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or
+    all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
     """A token of a negative response whose ratio is below this is a trigger; 1e-4 is the paper's example."""
     trigger: Literal["token", "prefix_mean"] = "token"
     """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
     renormalise: bool = False
-    """Divide by what the masks leave instead of by all tokens, so that a dropped token makes the others count more."""
+    """Divide by the tokens that the masks keep instead of by all tokens, so that a dropped token makes the others count
+    more."""
     sequence_mask: float | None = Field(None, ge=0.0)
-    """Drop a negative response whose mean log-ratio is below minus this many nats; off when left out."""
+    """Drop a negative response whose mean log-ratio is below minus this many nats; unset turns it off."""
     reject: Literal["none", "sequence", "sequence_mean"] = "none"
-    """Drop responses by the ratio of the whole response, or by its geometric mean a token."""
+    """Drop responses by the ratio of the whole response, or by its geometric mean per token."""
     reject_low: float = Field(0.5, ge=0.0)
     """A response below this ratio is dropped."""
     reject_high: float = Field(2.0, gt=0.0)
     """A response above this ratio is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
-    """Hold the second moment of the log-ratios under a budget by a data-dependent clip range, or by dropping tokens."""
+    """Keep the second moment of the log-ratios below a budget by a data-dependent clip range, or by dropping tokens."""
     second_moment_budget: float = Field(0.04, gt=0.0)
-    """The most the second moment may be, in squared nats."""
+    """Budget of the second moment, in squared nats."""
     tv_penalty: float = Field(0.0, ge=0.0)
     """Weight of the total variation |ratio - 1| / 2 between current and behaviour policy."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
-    """Correct engine against learner probabilities: truncated ratio or dropped tokens; needs learner behaviour."""
+    """Correct for the mismatch of engine and learner: truncated weights or dropped tokens; needs `rollout.behaviour =
+    "learner"`."""
     mismatch_low: float = Field(0.0, ge=0.0)
-    """Smallest learner/engine probability ratio that is kept."""
+    """Lower bound of the learner/engine probability ratio."""
     mismatch_high: float = Field(2.0, gt=0.0)
-    """Largest learner/engine probability ratio that counts or is kept."""
+    """Upper bound of the learner/engine probability ratio."""
     kl_anchor: str | None = Field(None, min_length=1)
     """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
     kl_coef: float = Field(0.0, ge=0.0)
     """Weight of the KL to the anchor; 0 with an anchor only measures it."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """A term of each token's loss, or the response's sum taken off its reward before the advantage (InstructGPT)."""
+    """A term of each token's loss, or the response's sum subtracted from its reward before the advantage
+    (InstructGPT)."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k2"
-    """Estimate from a sampled token: in the loss, k2's gradient is the KL's, k3's that of KL(anchor | policy)."""
+    """Estimator from a sampled token: in the loss, k2 has the gradient of KL(policy | anchor), k3 of KL(anchor |
+    policy)."""
     kl_weighted: bool = False
-    """Multiply the KL term in the loss by the token's importance ratio: then the gradient is right for stale tokens."""
+    """Multiply the KL term in the loss by the token's importance ratio, which corrects its gradient for stale
+    tokens."""
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the entropy of the policy's next-token distribution, which the loss rewards."""
 

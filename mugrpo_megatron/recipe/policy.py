@@ -45,7 +45,7 @@ class ModelSection(Section):
     """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from, or the name of
     a model on the hub, `owner/name`."""
     revision: str | None = None
-    """Commit, tag or branch of a model on the hub; the commit that it stands for is recorded in run.json."""
+    """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Parameter and activation type of learner and engine; float16 scales the loss. Masters and moments are float32."""
     _snapshot: Path | None = PrivateAttr(None)
@@ -76,13 +76,13 @@ class ModelSection(Section):
 
 
 class SftSection(Section):
-    """Supervised learning: your model learns your rows, or a small new Qwen2 model learns a bundled task."""
+    """Supervised fine-tuning: your model on your rows, or a small new Qwen2 model on a bundled task."""
 
     output: OwnDirectory = Path("runs/warm-start")
     """Run directory of the warm start; the checkpoint is in its `hf/`."""
     train: str | None = None
-    """Rows of prompts and responses, named as `data.train` is, that `model.path` learns; unset: a new model learns the
-    bundled task of `data.train`."""
+    """Rows of prompts and responses on which `model.path` is fine-tuned, sources as for `data.train`; unset: a new
+    model learns the bundled task of `data.train`."""
     epochs: PositiveInt = 1
     """Passes over the rows of `train`; `max_updates` may end them earlier."""
     layers: PositiveInt = 2
@@ -94,9 +94,9 @@ class SftSection(Section):
     heads: PositiveInt = 8
     """Attention heads."""
     kv_heads: PositiveInt = 8
-    """Key/value heads; with fewer than `heads` the bundled task takes several times the updates."""
+    """Key/value heads; with fewer than `heads` the bundled task needs several times as many updates."""
     max_updates: PositiveInt = 4000
-    """Updates after which the warm start ends at any accuracy."""
+    """Updates after which the warm start stops at any accuracy."""
     batch: PositiveInt = 48
     """Problems in one update."""
     lr: PositiveFloat | None = None

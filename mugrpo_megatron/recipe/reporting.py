@@ -8,10 +8,10 @@ from mugrpo_megatron.recipe.objective import Section
 
 
 class ReportSection(Section):
-    """What a run keeps for people to look at. Training is the same, bit by bit, with any of it."""
+    """Data that a run stores for its report. These keys do not change training: it stays bitwise the same."""
 
     probe_responses: int = Field(32, ge=0, le=1024)
-    """Responses of each stage whose ratios are followed while it is optimized: a forward pass over them at the stage's
-    start and after each eighth of it, but at most every 8 updates. 0 probes none."""
+    """Responses of each stage that are probed for the heat map: a forward pass over them at the stage's start and after
+    each eighth of its updates, but at most every 8 updates. 0 turns the probe off."""
     eval_problems: int = Field(6, ge=0, le=1000)
-    """Problems of each held-out set of which every evaluation keeps one response; 0 keeps none."""
+    """Problems of each held-out set for which every evaluation stores one response; 0 stores none."""

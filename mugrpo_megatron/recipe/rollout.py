@@ -22,15 +22,15 @@ class RolloutSection(Section):
     max_response_tokens: PositiveInt = 1024
     """A longer response is cut and finishes with reason `length`."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature; the learner divides its logits by it as well, so that ratios compare the same policies."""
+    """Sampling temperature; the learner divides its logits by it too, so that ratios compare the same policies."""
     top_k: NonNegativeInt = 0
-    """Sample among this many most likely tokens; 0 is all. Up to 64 the stage keeps them, and ratios are exact."""
+    """Sample only from this many most likely tokens; 0 is all. Up to 64 the stage stores them, and ratios are exact."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling: below 1, ratios are exact with a `top_k` of at most 64, otherwise biased."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
-    """Sample no token below this share of the most likely one's probability; exact as `top_p` is."""
+    """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, which keeps them, besides the end-of-sequence token."""
+    """Texts that end a response, besides the end-of-sequence token; the response includes them."""
     behaviour: Literal["engine", "learner"] = "engine"
     """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
 

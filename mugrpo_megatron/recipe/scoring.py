@@ -36,7 +36,7 @@ class FunctionSection(Section):
     function: str = Field(min_length=1)
     """`math`, `code` or a user's `module:function`."""
     weight: float = 1.0
-    """Factor of its reward; 0 calls it for the metrics alone."""
+    """Factor of its reward; 0 calls it only for the metrics."""
     sources: tuple[str, ...] = ()
     """Values of `data_source` (else names of data sets) whose responses it scores; empty scores all."""
     timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
@@ -50,19 +50,21 @@ class RewardSection(Section):
 
     function: str = MATH
     """`math` (math-verify), `code` (runs the response's program against the row's tests) or a user's `module:function`,
-    called by the names of its parameters (docs/rewards.md)."""
+    whose parameter names select its arguments (docs/rewards.md)."""
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: NonNegativeInt = 0
-    """Processes of each function on each generating rank; 0 gives the node's engines one per two cores, at least 1."""
+    """Processes of each function on each generating rank; 0 divides one per two cores among the node's engines, at
+    least 1."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
-    """`strict` refuses answers that hedge or leave the arithmetic undone; `lenient` takes what math-verify accepts."""
+    """`strict` refuses hedged answers and unfinished arithmetic; `lenient` accepts what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0)
     """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0)
-    """Wall-clock seconds after which a worker is killed; it gives up by itself after 1/8 of that in processor time."""
+    """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
+    time."""
     max_answer_chars: PositiveInt = 2000
     """A longer extracted answer scores 0 without being parsed."""
     worker_memory_mb: PositiveInt = 1024
@@ -70,22 +72,24 @@ class RewardSection(Section):
     format_pattern: str = r"\\boxed\{"
     """Regular expression that a well-formed response matches exactly once."""
     format_weight: float = Field(0.0, ge=0.0, le=1.0)
-    """Added to the reward of a well-formed response; 0 leaves the format free."""
+    """Added to the reward of a well-formed response; 0 turns it off."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """This many tokens before `rollout.max_response_tokens` cost reward, linearly up to `overlong_penalty`; 0: off."""
+    """The last this many tokens before `rollout.max_response_tokens` reduce the reward, linearly up to
+    `overlong_penalty`; 0 turns it off."""
     overlong_penalty: NonNegativeFloat = 1.0
     """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
 
     code_sandbox: Literal["namespaces", "limits"] = "namespaces"
-    """What `code` runs programs in: namespaces of their own, or `limits` where the kernel refuses those."""
+    """Sandbox of programs under `code`: `namespaces`, or `limits` if the kernel refuses namespaces."""
     code_reward: Literal["all", "share"] = "all"
-    """`all` pays 1 for a program that passes every test; `share` pays the share of the tests that it passes."""
+    """`all` gives 1 to a program that passes every test, else 0; `share` gives the share of tests passed."""
     code_test_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """Processor seconds of a test, rounded up; of the clock, twice that and a second. `timeout_s` is for all tests."""
+    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `timeout_s` is for all
+    tests."""
     code_memory_mb: PositiveInt = 512
     """Address space of a program, at most `worker_memory_mb`."""
     code_tests: NonNegativeInt = 0
-    """Only so many of a row's tests count, spread evenly over them; 0 takes all."""
+    """Maximum number of a row's tests that run, evenly spaced; 0 takes all."""
 
     @field_validator("format_pattern")
     @classmethod

@@ -27,17 +27,17 @@ from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, Parall
 
 
 class RunSection(Section):
-    """Where a run lives and what makes it repeatable."""
+    """The run's directory, seed, device and reproducibility."""
 
     dir: OwnDirectory = Path("runs/default")
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of learner and engine; `auto` takes CUDA where torch finds it."""
+    """Device of learner and engine; `auto` takes CUDA if torch finds it."""
     deterministic: bool = False
-    """Equal runs on equal machines give equal bits, generation included; slower, and CUDA only. On a CPU the learner's
-    updates on equal stages give equal bits without this key, and generation never does."""
+    """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
+    learner's updates on equal stages are bitwise equal without this key, but generation never is."""
     collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 
@@ -54,32 +54,34 @@ class DataSection(Section):
     """Problems to train on and to evaluate on."""
 
     train: str = "arithmetic"
-    """A bundled task, a JSON, Parquet or CSV file, a named data set, or `owner/name` on the hub; commas join them."""
+    """A bundled task, a JSON, Parquet or CSV file, a named data set, or `owner/name` on the hub; commas separate
+    several."""
     eval: str = "arithmetic"
-    """Held-out problems, named as `train` is."""
+    """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
     generated_problems: int = Field(50_000, gt=0, le=10_000_000)
     """Training problems that a bundled task generates."""
     question_field: str = "problem"
-    """Column that holds the question, text or messages, or a path inside one; at the default others are recognised."""
+    """Column with the question, text or messages, or a path inside one; at the default other names are recognised
+    too."""
     answer_field: str = "answer"
     """Column that holds the gold answer, or a path inside one (`reward_model.ground_truth`)."""
     prompt_style: str = "auto"
     """How a question becomes a prompt: `plain`, `chat` (the tokenizer's chat template), a named math style, or `auto`:
-    `chat` where the tokenizer has a template, else `plain`."""
+    `chat` if the tokenizer has a template, else `plain`."""
     question_template: str | None = None
-    """Text with `{question}` that each question is put into, whatever the style; other braces stay as they are."""
+    """Text around each question, with the field `{question}`, for every prompt style; other braces are kept."""
     system_prompt: str | None = None
-    """System turn of every chat that has none; needs a chat template."""
+    """System turn for chats without one; needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file that takes the place of the tokenizer's own chat template."""
+    """Jinja file that replaces the tokenizer's own chat template."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """What the chat template is called with, such as `enable_thinking = false`."""
+    """Arguments of the chat template, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
-    """Longer prompts are left out and counted."""
+    """Longer prompts are skipped and counted."""
     strict: bool = True
-    """A malformed row or an unverifiable gold ends the command; false leaves them out and says how many."""
+    """A malformed row or an unverifiable gold ends the command with an error; false skips and counts them."""
     deduplicate: bool = True
     """Keep only the first of several training problems with the same question."""
     contamination: Literal["report", "drop", "off"] = "report"
@@ -113,22 +115,24 @@ class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
     stages: PositiveInt = 4
-    """S: how often the engines generate, unless stages end early."""
+    """S: number of stages, each generated once; stages that end early are followed by more."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
     growth: float = Field(1.0, ge=0.1, le=10.0)
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all."""
     passes: int = Field(1, ge=1, le=1000)
-    """How often each stage's updates are taken: µ x passes optimizer updates a stage, later passes in another order."""
+    """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
     min_ess: float = Field(0.0, ge=0.0, lt=1.0)
-    """End a stage early after an update whose effective sample size is below this; the run takes all its updates."""
+    """End a stage early after an update whose effective sample size is below this; the run still takes all its
+    updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
     prefetch: NonNegativeInt = 0
     """Updates before a stage's end at which the next stage's sampling begins, by `mugrpo generate --engine-only
-    --follow` processes; its responses are that much staler. 0 samples when the stage has ended; at most µ x passes."""
+    --follow` processes; its responses are this many updates staler. 0 samples after the stage has ended; at most µ x
+    passes."""
     prefetch_patience_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
-    """Seconds without a new group of a prefetched stage after which a waiting learner saves and ends."""
+    """Seconds without a new group of a prefetched stage after which a waiting learner saves and exits."""
 
     @field_validator("stages")
     @classmethod
@@ -195,8 +199,8 @@ class OptimizerSection(Section):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     decay_over: Literal["run", "stage"] = "run"
-    """What `decay` spans: the run, or each stage, so that the rate falls as its responses grow stale and then restarts.
-    The warm-up is the run's in both."""
+    """Span of `decay`: the run, or each stage, so that the rate falls as the responses become stale and restarts with
+    each stage. The warm-up is always at the run's start."""
     warmup_updates: NonNegativeInt = 0
     """Updates of linear warm-up from 0 to `lr`."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
@@ -206,7 +210,7 @@ class OptimizerSection(Section):
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay; norms and biases are left out."""
+    """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
     max_skipped: PositiveInt = 10
@@ -224,8 +228,8 @@ class CheckpointSection(Section):
     """When the learner's full state is saved, and how many saves are kept."""
 
     every_stages: PositiveInt = 1
-    """Save at the end of every n-th stage, and of the last. A resumed run takes the updates of later stages again, on
-    the responses that are on disk."""
+    """Save at the end of every n-th stage, and of the last. A resumed run repeats the updates of later stages, on the
+    responses on disk."""
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves only at stage ends."""
     every_minutes: NonNegativeFloat = 0.0
@@ -236,11 +240,11 @@ class CheckpointSection(Section):
     """Number of newest complete checkpoints to keep."""
     hf: bool = True
     """Also write `hf/` when a stage's end is saved, for `mugrpo generate --engine-only`; `asynchronous` holds the whole
-    model on the first rank's host meanwhile. False writes it at the run's end alone."""
+    model on the first rank's host meanwhile. False writes it only at the run's end."""
 
 
 class TrackSection(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics are written, besides metrics.jsonl."""
 
     tensorboard: bool = True
     """Write TensorBoard event files under the run directory."""

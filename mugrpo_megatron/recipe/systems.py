@@ -13,7 +13,7 @@ Replay = Literal["off", "rollout", "learner"]
 
 
 class ParallelSection(Section):
-    """How the learner is laid out over ranks; the ranks that the other sizes leave are data parallel."""
+    """The learner's parallel layout; the remaining ranks are data parallel."""
 
     tensor: PositiveInt = 1
     """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
@@ -22,7 +22,7 @@ class ParallelSection(Section):
     virtual_pipeline: PositiveInt = 1
     """Model chunks per pipeline rank (interleaved schedule); 1 is plain 1F1B."""
     context: PositiveInt = 1
-    """Context parallel size: each packed row is split over this many ranks, for sequences that one rank cannot hold."""
+    """Context parallel size: each packed row is split over this many ranks, for sequences too long for one rank."""
     expert: PositiveInt = 1
     """Expert parallel size of mixture-of-experts models."""
     sequence: bool = False
@@ -33,16 +33,17 @@ class LearnerSection(Section):
     """How an update is split into micro-batches, and what it keeps in memory."""
 
     micro_batch_tokens: PositiveInt = 16384
-    """Packed tokens (prompt and response) of one micro-batch on one rank; one response may exceed it alone.
+    """Packed tokens (prompt and response) of one micro-batch on one rank; a single longer response may exceed it.
     Micro-batches that CPU threads run at once share it, with at most 4,096 each."""
     loss_chunk_tokens: NonNegativeInt = 0
     """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes these if installed."""
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes Transformer Engine if
+    installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
-    """Products of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
+    """GEMMs of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = "off"
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
     engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
@@ -66,15 +67,16 @@ class EngineSection(Section):
     tensor: PositiveInt = 1
     """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
     nodes: PositiveInt = 1
-    """Nodes that each engine spans, with all devices: for a model that one node does not hold (docs/engine.md)."""
+    """Nodes that each engine spans, with all devices: for a model that does not fit on one node (docs/engine.md)."""
     per_node: NonNegativeInt = 0
     """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
     between_stages: Literal["restart", "sleep"] = "sleep"
-    """While the learner works: `sleep` keeps the process and releases its memory, `restart` ends it."""
+    """While the learner trains: `sleep` keeps the engine's process and releases its memory, `restart` stops the
+    process."""
     memory_fraction: float = Field(0.8, gt=0.0, lt=1.0)
     """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
     max_running_requests: PositiveInt = 1024
-    """Most responses decoded together; short responses gain from many."""
+    """Maximum number of responses decoded together; a large number helps short responses."""
     max_total_tokens: NonNegativeInt = 0
     """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
     attention_backend: str = "auto"
@@ -83,25 +85,26 @@ class EngineSection(Section):
     """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
     short ones slower, replicas both faster; on busy cores threads slow each other down."""
     replicas: int = Field(0, ge=0, le=64)
-    """Copies of each engine that decode side by side in processes of their own, and share its requests (CPU). 0 takes
-    two where each has a core and the weights take at most 256 MiB, else one."""
+    """Copies of each engine that decode in parallel processes and share its requests (CPU). 0 takes two if each has a
+    core and the weights take at most 256 MiB, else one."""
     compiled: bool = True
     """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
     compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""
     start_timeout_s: PositiveFloat = 1800.0
-    """Seconds until an engine that has not started counts as failed. One that ends is noticed at once; large models
-    from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
+    """Seconds until an engine that has not started counts as failed; an engine that exits is noticed at once. Large
+    models from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
-    """Seconds until an engine counts as hung: without a new token while it generates, else without an answer."""
+    """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
     max_failures: PositiveInt = 3
     """End the run after this many engine failures in a row without a finished response between them."""
     quantization: Literal["none", "fp8"] = "none"
-    """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, which
-    each weight sync quantises again (CUDA, bfloat16)."""
+    """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
+    at each weight sync (CUDA, bfloat16)."""
     bucket_bytes: PositiveInt = 512 * 1024 * 1024
     """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
     check_weights: Literal["first", "every", "never"] = "first"
-    """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, each, or never."""
+    """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, after every sync, or
+    never."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Other arguments of SGLang's server: `[engine.extra]`, checked against the installed SGLang (docs/engine.md)."""
 

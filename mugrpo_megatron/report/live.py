@@ -1,4 +1,4 @@
-"""`mugrpo report --live`: the report of a running run, on this machine alone, drawn again as the run goes on."""
+"""`mugrpo report --live`: the report of a running run, served only to this machine, refreshed while it runs."""
 
 from __future__ import annotations
 

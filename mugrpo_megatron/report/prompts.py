@@ -1,4 +1,4 @@
-"""Prompts of a stage as text, where the run's tokenizer is at hand."""
+"""Prompts of a stage as text, if the run's tokenizer is available."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One score of what several reward functions say."""
+"""Combines the scores of several reward functions into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts how often a user's reward function fails, and says when that has to end the run."""
+"""Counts the failures of a user's reward function, and ends the run when there are too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a user's reward function is called: by the names of its parameters, which say whose convention it follows."""
+"""How a user's reward function is called: its parameter names show which trainer's convention it follows."""
 
 from __future__ import annotations
 

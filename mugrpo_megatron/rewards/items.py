@@ -1,4 +1,4 @@
-"""What goes to a reward function, and what it says: the records between the verifier and its workers."""
+"""Inputs and results of a reward function: the records between the verifier and its workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sentence says: the value behind an answer phrase, or the last value of the last line.
+"""The value that a sentence states: after an answer phrase, or the last value of the last line.
 
 Only string work. A value counts only where the words around it leave it alone: "at least 7", "half of 7" and "never 7"
 do not say 7. Values with only "and", "or", commas and names between them are one list, as boxes are, so that naming

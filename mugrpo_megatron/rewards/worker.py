@@ -1,4 +1,4 @@
-"""A verifier worker: reads batches of calls from a socket, says so, makes them one by one, answers after each.
+"""A verifier worker: reads batches of calls from a socket, acknowledges them, and answers after each call.
 
 Started by rewards/guard.py. It limits its own address space, gives up on a call when its alarm rings, retires when it
 has grown, and may be killed at any time.

@@ -162,7 +162,7 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
         )
     origin = read_manifest(directory).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{directory} holds a stage of another place; put the right one there")
+        raise UserError(f"{directory} holds another stage than its name says; put the right stage there")
     if stage == 0:
         return origin, Cursor()
     state = read_state(checkpoint)
@@ -209,7 +209,7 @@ def _link(source: Path, target: Path, key: str, leave_out: Sequence[str] = ()) -
                 shutil.copytree(source, partial, ignore=ignored, dirs_exist_ok=True)
             except shutil.Error as error:
                 raise UserError(
-                    f"{source} cannot be copied ({error.args[0][0][2]}); does its run still go on?"
+                    f"{source} cannot be copied ({error.args[0][0][2]}); is its run still in progress?"
                 ) from None
 
 

@@ -187,7 +187,7 @@ def check_stage_held(directory: RunDirectory, cursor: Cursor) -> None:
     stage = directory.stage(cursor.stage)
     if cursor.age > 0 and not StageStore(stage).sealed:
         raise UserError(
-            f"{stage} is not a whole stage, and the run stands after {cursor.age:,} of its updates; restore it from a "
+            f"{stage} is incomplete, but the run has taken {cursor.age:,} of its updates; restore it from a "
             f"copy, or remove the checkpoints after {checkpoint_name(Cursor(cursor.stage))} from "
             f"{directory.checkpoints}: the run then resumes at the stage's start and generates it again"
         )

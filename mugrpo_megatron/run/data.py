@@ -1,4 +1,4 @@
-"""The fingerprint of a run's problems: a data set that changes between a kill and a resume is told.
+"""The fingerprint of a run's problems: a resume refuses a data set that has changed.
 
     data.json     for training and held-out sets: name -> SHA-256 of its problems, with a checksum
 
@@ -36,7 +36,7 @@ def check_data(run_dir: Path, problems: Problems) -> None:
     try:
         before: Fingerprint = read_sealed(path, "data")
     except (OSError, ValueError):
-        raise UserError(f"{path}: damaged, so whether the data are the run's is unknown; {accept}") from None
+        raise UserError(f"{path}: damaged, so the run's data cannot be checked; {accept}") from None
     changed = _differing(before, fingerprint(problems))
     if changed:  # perhaps only in form
         with_place = _differing(before, _fingerprint(problems, _told_with_place))

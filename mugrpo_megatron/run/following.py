@@ -1,4 +1,4 @@
-"""What a process that follows a run does next: wait, generate its share of the offered stage, or end."""
+"""What a process with `--follow` does next: wait, generate its share of the offered stage, or exit."""
 
 from __future__ import annotations
 

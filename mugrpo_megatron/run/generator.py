@@ -1,4 +1,4 @@
-"""What an engine leader has: its engine, the verifier and the problems."""
+"""What an engine leader holds: its engine, the verifier and the problems."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def check_begun(record: Record, recipe: Recipe, what: str) -> None:
     """Raise UserError when `model.path` holds other weights than when the run began, from which `what` is."""
     if record.weights and record.weights != begun_weights(recipe):
         raise UserError(
-            f"{what} is of other weights than {recipe.model.path} holds now; put those that the run began with back, "
-            "or choose another run.dir"
+            f"{what} used other weights than {recipe.model.path} holds now; restore the original weights, or choose "
+            "another run.dir"
         )
 
 

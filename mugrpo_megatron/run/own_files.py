@@ -1,4 +1,4 @@
-"""Checksums of the user's own files that decide a run's results: one that is edited before a resume is told.
+"""Checksums of the user's own files that decide a run's results: a resume refuses an edited one.
 
     own_files.json     the recipe's key that names the file -> SHA-256 of the file, with a checksum
 
@@ -55,10 +55,10 @@ def check_own_files(recipe: Recipe) -> None:
         now = own_files(recipe)
         edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     except (OSError, ValueError, AttributeError, TypeError):
-        raise UserError(f"{path}: damaged, so whether the files are the run's is unknown; {accept}") from None
+        raise UserError(f"{path}: damaged, so your own files cannot be checked; {accept}") from None
     if edited:
         raise UserError(
-            f"{recipe.run.dir} began with another content of the file that {' and '.join(edited)} names; put it back, "
+            f"{' and '.join(edited)} names a file that was edited since {recipe.run.dir} began; restore it, "
             f"begin a new run or a branch with another run.dir, or {accept}"
         )
 

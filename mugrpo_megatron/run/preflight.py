@@ -1,4 +1,4 @@
-"""What can be told of a run before anything slow is imported: its model, layout, run directory and data.
+"""Checks of a run before anything slow is imported: its model, layout, run directory and data.
 
 Neither torch nor transformers, Megatron, SGLang or sympy is imported here, so that a mistake is told within seconds.
 `mugrpo train` does this first; `--dry-run` does nothing else.

@@ -106,7 +106,7 @@ def weight_sums(model: Path) -> dict[str, str]:
         )
     files = sorted(model.glob("*.safetensors"))
     if not files:
-        raise UserError(f"model.path = {model} has no weights (*.safetensors), so which they were cannot be said")
+        raise UserError(f"model.path = {model} has no weights (*.safetensors), so they cannot be compared")
     return {path.name: digest(path).sha256 for path in files}
 
 

@@ -88,7 +88,7 @@ def read_record(run_dir: Path) -> Record | None:
         begun = Branch(**branch) if branch else None, HubModel(**model) if model else None
         return Record(body["id"], *begun, body.get("weights", ""))
     except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(f"{path}: damaged, so which run this is is unknown; restore it from a copy") from None
+        raise UserError(f"{path}: damaged, so this run cannot be identified; restore the file from a copy") from None
 
 
 def write_record(run_dir: Path, record: Record) -> None:

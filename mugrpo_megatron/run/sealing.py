@@ -1,4 +1,4 @@
-"""Close a stage that processes without a learner have generated, once it is whole and of one piece."""
+"""Seal a stage that processes without a learner have generated, after checking that it is complete and consistent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines of several nodes: their processes start together, once all ranks have met, and again after each failure."""
+"""Engines of several nodes: their processes start together after a barrier of all ranks, and after each failure."""
 
 from __future__ import annotations
 

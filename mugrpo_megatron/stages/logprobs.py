@@ -109,9 +109,7 @@ def check_logprobs(path: Path, of: Mapping[str, Any], remedy: str) -> dict[str, 
     try:
         body = read_sealed(sums(path), "logprobs", format=FORMAT)
     except (OSError, ValueError):
-        raise UserError(
-            f"{sums(path)}: missing or damaged, and with it the checksums of {path.name}; {remedy}"
-        ) from None
+        raise UserError(f"{sums(path)}: missing or damaged, so {path.name} cannot be checked; {remedy}") from None
     if body["of"] != of:
         raise UserError(f"{path}: these are the log-probabilities of other responses or of another policy; {remedy}")
     return body

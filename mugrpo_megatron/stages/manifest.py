@@ -157,8 +157,8 @@ def check_listed(directory: Path, writer: int) -> None:
     sealed = [] if writer else directory.glob(SEALED_NAME)
     for path in sorted([*directory.glob(shard_name(writer, DIGITS)), *sealed]):
         raise UserError(
-            f"{manifest} is missing, and with it what is known of {path.name}; restore it from a copy, or remove "
-            f"{directory} to generate the stage again"
+            f"{manifest} is missing, so {path.name} cannot be checked; restore it from a copy, or remove {directory} "
+            f"to generate the stage again"
         )
 
 

@@ -1,4 +1,4 @@
-"""What the writers of a stage have left in their shards, gathered into the order of its updates."""
+"""Merges the shards of a stage's writers into the order of its updates."""
 
 from __future__ import annotations
 

@@ -170,9 +170,7 @@ def read_routes(
         body = read_sealed(index(path), "routes", format=FORMAT)
         shape, part = Shape(body["layers"], body["chosen"], body["width"]), Part(**body["updates"][update])
     except (OSError, ValueError):
-        raise UserError(
-            f"{index(path)}: missing or damaged, and with it what is known of {path.name}; {remedy}"
-        ) from None
+        raise UserError(f"{index(path)}: missing or damaged, so {path.name} cannot be read; {remedy}") from None
     if body["of"] != of or (part.tokens, part.responses) != (sum(lengths), len(lengths)):
         raise UserError(f"{path}: these are the routes of other responses or of another policy; {remedy}")
     stride = part.tokens * shape.token

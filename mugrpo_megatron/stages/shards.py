@@ -1,4 +1,4 @@
-"""A writer's shard: the groups that wait for it, and its file."""
+"""A writer's shard: its pending groups, and its file."""
 
 from __future__ import annotations
 

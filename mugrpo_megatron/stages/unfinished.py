@@ -1,4 +1,4 @@
-"""Groups that a generation left unfinished, on disk beside the stage's shards: the tokens that were sampled already.
+"""Groups that a generation left unfinished, on disk next to the stage's shards: the tokens sampled so far.
 
     stages/00003/unfinished-0002.npz      of writer 2; replaced at the end of each generation, removed with the shards
 

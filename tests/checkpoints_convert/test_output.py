@@ -248,7 +248,7 @@ def test_a_directory_with_the_temporary_name_is_not_emptied(
     partial = resumable(tmp_path / "out")
     partial.mkdir()
     (partial / "precious").touch()
-    assert "has files of something else ('precious')" in refused(convert, capsys, tmp_path / "out")
+    assert "has files that no conversion wrote ('precious')" in refused(convert, capsys, tmp_path / "out")
     assert (partial / "precious").exists()
     shutil.rmtree(partial)
     (tmp_path / "elsewhere").mkdir()

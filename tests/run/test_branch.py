@@ -82,7 +82,7 @@ def test_stage_0_is_refused_with_other_weights_than_those_that_sampled_it(tmp_pa
     assert record
     assert record.weights == fingerprint(tmp_path / "model")
     weights.write_bytes(b"other")
-    with pytest.raises(UserError, match=r"a: stage 0 is of other weights than .*model holds now"):
+    with pytest.raises(UserError, match=r"a: stage 0 used other weights than .*model holds now"):
         branch(recipe(tmp_path / "c", own), tmp_path / "a", 0)
     assert not (tmp_path / "c").exists()
 

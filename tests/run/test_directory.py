@@ -67,7 +67,7 @@ def test_weights_that_changed_before_the_first_checkpoint_are_refused(tmp_path: 
     with open_directory(own):  # as they were
         pass
     (model / "model.safetensors").write_bytes(b"other")
-    with pytest.raises(UserError, match=r"no checkpoint yet, is of other weights than .*model holds now"):
+    with pytest.raises(UserError, match=r"no checkpoint yet, used other weights than .*model holds now"):
         check_directory(own)
     (run / "checkpoints" / "stage00000-age00004").mkdir()
     with open_directory(own):  # the run goes on from its own weights

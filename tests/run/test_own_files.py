@@ -62,7 +62,7 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
     assert own_files(recipe).keys() == NAMES.keys()
     own = tmp_path / NAMES[key]
     own.write_text(CODE + "# edited\n", encoding="utf-8")
-    said = rf"file that {key} names; put it back, begin a new run or a branch .*remove"
+    said = rf"{key} names a file that was edited since .* began; restore it, begin a new run or a branch .*remove"
     for refuses in (check_directory, begin):
         with pytest.raises(UserError, match=said):
             refuses(recipe)

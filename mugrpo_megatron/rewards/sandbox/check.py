@@ -1,4 +1,4 @@
-"""Whether this machine can hold programs as the recipe asks; found before the first response."""
+"""Checks, before the first response, that this machine supports the recipe's sandbox."""
 
 from __future__ import annotations
 

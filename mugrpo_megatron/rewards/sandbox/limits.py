@@ -1,4 +1,4 @@
-"""What a program may use, and how its process is held to it."""
+"""The resource limits of a program, and how they are set on its process."""
 
 from __future__ import annotations
 
