@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, Expr, FiniteSet, Float, I, Integer
+from sympy import Basic, Expr, FiniteSet, Float, I, Integer, nan
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -34,7 +34,8 @@ def number(text: str) -> Expr | None:
     value = found[0] if found else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
         value = value.args[0]
-    return value if isinstance(value, Expr) and value.is_number and value.is_finite is not False else None
+    finite = isinstance(value, Expr) and value.is_number and value.is_finite is not False and value is not nan
+    return value if finite else None
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
