@@ -39,7 +39,9 @@ class Plan:
     batch: Batch
     memory: Memory
     phases: Phases
-    """Of one stage."""
+    """Of one stage, of mean length where `schedule.growth` makes them differ."""
+    stage_lengths: tuple[int, int]
+    """Updates that the first and the last stage sample responses for."""
     engines: int
     bubble: float
     checkpoint_bytes: float
@@ -90,6 +92,7 @@ def make_plan(
         batch=batch,
         memory=need,
         phases=phases(case, need),
+        stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
         engines=engines,
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
@@ -111,6 +114,7 @@ def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
         "batch": asdict(plan.batch),
         "memory": asdict(plan.memory),
         "stage_seconds": asdict(plan.phases),
+        "stage_lengths": list(plan.stage_lengths),
         "engines": plan.engines,
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
