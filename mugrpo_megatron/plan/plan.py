@@ -15,7 +15,7 @@ from mugrpo_megatron.plan.layout import Layout, parameters
 from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, engine_memory, memory
 from mugrpo_megatron.plan.models import Model, find_model
 from mugrpo_megatron.plan.prefetch import Split, best_split, hiding_split
-from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
+from mugrpo_megatron.plan.search import Candidate, compare, fitting_engine, nearest_fitting, recipe_keys
 from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.plan.training import bubble
 from mugrpo_megatron.recipe import Recipe
@@ -151,6 +151,8 @@ def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
     said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
+    if found is None and (tensor := fitting_engine(case)):
+        return f"{said}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
     if found is None:
         return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
     return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found.recipe)}"
