@@ -128,7 +128,8 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
     if ordered and gold_ordered:
         same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
         return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
-    if (not ordered and len(elements) > 1 and is_range(wanted)) or (len(gold_elements) > 1 and is_range(text)):
+    listed_alone = (not ordered and len(elements) > 1) or (not gold_ordered and len(gold_elements) > 1)
+    if listed_alone and is_range(text) != is_range(wanted):
         return _verdict(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
         return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))

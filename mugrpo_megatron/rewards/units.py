@@ -39,7 +39,7 @@ _NOT_IN_A_UNIT = re.compile(
     r"|[천만억]|이상|이하|미만|정도|또는"
     r"|\b(?:mil|mill[oó]n(?:es)?|mille|milliers?|milliards?|milh(?:ão|ões|ares)|tausend|hundert|dutzend|million(?:en)"
     r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
-    r"|o|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
+    r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
 )
 """Signs of arithmetic and doubt, and what other languages call a magnitude, "or", "more", "not" and "about"."""
 _MAGNITUDES = {
