@@ -34,8 +34,9 @@ def number(text: str) -> Expr | None:
     value = found[0] if found else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
         value = value.args[0]
-    finite = isinstance(value, Expr) and value.is_number and value.is_finite is not False and value is not nan
-    return value if finite else None
+    if not isinstance(value, Expr) or not value.is_number or value.is_finite is False or value is nan:
+        return None
+    return value
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
