@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -250,4 +251,5 @@ def _evaluate(
 def _text(interval: Interval, measure: Measure = "accuracy") -> str:
     if measure == "accuracy":
         return f"{100 * interval.value:.1f} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
-    return f"{interval.value:.4g} [{interval.low:.4g}, {interval.high:.4g}]"
+    known = math.isfinite(interval.low) and math.isfinite(interval.high)
+    return f"{interval.value:.4g}" + (f" [{interval.low:.4g}, {interval.high:.4g}]" if known else "")

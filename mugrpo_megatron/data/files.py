@@ -103,6 +103,8 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             names = reader.fieldnames or []
+            if len(names) == 1 and (other := next((sign for sign in ",;\t|" if sign in names[0]), "")):
+                raise UserError(f"{path}:1: {other!r} separates the columns: write the file again with {delimiter!r}")
             if len(set(names)) < len(names):
                 raise UserError(f"{path}:1: two columns have one name; rename one of them")
             for row in reader:
@@ -110,7 +112,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
                     yield reader.line_num, "has more fields than the first line has names"
                 else:
                     yield reader.line_num, {name: value for name, value in row.items() if value is not None}
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 ({error}): save it with this encoding") from None
+    except csv.Error as error:
         raise UserError(f"{path} is not a readable {path.suffix[1:].upper()} file ({error})") from None
 
 
@@ -118,6 +122,10 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     with path.open("rb") as file:
         for line, raw in enumerate(file, start=1):
             text = raw.removeprefix(codecs.BOM_UTF8) if line == 1 else raw
+            if line == 1 and text.strip() == b"[":
+                raise UserError(
+                    f"{path} is a JSON array, not one object a line: rename it to {path.with_suffix('.json').name}"
+                )
             if text.strip():
                 yield line, _json_row(text)
 

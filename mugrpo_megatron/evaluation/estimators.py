@@ -17,7 +17,7 @@ Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with its 95 % confidence interval; infinite ends where a single value leaves the spread unknown."""
+    """An estimate with its 95 % confidence interval; infinite ends where equal values leave the spread unknown."""
 
     value: float
     low: float
@@ -78,14 +78,15 @@ def clustered_interval(per_problem: Sequence[float], samples: int = 1) -> Interv
 def mean_interval(per_problem: Sequence[float]) -> Interval:
     """Mean of one value of any size per problem, with Student's 95 % interval; the unit of sampling is the problem.
 
-    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. A single problem
-    leaves the interval infinite. Raises ValueError without problems.
+    The quantile is Abramowitz & Stegun 26.7.5, within 0.2 % of Student's t from four problems on. Equal
+    values, as of one problem, do not say how far rewards spread: the interval is infinite. Raises ValueError without
+    problems.
     """
     if not len(per_problem):
         raise ValueError("an interval needs at least one problem")
     values = np.asarray(per_problem, dtype=np.float64)
     mean = float(values.mean())
-    if len(values) == 1:
+    if values.min() == values.max():
         return Interval(mean, -math.inf, math.inf)
     half = _student(len(values) - 1) * float(values.std(ddof=1)) / math.sqrt(len(values))
     return Interval(mean, mean - half, mean + half)

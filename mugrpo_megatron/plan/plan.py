@@ -15,7 +15,7 @@ from mugrpo_megatron.plan.layout import Layout, parameters
 from mugrpo_megatron.plan.memory import Batch, Memory, batch_of, engine_memory, memory
 from mugrpo_megatron.plan.models import Model, find_model
 from mugrpo_megatron.plan.prefetch import Split, best_split, hiding_split
-from mugrpo_megatron.plan.search import Candidate, compare, nearest_fitting, recipe_keys
+from mugrpo_megatron.plan.search import Candidate, compare, fitting_engine, nearest_fitting, recipe_keys
 from mugrpo_megatron.plan.time import Phases, Schedule, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.plan.training import bubble
 from mugrpo_megatron.recipe import Recipe
@@ -39,7 +39,9 @@ class Plan:
     batch: Batch
     memory: Memory
     phases: Phases
-    """Of one stage."""
+    """Of one stage, of mean length where `schedule.growth` makes them differ."""
+    stage_lengths: tuple[int, int]
+    """Updates that the first and the last stage sample responses for."""
     engines: int
     bubble: float
     checkpoint_bytes: float
@@ -90,6 +92,7 @@ def make_plan(
         batch=batch,
         memory=need,
         phases=phases(case, need),
+        stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
         engines=engines,
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
@@ -111,6 +114,7 @@ def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
         "batch": asdict(plan.batch),
         "memory": asdict(plan.memory),
         "stage_seconds": asdict(plan.phases),
+        "stage_lengths": list(plan.stage_lengths),
         "engines": plan.engines,
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
@@ -147,6 +151,8 @@ def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
     said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
     found = nearest_fitting(layouts)
+    if found is None and (tensor := fitting_engine(case)):
+        return f"{said}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
     if found is None:
         return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
     return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found.recipe)}"

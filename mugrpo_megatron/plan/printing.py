@@ -99,13 +99,22 @@ def _memory(plan: Plan) -> Table:
 
 
 def _phases(plan: Plan) -> Table:
-    table = _table("One stage of this recipe", "Phase", ">Time", ">Share")
+    table = _table(_stage_title(plan), "Phase", ">Time", ">Share")
     total = plan.phases.total
     for name, seconds in asdict(plan.phases).items():
         table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
     table.add_section()
     table.add_row("stage", about(total), "")
     return table
+
+
+def _stage_title(plan: Plan) -> str:
+    """What the table of a stage is about: with `schedule.growth`, one of mean length."""
+    first, last = plan.stage_lengths
+    if first == last:
+        return "One stage of this recipe"
+    mean = plan.schedules[0].updates_per_stage
+    return f"A stage of mean length, {mean:,} updates; this recipe's have {first:,} to {last:,}"
 
 
 def _schedules(plan: Plan) -> Table:

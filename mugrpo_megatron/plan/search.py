@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.plan.case import Case
 from mugrpo_megatron.plan.layout import Layout
-from mugrpo_megatron.plan.memory import RECOMPUTE, EngineMemory, memory
+from mugrpo_megatron.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory
 from mugrpo_megatron.plan.training import update_seconds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import layout_problems
@@ -72,6 +72,20 @@ def nearest_fitting(found: list[Candidate]) -> Candidate | None:
     """The valid layout nearest to the recipe's; of equally near ones the fastest."""
     valid = [one for one in found if not one.problems]
     return min(valid, key=lambda one: (one.distance, one.seconds)) if valid else None
+
+
+def fitting_engine(case: Case) -> int | None:
+    """The smallest larger `engine.tensor` inside a node with which the recipe's own layout fits; None without one."""
+    section, per_node = case.recipe.engine, case.cluster.per_node
+    for tensor in range(section.tensor + 1, per_node + 1 if section.nodes == 1 else 0):
+        trial = case.with_recipe(
+            case.recipe.model_copy(update={"engine": section.model_copy(update={"tensor": tensor})})
+        )
+        if per_node % tensor or any(layout_problems(trial.recipe, dict(case.config), case.cluster.world)):
+            continue
+        if memory(trial, engine_memory(trial)).fits:
+            return tensor
+    return None
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:

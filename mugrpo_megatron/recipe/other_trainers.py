@@ -22,6 +22,7 @@ class Ours(NamedTuple):
 _G = Ours(("rollout.responses_per_prompt",))
 _LENGTH = Ours(("rollout.max_response_tokens",))
 _PROMPT_LENGTH = Ours(("data.max_prompt_tokens",))
+_SAMPLES = Ours(("eval.samples",))
 _LR = Ours(("optimizer.lr",))
 _KL = Ours(("objective.kl_coef",), "with objective.kl_anchor")
 _LOW = Ours(("objective.clip_low",), "a bound of the ratio: 1 - epsilon")
@@ -68,8 +69,9 @@ OTHERS: dict[str, Ours] = {
     "rollout_temperature": Ours(("rollout.temperature",)),
     "rollout_top_p": Ours(("rollout.top_p",)),
     "rollout_top_k": Ours(("rollout.top_k",)),
-    "n_samples_per_eval_prompt": Ours(("eval.samples",)),
-    "num_generations_eval": Ours(("eval.samples",)),
+    **dict.fromkeys(("n_samples_per_eval_prompt", "num_generations_eval", "val_kwargs.n", "eval.n"), _SAMPLES),
+    "val_kwargs.temperature": Ours(("eval.temperature",)),
+    "val_kwargs.top_p": Ours(("eval.top_p",)),
     # batches and schedule
     **dict.fromkeys(
         (

@@ -78,13 +78,15 @@ def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
     def recipe(section: str, key: str) -> Any:
         return run.recipe.get(section, {}).get(key, "?")
 
-    passes = run.recipe.get("schedule", {}).get("passes", 1)
+    passes, growth = (run.recipe.get("schedule", {}).get(key, 1) for key in ("passes", "growth"))
+    each = " updates each" if growth == 1 else " updates a stage on average"
     return [
         {"before": before, "value": value, "after": after}
         for before, value, after in (
             ("", recipe("objective", "name"), ""),
             ("S = ", recipe("schedule", "stages"), " stages"),
-            ("µ = ", recipe("schedule", "updates_per_stage"), " updates each"),
+            ("µ = ", recipe("schedule", "updates_per_stage"), each),
+            *((("growth ", growth, ""),) if growth != 1 else ()),
             *((("", passes, " passes over each stage"),) if passes != 1 else ()),
             ("", recipe("rollout", "prompts_per_update"), " prompts an update"),
             ("", recipe("rollout", "responses_per_prompt"), " responses a prompt"),

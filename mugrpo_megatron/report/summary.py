@@ -123,7 +123,7 @@ def _gained(mean: dict[str, Any], measure: str) -> Text:
     if mean["before"] is None:
         return Text("not known: not evaluated before the first update", style="dim")
     gain = mean["after"] - mean["before"]
-    return Text(difference(gain, measure), style="bold green" if gain > 0 else "bold red")
+    return Text(difference(gain, measure), style="bold green" if gain > 0 else "bold red" if gain < 0 else "bold")
 
 
 def _figure(value: float, interval: list[float] | None, measure: str) -> tuple[Text, str]:

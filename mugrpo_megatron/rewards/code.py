@@ -20,6 +20,7 @@ from mugrpo_megatron.rewards.sandbox import kernel
 from mugrpo_megatron.rewards.sandbox.check import check_jail, sees_files
 from mugrpo_megatron.rewards.sandbox.limits import Limits
 from mugrpo_megatron.rewards.sandbox.run import call_function, check_asserts, run_program
+from mugrpo_megatron.rewards.transcript import after_thoughts
 
 _FENCE = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE
@@ -64,8 +65,10 @@ def program_in(response: str) -> str:
     """The program in a response: its last fenced block of Python, else its last fenced block; "" without one.
 
     As in Markdown, lines lose as much indentation as their fence has: in a list it is indented, and so is the program.
+    A draft in a thought is not the program, as a thought is no answer to `math`.
     """
-    found = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in _FENCE.finditer(response)]
+    fences = _FENCE.finditer(after_thoughts(response))
+    found = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in fences]
     python = [text for language, text in found if language in _PYTHON]
     return (python or [text for _, text in found] or [""])[-1]
 

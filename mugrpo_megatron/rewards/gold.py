@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
 from mugrpo_megatron.rewards.choices import letter_of, letters_of
 from mugrpo_megatron.rewards.extract import boxed_answer
-from mugrpo_megatron.rewards.normalize import normalize, split_top, without_words
+from mugrpo_megatron.rewards.normalize import REPEATING, normalize, split_top, without_words
 from mugrpo_megatron.rewards.numbers import Number, read_number
 from mugrpo_megatron.rewards.prose import committed
 from mugrpo_megatron.rewards.spans import span_of
@@ -46,6 +46,8 @@ class Gold:
     parsed: list[Any] = field(default_factory=list)
     number: Number | None = None
     unit: Unit | None = None
+    repeating: bool = False
+    """Whether it is a decimal with a bar, which a decimal that leaves the bar out does not equal."""
 
 
 @lru_cache(maxsize=4096)
@@ -79,7 +81,16 @@ def read_gold(answer: str) -> Gold:
     found = _single_value(value)
     if found is not None:
         plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
-        return Gold(whole if named else found, "number", plain, parsed(found), read_number(found), unit or money(said))
+        repeating = REPEATING.search(said) is not None
+        return Gold(
+            whole if named else found,
+            "number",
+            plain,
+            parsed(found),
+            read_number(found),
+            unit or money(said),
+            repeating,
+        )
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
 
 

@@ -10,12 +10,17 @@ _ORDER = r"\s*(<=|>=|<|>|\\(?:le|ge|lt|gt)q?(?:slant)?(?![A-Za-z]))\s*"
 _CHAIN = re.compile(rf"([^<>]+?){_ORDER}([A-Za-z]){_ORDER}([^<>]+)")
 _ONE_SIDED = re.compile(rf"([A-Za-z]){_ORDER}([^<>]+)|([^<>A-Za-z]+(?:\\[A-Za-z]+[^<>A-Za-z]*)*){_ORDER}([A-Za-z])")
 _ABSOLUTE = re.compile(r"(?:\||\\vert ?)([A-Za-z])(?:\||\\vert ?)\s*(<=?|\\(?:le|lt)q?(?![A-Za-z]))\s*([^<>]+)")
+_SET_OF = re.compile(
+    r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|[|:])\s*(.+?)\s*\\\}"
+)
 _MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
 _UNION = re.compile(r"\\cup(?![A-Za-z])")
 
 
 def as_interval(text: str) -> str:
     """The interval, or union of intervals, that inequalities of one unknown describe; other text as it is."""
+    if described := _SET_OF.fullmatch(text):
+        text = described[2]
     parts = [_interval(part) for part in split_top(text, ",")]
     return " \\cup ".join(sorted(part for part in parts if part)) if all(parts) else text
 
@@ -24,6 +29,13 @@ def is_interval(text: str) -> bool:
     """Whether text is an interval or a union of intervals: brackets around two ends."""
     parts = split_top(text, _UNION.pattern)
     return all(part[:1] in "([" and part[-1:] in ")]" and encloses(part) and part.count(",") == 1 for part in parts)
+
+
+def is_range(text: str) -> bool:
+    r"""Whether text is an inequality, or an interval that is no point: `[0, 1)`, `(-\infty, 2]`."""
+    if not is_interval(text):
+        return is_interval(as_interval(text))
+    return text[0] + text[-1] in ("[)", "(]") or "\\infty" in text
 
 
 def without_membership(text: str) -> str:

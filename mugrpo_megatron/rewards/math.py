@@ -8,7 +8,7 @@ from typing import Literal
 from mugrpo_megatron.rewards.ambiguity import hedged, no_single_value, not_worked_out, too_large
 from mugrpo_megatron.rewards.choices import all_chosen, chosen
 from mugrpo_megatron.rewards.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
-from mugrpo_megatron.rewards.intervals import as_interval, is_interval, union_parts, without_membership
+from mugrpo_megatron.rewards.intervals import as_interval, is_interval, is_range, union_parts, without_membership
 from mugrpo_megatron.rewards.normalize import encloses, normalize, split_top, unstyled, without_words
 from mugrpo_megatron.rewards.numbers import Number, agree, is_rounding, read_number, rounded
 from mugrpo_megatron.rewards.spans import same_span, span_of
@@ -86,7 +86,7 @@ def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
         return 0.0, not_worked_out(values[0])
     numbers = [read_number(value) for value in values]
     first = numbers[0]
-    if first is None or not _is_gold(first, gold):
+    if first is None or (gold.repeating and first.decimal) or not _is_gold(first, gold):
         return _verdict(False)
     if len(parts) == 1 and units_differ(parts[0][1] or sign, gold.unit):
         return 0.0, _OTHER_UNIT
@@ -128,6 +128,9 @@ def _other_verdict(text: str, gold: Gold) -> Verdict:
     if ordered and gold_ordered:
         same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
         return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
+    listed_alone = (not ordered and len(elements) > 1) or (not gold_ordered and len(gold_elements) > 1)
+    if listed_alone and is_range(text) != is_range(wanted):
+        return _verdict(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
         return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
     unordered, gold_unordered = _unordered(text), _unordered(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from mugrpo_megatron.rewards.scripts import in_ascii_digits
 
@@ -25,7 +26,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\\\(?=(?:[lg]eq?|left|right|[dt]?frac|sqrt|text|pi|boxed|cdot|times|pm|infty)(?![A-Za-z]))", r"\\"),
         (r"(?<=[0-9]),\\!\s*(?=[0-9])|(?<=[0-9])\{,\}\s*(?=[0-9])", ""),
         (r"\\!|\\(?:left|right|displaystyle|limits|bf|rm|it)(?![A-Za-z])|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
-        (r"\\color\s*\{[a-z]*\}", ""),
+        (r"\\(?:text)?color\s*\{[a-z]*\}|\\(?:large|Large|LARGE|huge|Huge|small|normalsize)(?![A-Za-z])", ""),
         (r"(?<!\\)\\[,;: ]|\\q?quad", " "),
         (r"\{:\}", ":"),
         (r"\\div(?![A-Za-z])", "/"),
@@ -36,6 +37,10 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\not\s*=", r"\\ne "),
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
+        (r"^\s*(?:[a-z]\s*\\in\s*)?\\mathbb\s*(?:\{\s*R\s*\}|R)\s*$", r"(-\\infty, \\infty)"),
+        (r"^\s*\\text\s*\{\s*[Aa]ll real(?: number)?s\s*\}\s*$", r"(-\\infty, \\infty)"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
         (r"\\rbrace(?![A-Za-z])", r"\\}"),
         (rf"(?<![0-9A-Za-z.}}\])^_])\\(?:{_FONT})\s*\{{\s*([0-9]+(?:\.[0-9]+)?)\s*\}}(?!\s*[0-9.(\[{{])", r"\1"),
@@ -54,6 +59,14 @@ _WHOLE = re.compile(rf"\s*\\+(?:{_STYLE})\s*(?=\{{)")
 _STYLED = re.compile(rf"\\(?:{_STYLE})\s*\{{([^{{}}]*)\}}")
 _WORDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{[^{}0-9]*\}(?:\^\{?-?[0-9]\}?)?(?=\s*(?:$|,|=))")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+_THOUSANDS_AND_UNIT = re.compile(
+    _THOUSANDS.pattern
+    + r"(?=(?:\.[0-9]+)?\s*(?:\Z|\\?%|\^\s*\{?\s*\\circ|\\(?:text[a-z]*|math(?:rm|sf|bf)|mbox|hbox)\s*\{))"
+)
+REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})(?:\\(?:overline|bar)\s*\{\s*([0-9]{1,20})\s*\}|\\(?:bar|dot)\s*\{?\s*([0-9])\s*\}?)"
+    r"(?!\s*(?:[0-9.]|\\[ld]*dots))"
+)
 _SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
 _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
 _SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
@@ -74,8 +87,7 @@ def normalize(text: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
-    if not any(bracket in text for bracket in "([{"):
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    text = REPEATING.sub(_as_fraction, _without_thousands(text))
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
         text = text[1:-1].strip()
     if _SPACED_THOUSANDS.fullmatch(text):
@@ -85,6 +97,26 @@ def normalize(text: str) -> str:
     if scientific := _SCIENTIFIC.fullmatch(text):
         return f"{scientific[1]} \\times 10^{{{scientific[2]}}}"
     return text
+
+
+def _without_thousands(text: str) -> str:
+    """`1,200` as `1200`; where text has brackets only outside of them, and only in front of a unit or the end."""
+    if not any(bracket in text for bracket in "([{"):
+        return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+    def joined(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        inside = any(before.count(opening) > before.count(closing) for opening, closing in ("()", "[]", "{}"))
+        return match[0] if inside else match[0].replace(",", "")
+
+    return _THOUSANDS_AND_UNIT.sub(joined, text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as `\frac{1}{6}`."""
+    fixed, repeated = match[1] + match[2], match[3] or match[4]
+    value = Fraction(int(fixed + repeated) - int(fixed or "0"), 10 ** len(match[2]) * (10 ** len(repeated) - 1))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _without_label(text: str) -> str:

@@ -20,7 +20,8 @@ _REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _DENIED = re.compile(
     r"(?:\b(?:not|never|hardly|neither|except|without|(?:anything|all|nothing)\s+but|far\s+from|unlikely)|n't|\bcannot)"
-    r"\s+(?:\w+\s+)?(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\$?\s*\Z",
+    r"\s+(?:\w+\s+)?(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\$?\s*\Z"
+    r"|(?:\b(?:no\s+(?:es|son)|n[’']est\s+pas|nicht|não\s+é|non\s+è|не)\s+|(?:不是|并非|並非|不等于|不等於)\s*)\$?\s*\Z",
     re.IGNORECASE,
 )
 _CHANGED_BEFORE = re.compile(

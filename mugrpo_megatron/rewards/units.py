@@ -34,8 +34,14 @@ _NUMERAL = re.compile(
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
 )
 """A number in words, outside of parentheses: `5 (five)` says one number."""
-_NOT_IN_A_UNIT = re.compile(r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]")
-"""Signs of arithmetic and doubt, and Chinese characters for a magnitude, "or", "not" and "about"."""
+_NOT_IN_A_UNIT = re.compile(
+    r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
+    r"|[천만억]|이상|이하|미만|정도|또는"
+    r"|\b(?:mil|mill[oó]n(?:es)?|mille|milliers?|milliards?|milh(?:ão|ões|ares)|tausend|hundert|dutzend|million(?:en)"
+    r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
+    r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
+)
+"""Signs of arithmetic and doubt, and what other languages call a magnitude, "or", "more", "not" and "about"."""
 _MAGNITUDES = {
     "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
     "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",

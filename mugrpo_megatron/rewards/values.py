@@ -8,7 +8,7 @@ import zlib
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, Expr, FiniteSet, Float, I, Integer
+from sympy import Basic, Expr, FiniteSet, Float, I, Integer, nan
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -34,7 +34,9 @@ def number(text: str) -> Expr | None:
     value = found[0] if found else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
         value = value.args[0]
-    return value if isinstance(value, Expr) and value.is_number and value.is_finite is not False else None
+    if not isinstance(value, Expr) or not value.is_number or value.is_finite is False or value is nan:
+        return None
+    return value
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:

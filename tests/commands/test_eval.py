@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -131,13 +132,17 @@ def test_the_table_can_be_pasted() -> None:
 
 def test_mean_rewards_are_no_percentages() -> None:
     sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
-    assert "| one | 8 | 2 | 2.5 [2.5, 2.5] |" in table(Evaluation(sets, {"one": 1.0}))
+    said = table(Evaluation(sets, {"one": 1.0}))
+    assert "| one | 8 | 2 | 2.5 |" in said
+    assert "inf" not in said
+    apart = [summarize("one", [graded(n, float(n)) for n in range(8)], "reward")]
+    assert re.search(r"\| 2\.25 \[1\.\d+, 3\.\d+\] \|", table(Evaluation(apart, {"one": 1.0})))
 
 
 def test_a_majority_that_is_not_defined_is_a_dash() -> None:
     silent = [replace(graded(n, 4.0), answers=["", ""]) for n in range(8)]
     line = table(Evaluation([summarize("one", silent, "reward")], {"one": 1.0})).splitlines()[2]
-    assert line == "| one | 8 | 2 | 2.5 [2.5, 2.5] | 100.0 [67.6, 100.0] | – | 4 | 0.0% | 1 |"
+    assert line == "| one | 8 | 2 | 2.5 | 100.0 [67.6, 100.0] | – | 4 | 0.0% | 1 |"
 
 
 class Parrot:

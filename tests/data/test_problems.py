@@ -78,12 +78,21 @@ def test_many_malformed_rows_are_three_examples_and_a_count(tmp_path: Path) -> N
         ("empty.jsonl", "", "holds no usable problem"),
         ("only_bad.jsonl", "[]\n", "holds no usable problem"),
         ("not.parquet", "no table", "not a readable Parquet file"),
+        ("array.jsonl", '[\n{"problem": "1+1=", "answer": "2"}\n]\n', "is a JSON array.*rename it to array.json$"),
+        ("semicolons.csv", "question;answer\n1+1=;2\n", "';' separates the columns: write the file again with ','$"),
     ],
 )
 def test_a_set_without_problems_is_the_users_mistake(tmp_path: Path, name: str, content: str, message: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(UserError, match=message):
+        load_problems(str(path), LENIENT)
+
+
+def test_text_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "old.csv"
+    path.write_bytes("question,answer\nWieviel ist 1+1, Müller?,2\n".encode("latin-1"))
+    with pytest.raises(UserError, match=r"old.csv is not UTF-8 .*: save it with this encoding"):
         load_problems(str(path), LENIENT)
 
 

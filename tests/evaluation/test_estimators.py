@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.evaluation.estimators import (
@@ -115,7 +115,9 @@ def test_the_average_of_equal_independent_sets_narrows_with_their_root() -> None
 
 @given(st.lists(st.floats(-100, 100), min_size=2, max_size=40), st.floats(-10, 10), st.floats(0.01, 100))
 def test_a_mean_rewards_interval_moves_and_scales_with_the_rewards(values: list[float], by: float, to: float) -> None:
-    before, after = mean_interval(values), mean_interval([to * value + by for value in values])
+    moved = [to * value + by for value in values]
+    assume(min(moved) < max(moved))
+    before, after = mean_interval(values), mean_interval(moved)
     for end in ("low", "value", "high"):
         assert getattr(after, end) == pytest.approx(to * getattr(before, end) + by, rel=1e-6, abs=1e-6)
 
@@ -128,8 +130,12 @@ def test_mean_rewards_intervals_cover_the_truth_as_often_as_they_say(problems: i
     assert sum(i.low <= -2.0 <= i.high for i in intervals) / 4000 == pytest.approx(0.95, abs=0.012)
 
 
-def test_one_problem_does_not_say_how_far_rewards_spread() -> None:
-    assert mean_interval([3.0]) == Interval(3.0, -math.inf, math.inf)
+@pytest.mark.parametrize("rewards", [[3.0], [3.0, 3.0], [3.0] * 40])
+def test_equal_rewards_do_not_say_how_far_rewards_spread(rewards: list[float]) -> None:
+    assert mean_interval(rewards) == Interval(3.0, -math.inf, math.inf)
+
+
+def test_an_average_of_sets_has_no_interval_where_a_set_has_none() -> None:
     assert macro_average([mean_interval([3.0]), Interval(1.0, 0.5, 1.5)]) == Interval(2.0, -math.inf, math.inf)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from mugrpo_megatron.plan.search import compare, recipe_keys
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
+
+LARGE = Path(__file__).parents[2] / "run_scripts" / "recipes" / "multi_node" / "llama-3.3-70b.toml"
 
 
 def shape(name: str) -> Architecture:
@@ -115,3 +118,9 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
         options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()
         again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
         assert layout_of(again, cluster.world) == one.layout
+
+
+def test_a_model_too_large_for_its_engines_gets_larger_engines_and_no_other_learner() -> None:
+    recipe = load_recipe(LARGE, ["engine.tensor=1"])
+    with pytest.raises(UserError, match=r"it fits with engines of 2 devices: --set engine\.tensor=2$"):
+        make_plan(recipe, 8, 8, "h200")

@@ -139,6 +139,14 @@ def test_the_plan_prints_and_has_both_splits(capsys: pytest.CaptureFixture[str])
     assert "    mugrpo train 'a [b].toml'\n" in said
 
 
+def test_a_plan_of_growing_stages_says_that_its_stage_is_of_mean_length(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = case_of(2, schedule={"stages": 3, "updates_per_stage": 7, "growth": 2.0}).recipe
+    plan = make_plan(recipe, 2, 8, "h200")
+    assert plan.stage_lengths == (recipe.schedule.length(0), recipe.schedule.length(2)) == (4, 11)
+    print_plan(plan, {})
+    assert "A stage of mean length, 7 updates; this recipe's have 4 to 11" in " ".join(capsys.readouterr().out.split())
+
+
 def test_fp8_halves_an_engines_weights_and_several_nodes_slow_its_steps() -> None:
     plain, fp8 = case_of(2), case_of(2, engine={"quantization": "fp8"})
     weights = [engine_memory(case).weights for case in (plain, fp8)]

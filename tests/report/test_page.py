@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -129,6 +130,26 @@ def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     assert found["another axis"]
     assert found["csv"].startswith('series,update,seconds,value,low,high|"math500",0,')
     assert found["picture"] == "whole"
+
+
+LABELS = """
+drawing.boundaries.splice(0, Infinity, ...[0, 2, 24, 44].map((u, stage) => ({ u, t: u, stage })));
+const panel = panels[0];
+panel.draw();
+const boxes = [...panel.plot.querySelectorAll("text.stage")].map((node) => node.getBoundingClientRect());
+document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
+document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) => [box.left, box.right]));
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
+    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
+    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    assert len(labels) == 3
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))
 
 
 @pytest.mark.process

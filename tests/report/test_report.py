@@ -72,6 +72,19 @@ def test_every_chart_has_its_one_card(stages: int, updates: int, tmp_path: Path)
     assert sorted(cards) == sorted([*(chart.id for chart in draw(read_run(directory)).charts), "timeline"])
 
 
+def test_stages_that_grow_have_no_updates_each(tmp_path: Path) -> None:
+    recipe = recipe_of(2, 8)
+    grown = recipe.model_copy(update={"schedule": recipe.schedule.model_copy(update={"growth": 1.5})})
+    pages = [
+        " ".join(
+            re.sub("<[^>]*>", " ", write_report(write_run(tmp_path / name, rows_of(2, 8), one)).read_text()).split()
+        )
+        for name, one in (("equal", recipe), ("grown", grown))
+    ]
+    assert "µ = 8 updates each" in pages[0]
+    assert "µ = 8 updates a stage on average growth 1.5" in pages[1]
+
+
 def test_recipe_is_shown_with_what_differs_from_the_defaults(tmp_path: Path) -> None:
     html = write_report(write_run(tmp_path, rows_of(1, 1), recipe_of(1, 1))).read_text()
     assert "<div class=set><dt>seed</dt><dd>3</dd></div>" in html

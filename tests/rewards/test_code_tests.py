@@ -97,6 +97,9 @@ def test_rows_without_usable_tests_are_refused(gold: Any, row: dict[str, Any], w
         ("```python\na = '```'\n```", "a = '```'\n"),
         ("```python\nnever closed", ""),
         ("print(3)", ""),
+        ("<think>\n```python\na\n```\n</think>\nI give up.", ""),
+        ("a thought\n```python\na\n```\n</think>\n```python\nb\n```", "b\n"),
+        ("<think>\n```python\na\n```\nand then", ""),
         ("", ""),
     ],
 )

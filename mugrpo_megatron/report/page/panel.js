@@ -161,11 +161,13 @@ class Panel {
     const bounds = drawing.boundaries.filter((bound) => bound[view.along] >= this.from && bound[view.along] <= this.to);
     const room = (this.right - this.left) / bounds.length;
     if (drawing.boundaries.length < 2 || room < 7) return;
-    const labelled = room > 58;
+    let free = this.left - 1; // labels end here so far: of stages that are too short for theirs, the first has its label
     for (const bound of bounds) {
       const x = this.x(bound[view.along]);
       if (bound[view.along]) svg("line", { x1: x, x2: x, y1: this.top, y2: this.bottom, stroke: color("faint"), "stroke-opacity": room < 16 ? 0.3 : 0.6, "stroke-dasharray": "2 3" }, this.plot);
-      if (labelled) svg("text", { x: x + 6, y: this.bottom - 7, class: "stage" }, this.plot).textContent = `stage ${bound.stage}`;
+      if (room <= 20 || x < free || x + 52 > this.right) continue;
+      svg("text", { x: x + 6, y: this.bottom - 7, class: "stage" }, this.plot).textContent = `stage ${bound.stage}`;
+      free = x + 52;
     }
   }
 
