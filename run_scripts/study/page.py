@@ -41,7 +41,7 @@ QUESTIONS = {
     "regime": "clip and scopes at one rate",
     "fresh": "GRPO at the regime rate",
     "long": "stages of 512 and 1,024, and GRPO, with 2,048 updates",
-    "falling": "a rate that falls in each stage",
+    "falling": "growth of 1.5 with a rate that falls in each stage",
 }
 """Block -> what it is for, in the order in which blocks run."""
 

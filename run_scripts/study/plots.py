@@ -36,7 +36,6 @@ LOOKS: Mapping[str, tuple[str, str, str]] = {
     "grow_mild": ("grey", "--", "8 growing by 1.5"),
     "grow": ("orange", "--", "8 doubling"),
     "grow_decay": ("red", "-.", "8 doubling, decay"),
-    "eight_decay": ("violet", ":", "8 of 64, decay"),
     "mild_decay": ("green", "-.", "8 growing by 1.5, decay"),
     "veto_1e-3": ("blue", ":", "below 10⁻³"),
     "veto_1e-2": ("violet", ":", "below 10⁻²"),

@@ -17,7 +17,7 @@ STUDY = load_grid()
 RATE = 4e-5
 RECIPES = {name: load_recipe(BASE, settings(STUDY, Cell(0, name, RATE))) for name in STUDY.methods}
 STALE = [name for name in STUDY.methods if STUDY.shares_stage(name)]
-FALLING = {"grow_decay": 64, "eight_decay": 64, "mild_decay": 64}
+FALLING = {"grow_decay": 64, "mild_decay": 64}
 LONG = {"grpo_long": 4, "four_long": 512, "two_long": 1024}
 SEVERAL = {"grpo": 4, "eight": 64, "four": 128, "grow_mild": 64, "grow": 64, **FALLING, **LONG}
 
@@ -56,7 +56,6 @@ def test_methods_with_several_stages_are_those_of_the_plan() -> None:
     assert {name: method.mu for name, method in STUDY.methods.items() if name not in STALE} == SEVERAL
     lengths = {name: [*map(RECIPES[name].schedule.length, range(STUDY.phases(name)))] for name in SEVERAL}
     assert lengths["grow"] == lengths["grow_decay"] == [3, 5, 9, 17, 32, 65, 127, 254]
-    assert lengths["eight_decay"] == lengths["eight"] == [64] * 8
     assert lengths["grow_mild"] == lengths["mild_decay"] == [11, 17, 24, 35, 53, 79, 117, 176]
     for name in SEVERAL:
         assert RECIPES[name].objective == RECIPES["strict" if name.startswith("grpo") else "veto"].objective
@@ -85,7 +84,7 @@ def test_no_run_goes_long_without_an_evaluation_and_all_end_with_one(name: str) 
     every = STUDY.every * updates // STUDY.updates
     assert (found[0], found[-1]) == (0, updates)
     assert max(late - early for early, late in pairwise(found)) <= every
-    if name in (*STALE, *LONG, "grpo", "four", "eight", "eight_decay"):
+    if name in (*STALE, *LONG, "grpo", "four", "eight"):
         assert found == [*range(0, updates + 1, every)]
 
 

@@ -207,11 +207,11 @@ def test_the_page_counts_what_is_left() -> None:
     nothing = Results(GRID, [], [])
     fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
     fixed += 2  # claim 3's methods again, where the cells of hot are a second draw
-    waiting = 4 * 8 + 8 + (5 + 3 + 2) * 3
-    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 2) * len(GRID.start)}"
+    waiting = 4 * 8 + 8 + (5 + 3 + 1) * 3
+    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 1) * len(GRID.start)}"
     (done,) = page.remarks(nothing)
     assert done == f"0 of {page.planned(nothing)} cells have finished."
-    own = 8 + 4 * 3 + 3 * 3 + 2 * 3  # the chosen schedule, the others, the paper's shape, rates that fall
+    own = 8 + 4 * 3 + 3 * 3 + 3  # the chosen schedule, the others, the paper's shape, part five
     own += 4 * 6  # claims 1 and 2 at the seeds without regime cells of that draw: here every tuned rate is the regime's
     own += 3  # GRPO again, where the chosen schedule's cell is a second draw
-    assert page.planned(finished()) == str(fixed + own + (4 + 5 + 2) * 3)
+    assert page.planned(finished()) == str(fixed + own + (4 + 5 + 1) * 3)

@@ -60,7 +60,7 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
     own = [one for one in cells if isinstance(one, Cell) and one.seed != STUDY.tuning_seed]
     assert not any(isinstance(one, Waiting) for one in cells)
     # what each line of the order adds; the fourth has none and veto again, for a second draw
-    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3 + 2, (8 + 1) * 3, 2, 3 * 3, 2 * 3]
+    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3 + 2, (8 + 1) * 3, 2, 3 * 3, 3]
     assert len(own) == sum(sizes)
     parts = [own[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes))]
     assert {(one.method, one.rate) for one in parts[0]} == {
@@ -88,7 +88,7 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
     long = {"grpo_long", "four_long", "two_long"}
     assert {(one.method, one.rate) for one in parts[6]} == {(name, 4e-5) for name in long}
     assert not {one.method for one in cells if one.seed == STUDY.tuning_seed} & long
-    assert {one.method for one in parts[7]} == {"eight_decay", "mild_decay"}
+    assert {one.method for one in parts[7]} == {"mild_decay"}
     for part in parts:
         assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
     for part in (*parts[2:5], *parts[6:]):
@@ -97,7 +97,7 @@ def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -
 
 def test_tuned_cells_wait_for_their_rate_and_schedules_for_the_choice() -> None:
     waiting = {one for one in wanted(STUDY, {}) if isinstance(one, Waiting)}
-    assert len(waiting) == 4 * 8 + 8 + (5 + 3 + 2) * 3
+    assert len(waiting) == 4 * 8 + 8 + (5 + 3 + 1) * 3
     part = tuned(dict.fromkeys(SCHEDULES, 0.6))
     missing = Cell(STUDY.tuning_seed, "grow_decay", 4e-5)
     del part[missing]
