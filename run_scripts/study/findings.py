@@ -31,7 +31,7 @@ PART_ONE = (
     Contrast("on one stage of 512, mu-GRPO ends less than 1 point below GRPO with µ=4", "tuned", "veto", "grpo", -0.01),
     Contrast("at the hot rate, mu-GRPO ends above the relaxed clip without a veto", "hot_pair", "veto", "none"),
     Contrast(
-        "at the hot rate, E[ρ given A < 0] over the last 64 updates is higher with the veto than without",
+        "at the hot rate, E[ρ given A < 0] over the last 64 updates is higher with the veto than without it",
         "hot_pair",
         "veto",
         "none",

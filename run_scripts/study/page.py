@@ -109,17 +109,17 @@ def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
     title = results.grid.methods[chosen].title if chosen else ""
     by_verdict = {
         "clip": {
-            "holds": "[0, 5], at a rate of its own",
+            "holds": "[0, 5], with its own tuned rate",
             "not shown": "try both: mu-GRPO is not shown to end above GRPO's clip",
             "open": "open: try both",
         },
         "mu": {
             "holds": f"{title}: less than 1 point below GRPO",
-            "not shown": "4 where accuracy counts most, else several stages: one stage costs most",
+            "not shown": "4 if accuracy matters most, else several stages: one stage costs most",
             "open": "open: start with 128, and compare with 4",
         },
         "veto": {
-            "holds": "`suffix_non_trigger` (H_κ), as in the paper; shown to help at the hot rate alone",
+            "holds": "`suffix_non_trigger` (H_κ), as in the paper; shown to help only at the hot rate",
             "not shown": "`suffix_non_trigger` (H_κ), as in the paper; not shown to hold accuracy here",
             "open": "`suffix_non_trigger` (H_κ), as in the paper",
         },
@@ -216,8 +216,8 @@ def _prices(results: Results) -> list[str]:
     for name in AXIS[1:-1]:  # the last is claim 2
         after = results.column("schedules", name, "after")
         if apart := differences(after, results.column("schedules", AXIS[0], "after")):
-            prices.append(f"µ={results.grid.methods[name].mu} {tables.over_seeds(apart)}")
-    lead = "Shorter stages, exploratory, minus GRPO, each at its tuned rate:"
+            prices.append(f"µ={results.grid.methods[name].mu}: {tables.over_seeds(apart)}")
+    lead = "Shorter stages minus GRPO, each at its tuned rate (exploratory):"
     return [f"{lead} {'; '.join(prices)}."] if prices else []
 
 
@@ -237,7 +237,7 @@ def _shares(results: Results) -> list[str]:
     clip, veto = (differences(cells[left], cells[right]) for left, right in (("none", "strict"), ("veto", "none")))
     idle = sum(bool(row["same_as"]) for row in results.of("tuned", "veto").values())
     return [
-        f"Of claim 1's difference, the relaxed clip alone makes {points(mean_of(clip), 1)} points and the veto "
+        f"The relaxed clip alone accounts for {points(mean_of(clip), 1)} points of claim 1's difference and the veto for "
         f"{points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
         f"{scientific(results.grid.trigger_ratio)}, so the veto had nothing to drop."
     ]
@@ -266,8 +266,8 @@ def _in_between(results: Results) -> list[str]:
     if not apart or not rate:
         return []
     return [
-        f"At {scientific(rate)}, between the tuned and the hot rate, exploratory: mu-GRPO minus the relaxed clip "
-        f"without a veto {tables.over_seeds(apart)}."
+        f"At {scientific(rate)}, between the tuned and the hot rate, mu-GRPO minus the relaxed clip without a veto is "
+        f"{tables.over_seeds(apart)} (exploratory)."
     ]
 
 

@@ -120,7 +120,7 @@ def price_table(results: Results, methods: Sequence[str]) -> str:
                 points(mean_of(apart), 1) if apart else "–",
             ]
         )
-    return markdown(("µ", "Times it generates", "Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows)
+    return markdown(("µ", "Generations", "Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows)
 
 
 def tuning_table(results: Results) -> str:
@@ -197,7 +197,7 @@ def _seeds(results: Results, block: str, method: str) -> str:
     """How many seeds a method has; and how many of them did not run, because they have another method's figures."""
     cells = results.of(block, method).values()
     twins = sum(bool(row["same_as"]) for row in cells)
-    return f"{len(cells)}" + (f" ({twins} the same as without a veto)" if twins else "")
+    return f"{len(cells)}" + (f" ({twins} equal to the run without a veto)" if twins else "")
 
 
 def _mean(rows: Sequence[Row], column: str, scale: float, digits: int) -> str:
