@@ -237,8 +237,8 @@ def _shares(results: Results) -> list[str]:
     clip, veto = (differences(cells[left], cells[right]) for left, right in (("none", "strict"), ("veto", "none")))
     idle = sum(bool(row["same_as"]) for row in results.of("tuned", "veto").values())
     return [
-        f"The relaxed clip alone accounts for {points(mean_of(clip), 1)} points of claim 1's difference and the veto for "
-        f"{points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
+        f"The relaxed clip alone accounts for {points(mean_of(clip), 1)} points of claim 1's difference and the veto "
+        f"for {points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
         f"{scientific(results.grid.trigger_ratio)}, so the veto had nothing to drop."
     ]
 
