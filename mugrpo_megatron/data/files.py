@@ -113,7 +113,7 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
                 else:
                     yield reader.line_num, {name: value for name, value in row.items() if value is not None}
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 ({error}): save it with this encoding") from None
+        raise UserError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     except csv.Error as error:
         raise UserError(f"{path} is not a readable {path.suffix[1:].upper()} file ({error})") from None
 

@@ -92,7 +92,7 @@ def test_a_set_without_problems_is_the_users_mistake(tmp_path: Path, name: str, 
 def test_text_in_another_encoding_is_to_be_saved_as_utf_8(tmp_path: Path) -> None:
     path = tmp_path / "old.csv"
     path.write_bytes("question,answer\nWieviel ist 1+1, Müller?,2\n".encode("latin-1"))
-    with pytest.raises(UserError, match=r"old.csv is not UTF-8 .*: save it with this encoding"):
+    with pytest.raises(UserError, match=r"old.csv is not UTF-8 .*: save it as UTF-8"):
         load_problems(str(path), LENIENT)
 
 
