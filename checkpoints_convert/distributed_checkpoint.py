@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mugrpo_megatron.files.durable import durable_file, write_json
-from mugrpo_megatron.files.torch_dist_index import INDEX
+from mugrpo_megatron.files.torch_dist import INDEX
 
 CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
 OBJECT = "object"

@@ -8,8 +8,8 @@ from pathlib import Path
 from checkpoints_convert.command import MEGABYTE, advance
 from checkpoints_convert.output import RECORD, converted_files
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, read_state
 from mugrpo_megatron.files.durable import digest
+from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.observe.progress import open_display
 
 

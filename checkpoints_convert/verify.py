@@ -112,9 +112,9 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
     import numpy as np
 
     from mugrpo_megatron.learner.attention import make_packing
+    from mugrpo_megatron.learner.checkpoint import load_model
     from mugrpo_megatron.learner.groups import initialize, shutdown
     from mugrpo_megatron.learner.model import build_model, policy
-    from mugrpo_megatron.learner.sharded import load_model
     from mugrpo_megatron.recipe import Recipe
 
     recipe = Recipe.model_validate({"model": {"path": hf, "dtype": "float32"}})

@@ -12,15 +12,13 @@ from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
 from mugrpo_megatron.phases.evaluate import evaluate_before_stage, evaluate_inside_stage, evaluate_meanwhile
-from mugrpo_megatron.phases.finish import finish
-from mugrpo_megatron.phases.finished import show_finished
+from mugrpo_megatron.phases.finish import finish, show_finished
 from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.phases.optimize import optimizing, record_stage, record_update
 from mugrpo_megatron.phases.passes import record_behaviour, refresh_reference
 from mugrpo_megatron.phases.prefetch import offer_next_stage, take_offered_stage
-from mugrpo_megatron.phases.profile import profiled
 from mugrpo_megatron.phases.samples import read_update
-from mugrpo_megatron.phases.saves import save_if_due
+from mugrpo_megatron.phases.saves import profiled, save_if_due
 from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted

@@ -13,9 +13,9 @@ import mugrpo_megatron.commands.separate
 import mugrpo_megatron.commands.sft
 import mugrpo_megatron.train
 import mugrpo_megatron.weights.check
+import tests.extras.plan.measured
 import tests.learner.tiny
 import tests.models
-import tests.plan.measured
 import tests.tiny
 import tests.weights.ranks_work
 import tests.weights.tiny

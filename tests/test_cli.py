@@ -19,8 +19,9 @@ import pytest
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
-from mugrpo_megatron.commands import sweep_grid, table_training
+from mugrpo_megatron.commands import table_training
 from mugrpo_megatron.engine import ahead
+from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from tests.tiny import save_model, write_recipe
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm import triggers
 from mugrpo_megatron.algorithm.anchor import kl_estimate
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import NEVER
+from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
 
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
@@ -47,7 +46,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("advantage_max", "", "largest advantage in magnitude"),
     ("zero_advantage_fraction", "fraction", "responses whose advantage is 0, as in groups with equal rewards"),
     ("update_tokens", "tokens", "response tokens of the update"),
-    *triggers.METRICS,
+    *TRIGGER_METRICS,
 )
 """Name, unit and meaning of every metric of `metrics`; a mean or quantile over no tokens is not reported."""
 
@@ -96,7 +95,7 @@ def metrics(
             values["kl_anchor_k1"] = kl_estimate(logprobs.double(), anchor, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     values |= _trigger_summary(first_trigger, advantages, segments)
-    values |= triggers.metrics(log_ratio, advantages, segments)
+    values |= trigger_metrics(log_ratio, advantages, segments)
     return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
 
 

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm import diagnostics
 from mugrpo_megatron.algorithm.anchor import kl_loss
-from mugrpo_megatron.algorithm.entropy import entropy_loss
 from mugrpo_megatron.algorithm.masks import keep_mask
-from mugrpo_megatron.algorithm.own import own_metrics
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.algorithm.surrogates import (
     Tokens,
     around,
+    entropy_loss,
     importance_ratio,
     log_ratios,
+    own_metrics,
     surrogate_of,
     total_variation,
 )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
@@ -204,3 +207,53 @@ SURROGATES: dict[str, Surrogate] = {
     "gmpo": gmpo,
     "vespo": vespo,
 }
+
+
+def entropy_loss(entropy: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
+    """The bonus's part of each token's loss [T]: -`entropy_coef` x weight x H (A3C, arXiv 1602.01783, section 4).
+
+    It has the weight of the token in the update's loss. As the KL penalty, it counts on the mask before the veto.
+
+    Args:
+        entropy: [T] nats: of the current policy's distribution where each token was sampled, at the sampling
+            temperature and over the whole vocabulary.
+    """
+    return -config.entropy_coef * segments.weights.to(entropy.dtype)[segments.ids] * entropy
+
+
+PREFIX = "own/"
+NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def own_metrics(tokens: Tokens, config: ObjectiveSection) -> dict[str, float]:
+    """What the function of `config.diagnostics` says of an update's tokens, as `own/NAME`; without gradients.
+
+    Raises UserError when the function fails or returns something else than numbers by name.
+    """
+    source = config.diagnostics
+    if source is None:
+        return {}
+    function = load_function("objective.diagnostics", source)
+    given = replace(tokens, **{name: getattr(tokens, name).detach() for name in ("logprobs", "log_ratio", "ratio")})
+    try:
+        with torch.no_grad():
+            found: Any = function(given, config)
+    except Exception as error:
+        raise UserError(f"objective.diagnostics = {source} failed: {type(error).__name__}: {error}") from error
+    return _checked(found, source)
+
+
+def _checked(found: Any, source: str) -> dict[str, float]:
+    if not isinstance(found, Mapping):
+        raise UserError(f"objective.diagnostics = {source} returned {type(found).__name__}, not a mapping of numbers")
+    metrics = {}
+    for name, value in found.items():
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise UserError(f"objective.diagnostics = {source}: {name!r} is not a name of letters, digits, - and _")
+        try:
+            metrics[PREFIX + name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # a tensor of several numbers
+            raise UserError(
+                f"objective.diagnostics = {source}: {name} is not a number but {type(value).__name__}"
+            ) from None
+    return metrics

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.engine.placement import rank_of_environment
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 
 IMPORTING = "importing torch, transformers and Megatron"

@@ -20,10 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sandbox.jail_check import check_jail
+from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.observe.environment import devices, installed, usable_cores
 from mugrpo_megatron.observe.toolchain import Tool, driver_answers, tools_here
-from mugrpo_megatron.rewards.sandbox.check import check_jail
-from mugrpo_megatron.rewards.sandbox.limits import Limits, Mode
 
 SETUP = "run_scripts/setup.sh"
 

@@ -15,18 +15,16 @@ from transformers import PreTrainedTokenizerBase
 from mugrpo_megatron.commands.command import say
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import held_out_problems, spaced_of_each
+from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompts import first_prompt, template_of
-from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
-from mugrpo_megatron.evaluation.grading import Graded, Summary, grade, measure_of, prompts_of, summarize
-from mugrpo_megatron.evaluation.scoring import scored
+from mugrpo_megatron.evaluation.scoring import Graded, Summary, grade, measure_of, prompts_of, scored, summarize
 from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
-from mugrpo_megatron.files.json_text import read_json
-from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.json_text import json_value, read_json
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -35,8 +33,7 @@ from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import sums_by_set
 from mugrpo_megatron.run.directory import locked
-from mugrpo_megatron.run.model import begun_weights, hub_model, with_model
-from mugrpo_megatron.run.own_files import file_sum
+from mugrpo_megatron.run.record import begun_weights, file_sum, hub_model, with_model
 from mugrpo_megatron.samples import Problem, Prompt
 
 SETTINGS = "settings.json"

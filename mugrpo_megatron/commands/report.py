@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.compare import write_comparison
 from mugrpo_megatron.report.live import serve
 from mugrpo_megatron.report.report import write_report

@@ -11,17 +11,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mugrpo_megatron.data.columns import found_in
-from mugrpo_megatron.data.files import rows
+from mugrpo_megatron.data.files import found_in, rows
 from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, kept_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file
-from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.json_text import json_value
 from mugrpo_megatron.files.outputs import check_output, make_directory
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.rewards.scores import Pending, Score
 
 BLOCK = 512
 """Rows that are read and written together."""

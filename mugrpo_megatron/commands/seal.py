@@ -8,7 +8,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.batch import standing
 from mugrpo_megatron.run.directory import RunDirectory, locked
-from mugrpo_megatron.run.model import with_model
+from mugrpo_megatron.run.record import with_model
 from mugrpo_megatron.run.sealing import close_stage
 from mugrpo_megatron.stages.store import StageStore
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mugrpo_megatron.commands.command import Command, Options, Parser, say, takes_overrides
 from mugrpo_megatron.files.hub import model_name
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.record import MARK
 
@@ -92,9 +92,8 @@ def _takes_plan(parser: Parser) -> None:
 
 
 def _plan(options: Options) -> int:
-    from mugrpo_megatron.plan.launching import launch_commands
-    from mugrpo_megatron.plan.plan import make_plan
-    from mugrpo_megatron.plan.printing import print_json, print_plan
+    from mugrpo_megatron.extras.plan.plan import make_plan
+    from mugrpo_megatron.extras.plan.printing import launch_commands, print_json, print_plan
 
     recipe = load_recipe(options.recipe, options.overrides)
     cluster = options.nodes, options.gpus_per_node, options.gpu

@@ -60,7 +60,7 @@ def _takes_publish(parser: Parser) -> None:
 
 
 def _publish(options: Options) -> int:
-    from mugrpo_megatron.commands.publish import publish, upload
+    from mugrpo_megatron.extras.exchange.publish import publish, upload
 
     publish(options.run_dir, options.stage, options.to, options.weights, options.overwrite)
     if options.hub:
@@ -81,7 +81,7 @@ def _import(options: Options) -> int:
 
     recipe = load_recipe(options.recipe, options.overrides)
     check_file(options.file)
-    from mugrpo_megatron.commands.import_rollouts import import_rollouts
+    from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
 
     import_rollouts(options.file, recipe, options.to, options.reward)
     return 0

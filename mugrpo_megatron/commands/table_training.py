@@ -16,7 +16,7 @@ from mugrpo_megatron.commands.command import (
     with_recipe,
 )
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe
 
 
@@ -25,7 +25,7 @@ def _train(options: Options) -> int:
         from mugrpo_megatron.run.directory import is_finished
 
         if is_finished(recipe):
-            from mugrpo_megatron.phases.finished import show_finished
+            from mugrpo_megatron.phases.finish import show_finished
 
             show_finished(recipe)
             return
@@ -167,8 +167,8 @@ def _takes_sweep(parser: Parser) -> None:
 
 
 def _sweep(options: Options) -> int:
-    from mugrpo_megatron.commands.sweep_grid import cells_of, read_grid
-    from mugrpo_megatron.commands.sweep_plan import Sweep, check_sweep, default_out, states
+    from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, default_out, states
+    from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
     from mugrpo_megatron.run.directory import RunDirectory
     from mugrpo_megatron.run.preflight import check_run
 
@@ -182,14 +182,14 @@ def _sweep(options: Options) -> int:
     say(visible(f"mugrpo {__version__}: {len(sweep.cells)} cells on stage {stage} of {source} -> {out}"))
     _, found = check_run(sweep.cells[0].recipe, say)
     say(IMPORTING)
-    from mugrpo_megatron.commands.sweep import run_sweep
+    from mugrpo_megatron.extras.sweep.sweep import run_sweep
 
     return run_sweep(sweep, origin, found)
 
 
 def _sft(options: Options) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.commands.warm_start import is_warm_started
+        from mugrpo_megatron.commands.sft import is_warm_started
         from mugrpo_megatron.run.preflight import check_warm_start
 
         is_warm_started(recipe)

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.data.columns import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of
-from mugrpo_megatron.data.files import rows
-from mugrpo_megatron.data.problems import SHOWN_ROWS, resolve
+from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of, rows
+from mugrpo_megatron.data.problems import SHOWN_ROWS, named_sources, resolve
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
-from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem

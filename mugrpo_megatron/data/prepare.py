@@ -8,8 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from mugrpo_megatron.data.arithmetic import TASKS
-from mugrpo_megatron.data.overlap import contamination, without_duplicates
-from mugrpo_megatron.data.problems import load
+from mugrpo_megatron.data.problems import held_out_sets, load
 from mugrpo_megatron.data.prompts import (
     FittingPrompts,
     first_prompt,
@@ -17,7 +16,6 @@ from mugrpo_megatron.data.prompts import (
     fitting_prompts_of_each,
     template_of,
 )
-from mugrpo_megatron.data.sets import held_out_sets
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.recipe.sections import DataSection
@@ -26,6 +24,96 @@ from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase  # a second to import
+
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+NGRAM = 8
+"""Words that make one n-gram."""
+OVERLAP = 0.5
+"""A training problem with this share of an evaluation problem's n-grams counts as the same."""
+
+_LATEX = re.compile(r"\\(?:left|right|displaystyle|text|mathrm|[dt]?frac|[,;:! ])|[\\${}~]")
+_WORD = re.compile(r"[a-z]+|[0-9]+(?:\.[0-9]+)?|[^\sa-z0-9]")
+_PUNCTUATION = frozenset(".,;:?!'\"`()[]")
+
+
+@dataclass(frozen=True, slots=True)
+class Contamination:
+    """A training problem that is also an evaluation problem."""
+
+    train: Problem
+    held_out: Problem
+    overlap: float
+    """Share of the evaluation problem's n-grams found in the training problem; 1 for equal texts."""
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a question without case, punctuation and LaTeX layout; operators and digits stay."""
+    found = _WORD.findall(_LATEX.sub(" ", text.lower()))
+    return tuple(word for word in found if word not in _PUNCTUATION)
+
+
+def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
+    """Keep the first copy of every question; also return a sentence for each copy with another answer.
+
+    A copy has the same `words` and the same answer, or the same text but for case and spaces: `5!` and `5`, `f'(x)` and
+    `f(x)` have the same words, and their answers tell them apart.
+    """
+    alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
+    kept: list[Problem] = []
+    disagreements: list[str] = []
+    for problem in problems:
+        others = alike[words(problem.question)]
+        first = next((one for one in others if _is_copy(problem, one)), None)
+        if first is None:
+            others.append(problem)
+            kept.append(problem)
+        elif first.answer != problem.answer:
+            disagreements.append(
+                f"{problem.id}: same question as {first.id} but answer {problem.answer!r}, not {first.answer!r}"
+            )
+    return kept, disagreements
+
+
+def _is_copy(problem: Problem, other: Problem) -> bool:
+    return problem.answer == other.answer or _spelled(problem) == _spelled(other)
+
+
+def _spelled(problem: Problem) -> str:
+    """The question without case, spaces, and punctuation at its end."""
+    return "".join(problem.question.lower().split()).rstrip(".,;:?")
+
+
+def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list[Contamination]:
+    """Training problems with at least OVERLAP of an evaluation problem's n-grams.
+
+    A problem of fewer than NGRAM words matches only when all its words are the same.
+    """
+    grams = [_ngrams(words(problem.question)) for problem in held_out]
+    holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for place, own in enumerate(grams):
+        for gram in own:
+            holders[gram].append(place)
+    found = []
+    for problem in train:
+        hits = Counter(place for gram in _ngrams(words(problem.question)) for place in holders.get(gram, ()))
+        shares = [(count / len(grams[place]), -place) for place, count in hits.items()]
+        if shares and max(shares)[0] >= OVERLAP:
+            share, place = max(shares)
+            found.append(Contamination(problem, held_out[-place], share))
+    return found
+
+
+def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """All n-grams of a text; a shorter text is its own single n-gram."""
+    return {text[i : i + NGRAM] for i in range(max(1, len(text) - NGRAM + 1))}
+
 
 SHOWN = 3
 """Golds and overlaps that are named one by one; the rest is counted."""
@@ -164,3 +252,29 @@ def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, n
 def _few(sentences: list[str]) -> list[str]:
     hidden = len(sentences) - SHOWN
     return sentences if hidden <= 0 else [*sentences[:SHOWN], f"and {hidden} more like these"]
+
+
+def problem_at(seed: int, n_problems: int, position: int) -> int:
+    """Index of the problem at `position` of the stream: a fresh permutation of all problems in every epoch.
+
+    A pure function of its arguments, so a resumed run needs no state to continue where it was.
+    """
+    epoch, place = divmod(position, n_problems)
+    return int(_permutation(seed, n_problems, epoch)[place])
+
+
+def update_at(seed: int, stage: int, updates: int, age: int) -> int:
+    """Which of the stage's `updates` is taken at `age`: in order in the first pass, a fresh permutation in each later.
+
+    Whole updates change places, and keep their groups: so an update is one row group of the stage in every pass, as are
+    its log-probabilities under other policies, and nothing is read or computed twice.
+    """
+    repeat, place = divmod(age, updates)
+    return place if repeat == 0 else int(_permutation(seed, updates, stage, repeat)[place])
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, n: int, *stream: int) -> np.ndarray:
+    """int64 [n]. Sorts raw PCG64 draws: numpy keeps that stream across versions, but not `Generator.permutation`."""
+    draws = np.random.PCG64(np.random.SeedSequence([seed, *stream])).random_raw(n)
+    return np.argsort(draws, kind="stable")

@@ -5,19 +5,155 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from mugrpo_megatron.data import arithmetic
-from mugrpo_megatron.data.columns import Columns, described, unseen_options
-from mugrpo_megatron.data.files import ALIKE, SUFFIXES, check_file, names_alike, rows
-from mugrpo_megatron.data.presets import PLAIN, PRESETS, download
+from mugrpo_megatron.data.arithmetic import TASKS
+from mugrpo_megatron.data.files import (
+    ALIKE,
+    SUFFIXES,
+    Columns,
+    check_file,
+    described,
+    names_alike,
+    rows,
+    unseen_options,
+)
 from mugrpo_megatron.data.reading import FieldMissing, columns_of, data_source_of, problem_of
-from mugrpo_megatron.data.sets import named_sources
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hub import snapshot
+from mugrpo_megatron.recipe.scoring import MEAN, EvalSection
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.samples import Problem
+
+
+def named_sources(sources: str) -> dict[str, str]:
+    """Split comma-separated sources: name -> source, in their order.
+
+    A bundled task and a preset keep their name, also in `PRESET@FILE`; a file gets its stem, a data set of the hub the
+    last part of its name. When a file or a hub set would share its name with another source or a task, its folder or
+    owner goes in front; names that are still equal get a number. Only letters, digits, `-` and `_` are kept, so that a
+    name can be a TOML key.
+    """
+    listed = [part for part in (part.strip() for part in sources.split(",")) if part]
+    short = Counter([MEAN, *TASKS, *(_name(one, words=1) for one in listed)])
+    named: dict[str, str] = {}
+    for one in listed:
+        name = _name(one, words=1 if short[_name(one, words=1)] == 1 else 2)
+        taken = {*named, MEAN}
+        number = next(n for n in range(1, len(listed) + 2) if _numbered(name, n) not in taken)
+        named[_numbered(name, number)] = one
+    return named
+
+
+def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
+    """`named_sources` of held-out sets; UserError when one is named twice, as it would count twice."""
+    named = named_sources(sources)
+    for source, times in Counter(named.values()).items():
+        if times > 1:
+            raise UserError(f"{key} names {source} {times} times: name it once")
+    files: dict[tuple[int, int], str] = {}
+    for source in named.values():
+        path = Path(source.rpartition("@")[2])
+        if path.is_file():
+            found = path.stat()
+            other = files.setdefault((found.st_dev, found.st_ino), source)
+            if other != source:
+                raise UserError(f"{key} names one file as {other} and as {source}: name it once")
+    return named
+
+
+def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") -> None:
+    """UserError when `[eval.sets]` names a set that is not `known`."""
+    unknown = sorted(section.sets.keys() - known)
+    if unknown:
+        raise UserError(
+            f"[eval.sets.{unknown[0]}] names no held-out set: those in {key} are {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _name(source: str, words: int) -> str:
+    """A source's name, made of its last `words` words; a task or preset has one."""
+    preset, at, file = source.partition("@")
+    if source in TASKS or source in PRESETS:
+        telling = [source]
+    elif at and preset in PRESETS:
+        telling = [Path(file).stem, preset]
+    elif Path(source).suffix in SUFFIXES:
+        telling = [Path(source).parent.name, Path(source).stem]
+    else:
+        telling = source.partition(":")[0].split("/")[:2]
+    return "-".join(re.sub(r"[^A-Za-z0-9_-]+", "-", word).strip("-") for word in telling[-words:] if word) or "set"
+
+
+def _numbered(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}-{number}"
+
+
+PLAIN = Columns("problem", "answer")
+PARQUET_BRANCH = "refs/convert/parquet"
+"""Branch on which the hub keeps every data set as Parquet files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How to find and read one data set."""
+
+    repository: str
+    columns: Columns = PLAIN
+    """A gold that is a worked solution is read for its `####` line or its last box."""
+    config: str = "default"
+    """Folder of the hub's Parquet branch; `*` takes all."""
+    train: str = "train"
+    """Split to train on."""
+    eval: str = "test"
+    """Split to evaluate on."""
+
+
+_DAPO_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+PRESETS: dict[str, Preset] = {
+    "gsm8k": Preset("openai/gsm8k", Columns("question", "answer"), config="main"),
+    "math": Preset("EleutherAI/hendrycks_math", Columns("problem", "solution"), config="*"),
+    "deepscaler": Preset("agentica-org/DeepScaleR-Preview-Dataset", eval="train"),
+    "dapo-math-17k": Preset(
+        "BytedTsinghua-SIA/DAPO-Math-17k",
+        Columns("prompt.0.content", "reward_model.ground_truth", _DAPO_PREFIX, _DAPO_SUFFIX),
+        eval="train",
+    ),
+    "amc23": Preset("math-ai/amc23", Columns("question", "answer"), train="test"),
+    "amc24": Preset("rawsh/2024_AMC12", eval="train"),
+    "aime24": Preset("HuggingFaceH4/aime_2024", eval="train"),
+    "aime25": Preset("math-ai/aime25", train="test"),
+    "math500": Preset("HuggingFaceH4/MATH-500", train="test"),
+    "minerva": Preset("math-ai/minervamath", Columns("question", "answer"), train="test"),
+    "olympiadbench": Preset("math-ai/olympiadbench", Columns("question", "final_answer"), train="test"),
+}
+"""Names that data.train, data.eval and `mugrpo eval --data` take; `NAME@FILE` reads a local copy the same way."""
+
+
+def download(repository: str, config: str, split: str) -> list[Path]:
+    """Parquet files of one split, downloaded or from the local cache; UserError when neither works."""
+    name = f"{repository} ({config}, {split})"
+    pattern = f"{config}/{split}/*.parquet"
+    try:
+        folder = snapshot(repository, "dataset", PARQUET_BRANCH, [pattern])
+    except ValueError as error:
+        raise UserError(
+            f"{name} could not be downloaded from the Hugging Face hub ({error}): check the name and the network, "
+            "or give a local file, as NAME@FILE for a named data set"
+        ) from error
+    files = sorted(folder.glob(pattern))
+    if not files:
+        raise UserError(f"{name} has no Parquet files on the Hugging Face hub: check configuration and split")
+    return files
+
 
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.-]+))?")
 

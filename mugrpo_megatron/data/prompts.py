@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.question import asked
-from mugrpo_megatron.recipe.sections import DataSection
+from mugrpo_megatron.recipe.sections import DataSection, asked
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from mugrpo_megatron.data.columns import (
+from mugrpo_megatron.data.files import (
     CONVERSATION,
     NOTHING,
     Columns,
@@ -21,7 +21,7 @@ from mugrpo_megatron.data.columns import (
     messages_of,
     recognised,
 )
-from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.json_text import json_value
 from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.items import Asked
 from mugrpo_megatron.samples import Message, Problem

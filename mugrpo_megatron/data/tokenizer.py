@@ -9,8 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.foreign import reading
-from mugrpo_megatron.files.hf_config import check_tokenizer
+from mugrpo_megatron.files.hf_config import check_tokenizer, reading
 
 VOCAB_SIZE = 272
 """256 bytes and 16 special tokens: a multiple of 16, so it splits evenly over tensor parallel ranks."""

@@ -10,18 +10,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from mugrpo_megatron.engine.flights import Flights
+from mugrpo_megatron.cpu.replicas import replica_arguments, replicas_here
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda, starts_before
-from mugrpo_megatron.engine.load import LoadRecord
 from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
-from mugrpo_megatron.engine.replicas import replica_arguments, replicas_here
+from mugrpo_megatron.engine.queue import Flights, LoadRecord
 from mugrpo_megatron.engine.unfinished import Unfinished, continues
 from mugrpo_megatron.engine.wire import Message, Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.files.tensors import Sums
-from mugrpo_megatron.observe.peaks import group_memory
+from mugrpo_megatron.observe.environment import group_memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt, Response
 

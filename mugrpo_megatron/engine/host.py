@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import multiprocessing
 import os
 import queue
 import signal
@@ -21,16 +22,56 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from mugrpo_megatron.engine.channel import Channel
-from mugrpo_megatron.engine.group import EngineGroup
-from mugrpo_megatron.engine.loading import engine_type, log_to, stay
-from mugrpo_megatron.engine.process import SHARED_MEMORY
+from mugrpo_megatron.cpu.engine_group import EngineGroup
+from mugrpo_megatron.cpu.kernels import Build
+from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
 from mugrpo_megatron.files.tensors import Sums
+
+
+def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
+    """What makes SGLang's engine of its arguments; on CPU, `cpu.CpuEngine`, `compiled` with functions in C."""
+    # Imported here, so that the guard runs before the slow imports.
+    if device == "cpu":
+        build = Build() if compiled else None
+        from mugrpo_megatron.cpu.sglang import CpuEngine
+
+        return partial(CpuEngine, build.wait() if build else None)
+    from sglang.srt.entrypoints.engine import Engine
+
+    return Engine  # type: ignore[no-any-return]
+
+
+def log_to(log: Path) -> None:
+    """Append this process's output to `log`, first what has gone to the file that it was started with."""
+    with log.open("ab", buffering=0) as file:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        file.write(os.pread(1, os.fstat(1).st_size, 0))
+        os.ftruncate(1, 0)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+
+
+def stay(connection: Channel) -> None:
+    """Where the engine's leader is on another node: wait until one of SGLang's processes here ends, or the client.
+
+    They answer to the leader's over SGLang's process group. SGLang watches them on the leader's node alone.
+    """
+    schedulers = multiprocessing.active_children()
+    connection.send(("ready", None))
+    ended = wait([connection.fileno(), *(scheduler.sentinel for scheduler in schedulers)])
+    for scheduler in schedulers:
+        if scheduler.sentinel in ended:
+            scheduler.join()
+            raise RuntimeError(f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}")
+
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter is this module in a scheduler that SGLang spawns, on CUDA
     # SGLang's dumper of tensors imports Megatron where it finds it: seconds, and memory that no engine needs.

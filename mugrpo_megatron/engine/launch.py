@@ -16,9 +16,8 @@ from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import longest_response, read_model_config
+from mugrpo_megatron.recipe.checks import experts_of, longest_response, read_model_config
 from mugrpo_megatron.recipe.engines import BLOCK, check_engine_device, tied_problem
-from mugrpo_megatron.recipe.layouts import experts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,7 +143,7 @@ def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, 
         "device": "cpu",
         "attention_backend": common.get("attention_backend", "torch_native"),
         "sampling_backend": "pytorch",
-        "custom_weight_loader": ["mugrpo_megatron.engine.cpu.load_mapped", SUMMING],
+        "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", SUMMING],
         "disable_cuda_graph": True,
         # Small models are bound by the host's work per step; overlapping it needs a core to spare.
         "disable_overlap_schedule": True,

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.rewards.items import Asked
+from mugrpo_megatron.data.prompts import OWN, Template, fitting_prompts_of_each
+from mugrpo_megatron.evaluation.estimators import (
+    Interval,
+    Measure,
+    clustered_interval,
+    majority_at_k,
+    mean_interval,
+    pass_at_k,
+)
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.items import Asked, Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.rewards.scores import Pending, Score
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
 Group = tuple[Prompt, list[Response]]
@@ -95,3 +104,106 @@ def scored(
     scorer = Scorer(verifier, tokenizer)
     yield from scorer.during(groups)
     yield from scorer.rest(stopping)
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """One problem's K samples."""
+
+    problem: Problem
+    rewards: list[float]
+    answers: list[str]
+    """Extracted answers, empty where none was found."""
+    whys: list[str]
+    tokens: list[int]
+    """Response tokens."""
+    truncated: int
+    """Responses cut at the length limit."""
+    texts: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One data set's figures."""
+
+    name: str
+    measure: Measure
+    """What `mean` and `majority` are means of."""
+    problems: int
+    samples: int
+    """K: responses per problem."""
+    mean: Interval
+    """mean@K."""
+    passes: dict[int, Interval]
+    """pass@k for k = 1, 2, 4, ... K."""
+    majority: Interval | None
+    """majority@K; None where no response of the set has an extracted answer, so that there is nothing to vote for."""
+    tokens: int
+    truncated: int
+
+
+def prompts_of(
+    problems: Sequence[Problem],
+    tokenizer: PreTrainedTokenizerBase,
+    style: str,
+    max_prompt_tokens: int,
+    template: Template = OWN,
+) -> list[Prompt]:
+    """Problems as prompts, set by set; those that do not fit are left out."""
+    fits = fitting_prompts_of_each(problems, tokenizer, style, max_prompt_tokens, template)
+    pairs = zip(fits.problems, fits.prompts, strict=True)
+    return [Prompt(index, problem, ids) for index, (problem, ids) in enumerate(pairs)]
+
+
+def grade(group: ScoredGroup) -> Graded:
+    """A scored group as one problem's result."""
+    return Graded(
+        problem=group.prompt.problem,
+        rewards=[score.reward for score in group.scores],
+        answers=[score.extracted for score in group.scores],
+        whys=[score.why for score in group.scores],
+        tokens=[len(response.ids) for response in group.responses],
+        truncated=sum(response.finish_reason == "length" for response in group.responses),
+        texts=group.texts,
+    )
+
+
+def measure_of(section: RewardSection) -> Measure:
+    """`accuracy` where the verifier decides right or wrong, `reward` where a user's function gives any number.
+
+    The function decides, not the rewards it returned, so a run's figures keep one name. Format rewards and overlong
+    penalties apply to training only.
+    """
+    return "accuracy" if section.is_right_or_wrong else "reward"
+
+
+def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
+    """mean@K of one data set, from each problem's K rewards; the interval's unit of sampling is the problem."""
+    means = [sum(own) / len(own) for own in rewards]
+    return clustered_interval(means, len(rewards[0])) if measure == "accuracy" else mean_interval(means)
+
+
+def summarize(name: str, graded: Sequence[Graded], measure: Measure) -> Summary:
+    """Figures of one data set from its graded problems, each with the same number of samples.
+
+    A response passes with a reward of 1 or more.
+    """
+    samples = len(graded[0].rewards)
+    passes = {}
+    k = 1
+    while k <= samples:
+        per_problem = [pass_at_k(samples, sum(reward >= 1.0 for reward in g.rewards), k) for g in graded]
+        passes[k] = clustered_interval(per_problem, samples)
+        k *= 2
+    votes = [[majority_at_k(g.answers, g.rewards)] for g in graded]
+    return Summary(
+        name=name,
+        measure=measure,
+        problems=len(graded),
+        samples=samples,
+        mean=mean_at_k([g.rewards for g in graded], measure),
+        passes=passes,
+        majority=mean_at_k(votes, measure) if any(any(g.answers) for g in graded) else None,
+        tokens=sum(sum(g.tokens) for g in graded),
+        truncated=sum(g.truncated for g in graded),
+    )

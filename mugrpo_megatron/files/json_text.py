@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from mugrpo_megatron.errors import UserError
 
@@ -47,3 +52,64 @@ def read_json(path: Path) -> dict[str, Any]:
 def _kind(value: Any) -> str:
     names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
+
+
+def json_value(value: Any) -> Any:
+    """`value` with everything that JSON lacks replaced, inside dictionaries and lists too.
+
+    NaN and infinities become null, dates and times ISO 8601 text, durations seconds, decimals and UUIDs their text,
+    and bytes base64 text.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {str(key): json_value(inner) for key, inner in value.items()}
+        case list() | tuple():
+            return [json_value(inner) for inner in value]
+        case date() | time():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case bytes():
+            return base64.b64encode(value).decode("ascii")
+        case Decimal() | UUID():
+            return str(value)
+        case _:
+            raise TypeError(f"{type(value).__name__} has no form in JSON")
+
+
+def as_text(value: Any) -> str:
+    """A text itself, any other JSON value as JSON; what UTF-8 lacks (half of a surrogate pair) becomes `?`."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode("utf-8", "replace").decode()
+
+
+LONGEST_NAME = 255
+"""Bytes; Linux has no longer file names."""
+
+
+def file_inside(index: Path, name: Any) -> Path:
+    """The file `name` in the directory of `index`, which names it.
+
+    Raises UserError when the file is missing, or `name` is not a plain file name: an index could otherwise make a
+    command read outside its directory. A link in the directory is followed, as in the hub's cache of snapshots.
+    """
+    if not _is_plain(name):
+        raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
+    path = index.parent / str(name)
+    if not path.is_file():
+        raise UserError(f"{path} is missing, though {index.name} names it")
+    return path
+
+
+def _is_plain(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    try:
+        encoded = name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return len(encoded) <= LONGEST_NAME and name.isprintable() and not {"/", "\\"} & set(name)

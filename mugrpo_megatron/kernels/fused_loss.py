@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.entropy import entropy_loss
 from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
+from mugrpo_megatron.algorithm.surrogates import entropy_loss
 from mugrpo_megatron.algorithm.veto import VetoState, initial_state
 from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, of, project, scan
 from mugrpo_megatron.kernels.torch_ops import EntropyTerm

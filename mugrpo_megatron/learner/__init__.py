@@ -12,7 +12,7 @@ operators   RMSNorm, SwiGLU, rotary embedding              offload           lea
 cpu         stand-ins for torch.cuda                       pinned            tensors whose bytes are in host memory
 """
 
-from mugrpo_megatron.learner import cpu
+from mugrpo_megatron.cpu import megatron as cpu
 
 cpu.install()
 cpu.complete_router()

@@ -19,8 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mugrpo_megatron.learner.context import Split, attend, split_segments
-from mugrpo_megatron.learner.flash import flash_attention, takes_flash
+from mugrpo_megatron.learner.context import Split, attend, flash_attention, split_segments, takes_flash
 from mugrpo_megatron.learner.operators import rotate_
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens

@@ -8,7 +8,7 @@ from `run.seed` and the cursor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -31,16 +31,65 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import Saved, checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.files.durable import full_disk_told, resumable
+from mugrpo_megatron.files.hf_config import Saved, checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.optimizer import scaler_state, set_scaler_state, set_steps, shards
-from mugrpo_megatron.learner.optimizer_states import gather_states, read_states, share_writing
+from mugrpo_megatron.learner.model import PolicyModel, policy
+from mugrpo_megatron.learner.optimizer import (
+    gather_states,
+    read_states,
+    scaler_state,
+    set_scaler_state,
+    set_steps,
+    shards,
+    share_writing,
+)
 from mugrpo_megatron.learner.pinned import Staging
-from mugrpo_megatron.learner.sharded import fill, load_weights
+
+EXTRA_STATE = "_extra_state"
+
+
+def fill(state: Any, reader: Reader) -> Any:
+    """The state with a filled tensor for each sharded one, in its own memory where it has some, and without objects.
+
+    Every rank reads what it holds; nothing is collective. Raises UserError when the checkpoint lacks a tensor, holds
+    another shape of it, or is damaged.
+    """
+    match state:
+        case ShardedTensor():
+            return _tensor(state, reader)
+        case ShardedTensorFactory():
+            return state.merge_fn(fill(state.build(), reader))
+        case Mapping():
+            kept = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
+            return {name: fill(value, reader) for name, value in kept.items()}
+        case list():
+            return [fill(value, reader) for value in state]
+        case _:
+            raise TypeError(f"a sharded state holds tensors, not {type(state).__name__}")
+
+
+def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
+    """Load a chunk's whole state, without the objects that `fill` leaves out."""
+    missing, unexpected = chunk.load_state_dict(tensors, strict=False)
+    if unexpected or (lost := [name for name in missing if not name.endswith(EXTRA_STATE)]):
+        raise RuntimeError(f"the model's state has other names than its sharded state: {unexpected or lost}")
+
+
+def load_model(chunks: list[PolicyModel], directory: Path) -> None:
+    """Fill this rank's parameters from a distributed checkpoint of any layout."""
+    reader = Reader(directory)
+    for chunk in chunks:
+        load_weights(chunk, fill(chunk.sharded_state_dict(), reader))
+
+
+def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
+    data = torch.empty(sharded.local_shape, dtype=sharded.dtype) if sharded.data is None else sharded.data.detach()
+    whole = data.view((1,) * sharded.prepend_axis_num + tuple(data.shape))
+    reader.fill(whole, sharded.key, tuple(sharded.global_offset), padded=sharded.allow_shape_mismatch)
+    return data
 
 
 class DiskWriter(torch_checkpoint.FileSystemWriter):

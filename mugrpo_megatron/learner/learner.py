@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
@@ -12,8 +15,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
 from mugrpo_megatron.learner.model import build_model, policy
-from mugrpo_megatron.learner.optimizer import build_optimizer
-from mugrpo_megatron.learner.pinned import HostCopy
+from mugrpo_megatron.learner.optimizer import build_optimizer, shards
+from mugrpo_megatron.learner.pinned import HostCopy, copy_back, move_to_host
 from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layers
@@ -78,3 +81,63 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
     """Sum gradients over ranks without averaging: each token's loss already has the update's denominators."""
     finalize_model_grads(chunks, None, **groups)
+
+
+Part = Literal["optimizer", "weights"]
+"""`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
+PARTS: tuple[Part, ...] = ("optimizer", "weights")
+
+
+def offload(learner: Learner, part: Part) -> None:
+    """Move a part of the learner's state to host memory and free it on the device; on CPU there is nothing to free."""
+    if learner.ranks.device.type != "cuda" or part in learner.offloaded:
+        return
+    buffers = [buffer for shard in shards(learner.optimizer) for buffer in shard.buffers]
+    if part == "weights":
+        learner.offloaded[part] = move_to_host([buffer.param_data for buffer in buffers])
+    else:
+        learner.offloaded[part] = move_to_host(_states(learner)) + move_to_host(
+            [buffer.grad_data for buffer in buffers], keep=False
+        )
+    torch.cuda.synchronize()  # the copies must finish before another process takes the memory
+    torch.cuda.empty_cache()
+
+
+def reload(learner: Learner) -> None:
+    """Move everything that is offloaded back to the device."""
+    for copies in learner.offloaded.values():
+        copy_back(copies)
+    learner.offloaded.clear()
+
+
+def _states(learner: Learner) -> list[torch.Tensor]:
+    """Moments, and master weights unless they are views of the model's weights (as in float32)."""
+    found = []
+    for shard in shards(learner.optimizer):
+        weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
+        for group in shard.optimizer.param_groups:
+            for parameter in group["params"]:
+                states = shard.optimizer.state[parameter]
+                candidates = [parameter.data, states["exp_avg"], states["exp_avg_sq"]]
+                found += [t for t in candidates if t.untyped_storage().data_ptr() not in weights]
+    return found
+
+
+@contextmanager
+def holding(learner: Learner, directory: Path) -> Iterator[None]:
+    """Inside the block every rank's parameters are those of the checkpoint; then its own again, bit by bit.
+
+    The own ones wait in host memory: no second model on the device, and no communication. Moments, gradients and, but
+    for float32, master weights are not touched; in float32 these are the parameters, so no step and no save may happen
+    inside. Raises UserError for a checkpoint that does not fit; the learner then has its own weights.
+    """
+    chunks = [policy(chunk) for chunk in learner.chunks]
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    own = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    try:
+        load_hf(chunks, directory, learner.architecture)
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, kept in zip(parameters, own, strict=True):
+                parameter.copy_(kept)

@@ -15,15 +15,14 @@ import torch
 from megatron.core import parallel_state
 
 from mugrpo_megatron.algorithm.advantages import informative
-from mugrpo_megatron.algorithm.masks import mismatch_correction
-from mugrpo_megatron.algorithm.reductions import response_weights
+from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
+from mugrpo_megatron.cpu.lanes import lanes
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.learner.context import gather_rows
-from mugrpo_megatron.learner.lanes import lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
 from mugrpo_megatron.learner.optimizer import loss_scale

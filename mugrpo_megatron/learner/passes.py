@@ -14,8 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from mugrpo_megatron.cpu.lanes import LANE_TOKENS, LANES_FROM, lanes, run_lanes
 from mugrpo_megatron.learner.groups import Ranks
-from mugrpo_megatron.learner.lanes import LANE_TOKENS, LANES_FROM, lanes, run_lanes
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
 from mugrpo_megatron.learner.model import PolicyModel, policy

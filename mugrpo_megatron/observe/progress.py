@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 
 LINE_EVERY_S = 10.0
 WIDE = 130

@@ -11,19 +11,18 @@ import numpy as np
 from mugrpo_megatron.algorithm.anchor import rewards_less_kl
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import fsync
-from mugrpo_megatron.learner.anchored import holding
-from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.learner import Learner, holding
 from mugrpo_megatron.learner.update import token_logprobs
 from mugrpo_megatron.phases.passes import learner_pass
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.run.anchor import anchor_is_behaviour, anchor_remedy, anchor_weights, of_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
-from mugrpo_megatron.run.model import check_begun
+from mugrpo_megatron.run.record import check_begun
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import check_logprobs, has_logprobs, weights_of, write_logprobs
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.fingerprint import fingerprint
+from mugrpo_megatron.weights.families import fingerprint
 
 
 def compute_anchor(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:

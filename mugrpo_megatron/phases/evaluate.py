@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.evaluation.grading import mean_at_k, measure_of
-from mugrpo_megatron.evaluation.scoring import ScoredGroup, scored
+from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue

@@ -4,18 +4,41 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.evaluate import evaluate_weights
-from mugrpo_megatron.phases.finished import show
 from mugrpo_megatron.phases.hf import check_own_hf
-from mugrpo_megatron.report.report import write_report
-from mugrpo_megatron.report.summary import summarize
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.report.report import FILE_NAME, write_report
+from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory, is_finished
 from mugrpo_megatron.run.record import MARK, mark
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.weights.hf import save_hf
+
+
+def show_finished(recipe: Recipe) -> bool:
+    """Whether `run.dir` holds this run, finished; the main rank then shows its results.
+
+    Raises UserError when the directory belongs to another run.
+    """
+    if not is_finished(recipe):
+        return False
+    directory = RunDirectory(recipe.run.dir)
+    with open_display(show=rank_of_environment() == 0) as display:
+        display.say(f"{directory.path} is finished; choose another run.dir for a new run")
+        show(directory, display)
+    return True
+
+
+def show(directory: RunDirectory, display: Display) -> None:
+    """Print a finished run's table and the paths of its results."""
+    display.table(summary_table(summarize(directory.path)))
+    display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 
 def finish(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:

@@ -13,7 +13,7 @@ from mugrpo_megatron.engine.unfinished import Unfinished, sampled_with
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
-from mugrpo_megatron.observe.peaks import device_memory_in_use
+from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.recipe import Recipe

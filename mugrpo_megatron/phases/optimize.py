@@ -15,8 +15,8 @@ from mugrpo_megatron.errors import TrainingFailure
 from mugrpo_megatron.files.durable import durable_file
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import token_logprobs
+from mugrpo_megatron.observe.environment import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
-from mugrpo_megatron.observe.peaks import learner_memory_peak, peak_flops, reset_peak_memory
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.probe import probe
 from mugrpo_megatron.run.cursor import Cursor
@@ -25,7 +25,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.schema import to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.stages.summary import component_means
-from mugrpo_megatron.weights.flops import model_flops
+from mugrpo_megatron.weights.families import model_flops
 
 
 def record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:

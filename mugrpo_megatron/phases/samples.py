@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import informative, informative_updates
-from mugrpo_megatron.data.order import update_at
+from mugrpo_megatron.data.prepare import update_at
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.run.anchor import with_anchor
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name

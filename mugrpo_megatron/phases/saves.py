@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NoReturn
+
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from mugrpo_megatron.phases.hf import write_hf
 from mugrpo_megatron.run.checkpoints import newest_cursor
@@ -49,3 +53,20 @@ def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
     """
     save_now(run, cursor)
     raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")
+
+
+@contextmanager
+def profiled(run: Run, cursor: Cursor) -> Iterator[None]:
+    """Record the update inside where the recipe asks for it, on every rank; it takes longer than others.
+
+    The trace is for chrome://tracing or Perfetto.
+    """
+    if cursor.updates not in run.recipe.track.profile_updates:
+        yield
+        return
+    path = run.directory.trace(cursor.updates, run.world.ranks.rank)
+    path.parent.mkdir(exist_ok=True)
+    with profile(activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})) as found:
+        yield
+    found.export_chrome_trace(str(path))
+    run.display.say(f"the profile of update {cursor.updates} is in {path.parent}")

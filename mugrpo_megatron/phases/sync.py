@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.offload import offload, reload
+from mugrpo_megatron.learner.learner import Learner, offload, reload
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.run import Engines, Run

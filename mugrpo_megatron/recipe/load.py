@@ -2,22 +2,125 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import date, time
 from functools import reduce
+from itertools import accumulate, takewhile
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args, get_origin
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.layers import Layer, Table, for_objective, layered, to_blame
-from mugrpo_megatron.recipe.mistakes import sentence, shown
 from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.recipe.sections import Recipe
+
+SHOWN_CHARS = 60
+"""Characters of a wrong value that a message shows."""
+
+
+def sentence(error: ErrorDetails) -> str:
+    """What is wrong with a value; for an unknown key also the nearest one, and what another trainer's is here."""
+    place = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"`{place}` is not a recipe key; {_meant(error['loc'], error['input'])}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error":
+        choices = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        if close := difflib.get_close_matches(str(error["input"]), choices, n=1):
+            message = f"did you mean `{close[0]}`? {message}"
+    value = "" if isinstance(error["input"], dict) else f" = {shown(error['input'])}"
+    return f"`{place}`{value}: {message}" if place else message
+
+
+def shown(value: Any) -> str:
+    """The value as text of a readable length."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits
+        return f"a huge {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 3]}..."
+
+
+def _meant(loc: tuple[int | str, ...], value: Any) -> str:
+    """The keys that an unknown one may stand for."""
+    *sections, key = map(str, loc)
+    known = _known_keys(loc[:-1])
+    close = difflib.get_close_matches(key, known, n=1)
+    near = f"did you mean `{'.'.join([*sections, *close])}`?" if close else ""
+    other = translated(".".join([*sections, key]), value) or _elsewhere(key)
+    return " ".join(filter(None, (near, other))) or f"known keys: {', '.join(sorted(known))}"
+
+
+def _elsewhere(key: str) -> str:
+    """A sentence on the sections that have a key of this name; empty without any."""
+    homes = [name for name in Recipe.model_fields if key in _known_keys((name,))]
+    return f"it belongs into a section: {' or '.join(f'`{name}.{key}`' for name in homes)}" if homes else ""
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    parts = iter(loc)
+    for part in parts:
+        annotation = model.model_fields[str(part)].annotation
+        if get_origin(annotation) is dict:  # tables whose names the user chooses
+            next(parts)
+            annotation = get_args(annotation)[1]
+        assert isinstance(annotation, type)
+        model = annotation
+    return list(model.model_fields)
+
+
+Table = dict[str, Any]
+
+
+class Layer(NamedTuple):
+    """One file of a recipe, or one `--set`."""
+
+    name: str
+    """As a message calls it."""
+    table: Table
+    """Its own keys alone."""
+
+
+def layered(base: Table, top: Table) -> Table:
+    """The tables of `base` below those of `top`; another objective in `top` takes its preset whole."""
+    section = top.get("objective")
+    return merged(for_objective(base, section.get("name") if isinstance(section, dict) else None), top)
+
+
+def for_objective(table: Table, name: object) -> Table:
+    """`table`, its `[objective]` empty if it names another one: a clip range of mu-GRPO is not one of GRPO."""
+    section = table.get("objective")
+    if name is None or not isinstance(section, dict) or section.get("name", name) == name:
+        return table
+    return {**table, "objective": {}}
+
+
+def merged(base: Table, top: Table) -> Table:
+    """The keys of both, table by table; where both have one, that of `top`."""
+    found = dict(base)
+    for key, value in top.items():
+        both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
+        found[key] = merged(base[key], value) if both_tables else value
+    return found
+
+
+def to_blame(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
+    """The name of the layer that brings a mistake in: the first with which it is there and stays to the end.
+
+    `mistakes` are those of a table. None when the layers do not have it, one over the other.
+    """
+    tables = list(accumulate((layer.table for layer in layers), layered))
+    since = list(takewhile(lambda place: mistake in mistakes(tables[place]), reversed(range(len(tables)))))
+    return layers[since[-1]].name if since else None
+
 
 MOST_BASES = 64
 """Recipes that one recipe may be composed of."""

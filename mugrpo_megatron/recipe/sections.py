@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,11 +20,86 @@ from pydantic import (
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
 from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
-from mugrpo_megatron.recipe.question import question_template
-from mugrpo_megatron.recipe.reporting import ReportSection
-from mugrpo_megatron.recipe.rollout import RolloutSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
+
+QUESTION = "{question}"
+_OF_LATEX = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})+")
+"""A command with its arguments, as in `\\boxed{answer}`: no field."""
+_FIELD = re.compile(r"\{[A-Za-z_][\w.]*\}")
+
+
+def question_template(text: str) -> str:
+    """The template itself; ValueError when it has no `{question}`, or a field of another name.
+
+    Braces that hold no name, and those of LaTeX commands, are text.
+    """
+    if QUESTION not in text:
+        raise ValueError(f"has no {QUESTION}, where each question goes")
+    if "{{" in text:
+        raise ValueError("braces are not doubled here: write {question} and \\boxed{}")
+    if other := [field for field in _FIELD.findall(_OF_LATEX.sub("", text)) if field != QUESTION]:
+        raise ValueError(f"{other[0]} cannot be filled in: {QUESTION} is the only field")
+    return text
+
+
+def asked(question: str, template: str | None) -> str:
+    """The question inside the template; without one the question itself."""
+    return question if template is None else template.replace(QUESTION, question)
+
+
+class ReportSection(Section):
+    """Data that a run stores for its report. These keys do not change training: it stays bitwise the same."""
+
+    probe_responses: int = Field(32, ge=0, le=1024)
+    """Responses of each stage that are probed for the heat map: a forward pass over them at the stage's start and after
+    each eighth of its updates, but at most every 8 updates. 0 turns the probe off."""
+    eval_problems: int = Field(6, ge=0, le=1000)
+    """Problems of each held-out set for which every evaluation stores one response; 0 stores none."""
+
+
+MOST_KEPT = 64
+"""Largest top-k whose tokens a stage keeps: 4 bytes each for every token."""
+
+
+class RolloutSection(Section):
+    """How the responses of an update are sampled."""
+
+    prompts_per_update: PositiveInt = 32
+    """Problems whose responses make up one optimizer update."""
+    responses_per_prompt: int = Field(8, ge=2)
+    """G: responses sampled for each problem; the group that the advantage is relative to."""
+    max_response_tokens: PositiveInt = 1024
+    """A longer response is cut and finishes with reason `length`."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the learner divides its logits by it too, so that ratios compare the same policies."""
+    top_k: NonNegativeInt = 0
+    """Sample only from this many most likely tokens; 0 is all. Up to 64 the stage stores them, and ratios are exact."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: below 1, ratios are exact with a `top_k` of at most 64, otherwise biased."""
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, besides the end-of-sequence token; the response includes them."""
+    behaviour: Literal["engine", "learner"] = "engine"
+    """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def replayed(self) -> int:
+        """Tokens that the stage keeps for each place, so that the learner's softmax runs over the same; 0 for none."""
+        return self.top_k if self.top_k <= MOST_KEPT else 0
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty text would end every response at once")
+        return value
 
 
 class RunSection(Section):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from mugrpo_megatron.algorithm.triggers import THRESHOLDS
+from mugrpo_megatron.algorithm.veto import THRESHOLDS
 from mugrpo_megatron.report.curves import Chart, Series, Values, rounded
 from mugrpo_megatron.report.probes import Followed
 

@@ -16,9 +16,9 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
 from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
 from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown
-from mugrpo_megatron.report.html import EMPTY_SECTION, is_page, render
 from mugrpo_megatron.report.paper_charts import with_interval
 from mugrpo_megatron.report.payload import axis_of, buckets_of
+from mugrpo_megatron.report.report import EMPTY_SECTION, is_page, render
 from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.report.summary import mean_of, summary_of
 from mugrpo_megatron.report.tables import flat_settings, setting_text

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.details import spaced
 from mugrpo_megatron.report.probes import Followed, verdicts

@@ -2,22 +2,156 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from mugrpo_megatron import __version__
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration, short
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, read_details
 from mugrpo_megatron.report.evaluations import between, difference, shown
-from mugrpo_megatron.report.html import is_page, render
+from mugrpo_megatron.report.heat import heat_text
+from mugrpo_megatron.report.paper_charts import paper_notes, paper_remark
 from mugrpo_megatron.report.payload import Drawing, draw
+from mugrpo_megatron.report.probes import objective_of
 from mugrpo_megatron.report.rundata import RunData, read_run
 from mugrpo_megatron.report.samples import sample_sections
-from mugrpo_megatron.report.sections import page_sections
 from mugrpo_megatron.report.summary import mean_of, summary_of
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
+from mugrpo_megatron.report.trigger_charts import trigger_remark, trigger_table
+
+SCRIPTS = ("plot.js", "panel.js", "dragging.js", "export.js", "timeline.js", "heat.js", "report.js", "live.js")
+"""The page's scripts, in an order in which each finds what it needs."""
+
+EMPTY: dict[str, Any] = {
+    "status": None,
+    "facts": [],
+    "warnings": [],
+    "tiles": [],
+    "runs": None,
+    "sections": [],
+    "stages": None,
+    "events": [],
+    "summary": [],
+    "environment": [],
+    "recipe": [],
+    "live_s": 0,
+}
+"""What a page leaves out by default."""
+
+EMPTY_SECTION: dict[str, Any] = {
+    "remark": "",
+    "charts": [],
+    "table": None,
+    "notes": [],
+    "samples": [],
+    "heat": "",
+}
+"""What a section leaves out by default; it has a title."""
+
+
+def render(**content: Any) -> str:
+    """The page as text. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
+
+    A content security policy forbids every request, except for those of a live page to its own server.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment.from_string(_source("report.html.j2")).render(
+        version=__version__,
+        style=Markup(_source("report.css")),
+        script=Markup("".join(map(_source, SCRIPTS))),
+        **{**EMPTY, **content},
+    )
+
+
+def is_page(path: Path, brand: str) -> bool:
+    """Whether the file is a page of this brand, which a new one may replace."""
+    return path.is_file() and brand.encode() in path.read_bytes()
+
+
+def _source(name: str) -> str:
+    return files("mugrpo_megatron.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+SAMPLES, VETO, TRIGGERS, PAPER = "Samples", "The veto, token by token", "Triggers by threshold", "The paper's figures"
+
+SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("Learning", "", ("accuracy", "reward", "passed")),
+    (SAMPLES, "what the model wrote, and how it was scored", ()),
+    (
+        VETO,
+        "the same responses at up to nine ages of their stage",
+        ("atlas_ratio", "atlas_trained", "atlas_triggers", "atlas_first"),
+    ),
+    (
+        "Off-policy health",
+        "how far the policy has moved from the behaviour policy",
+        ("dropped", "ratio_neg", "ess", "kl", "ess_by_age", "vetoed_fraction_by_age"),
+    ),
+    (
+        TRIGGERS,
+        "",
+        (
+            "trigger_tokens_by_age",
+            "trigger_tokens",
+            "trigger_responses_by_age",
+            "trigger_responses",
+            "dropped_by_scope_by_age",
+            "dropped_by_scope",
+            "ratio_neg_min",
+        ),
+    ),
+    (PAPER, "", ("paper_accuracy", "paper_clipping", "paper_ratio", "paper_reward", "paper_vetoed")),
+    ("Optimization", "", ("grad_norm", "entropy", "loss", "lr")),
+    (
+        "Responses",
+        "what the engine sampled, stage by stage",
+        ("rewards", "lengths", "pass_at_k", "unparsed", "length", "groups", "mismatch", "throughput"),
+    ),
+)
+"""Title, remark and charts of the page's sections, in order."""
+
+TIME_LINE = {
+    "id": "timeline",
+    "title": "Phases",
+    "explains": "When each phase ran. Generation and optimization take turns on the same devices.",
+    "wide": True,
+}
+
+
+def page_sections(run: RunData, drawing: Drawing, samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sections that have anything to show."""
+    remarks = {TRIGGERS: trigger_remark(run), PAPER: paper_remark(run)}
+    cards = {
+        chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
+        for chart in drawing.charts
+    }
+    sections = [
+        _section(title, remarks.get(title, remark), [cards[id] for id in ids if id in cards])
+        for title, remark, ids in SECTIONS
+    ]
+    by_title = {section["title"]: section for section in sections}
+    by_title[SAMPLES]["samples"] = samples
+    by_title[TRIGGERS]["table"] = trigger_table(run)
+    by_title[PAPER]["notes"] = paper_notes(run, cards)
+    if drawing.heat:
+        by_title[VETO]["heat"] = heat_text(drawing.heat, objective_of(run.recipe))
+    if drawing.timeline["phases"]:
+        sections.append(_section("Time line", "", [TIME_LINE]))
+    return [section for section in sections if section["charts"] or section["samples"] or section["heat"]]
+
+
+def _section(title: str, remark: str, charts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {**EMPTY_SECTION, "title": title, "remark": remark, "charts": charts}
+
 
 FILE_NAME = "report.html"
 BRAND = "mu-GRPO run report"

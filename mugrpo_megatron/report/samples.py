@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, spaced
 from mugrpo_megatron.report.kept import Kept, shortened
 from mugrpo_megatron.rewards.shaping import verdict_in

@@ -9,10 +9,173 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
-from mugrpo_megatron.rewards.forms import Form, arguments_of_one, arguments_of_several, form_of
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
+
+TOGETHER = 256
+"""Most responses in one call of a function that takes several: a whole group, in all but the largest."""
+GOLD_COLUMNS = ("answer", "solution", "ground_truth", "label")
+"""Columns that are the gold where a row lacks them."""
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+TRAINERS = ("trainer_state", "environments")
+"""What TRL's trainer alone can give."""
+
+Get = Callable[[Item], Any]
+OF_ROW = ("row", "rows", "extra_info", "extra_infos", "sample", "samples")
+OF_PROMPT = ("prompt", "prompts", "completions", "sample", "samples")
+OF_IDS = ("completion_ids", "sample", "samples")
+"""Parameters for which a row, a prompt and token ids are sent to the worker."""
+
+
+def _extra_info(item: Item) -> Any:
+    """verl's column where the row has it, else the row."""
+    return item.row["extra_info"] if isinstance(item.row.get("extra_info"), dict) else dict(item.row)
+
+
+def _sample(item: Item) -> SimpleNamespace:
+    """What slime's Sample says of a response."""
+    metadata = item.row.get("metadata")
+    return SimpleNamespace(
+        prompt=item.prompt,
+        response=item.response,
+        response_length=len(item.ids),
+        label=item.gold,
+        metadata=metadata if isinstance(metadata, dict) else dict(item.row),
+    )
+
+
+def _completion(item: Item) -> Any:
+    """As TRL has it: text after a text, and a message after messages."""
+    return item.response if isinstance(item.prompt, str) else [{"role": "assistant", "content": item.response}]
+
+
+ONE: dict[str, dict[str, Get]] = {
+    "response": {
+        "response": lambda item: item.response,
+        "answer": lambda item: item.gold,
+        "row": lambda item: dict(item.row),
+        "prompt": lambda item: item.prompt,
+    },
+    "solution_str": {
+        "solution_str": lambda item: item.response,
+        "ground_truth": lambda item: item.gold,
+        "data_source": lambda item: item.source,
+        "extra_info": _extra_info,
+    },
+    "sample": {"sample": _sample, "args": lambda item: SimpleNamespace()},
+}
+"""By the parameter that names the form: what a function of one response is given."""
+SEVERAL: dict[str, dict[str, Get]] = {
+    "completions": {
+        "completions": _completion,
+        "prompts": lambda item: item.prompt,
+        "completion_ids": lambda item: list(item.ids),
+    },
+    "responses": {f"{name}s": get for name, get in ONE["response"].items()},
+    "solution_strs": {
+        "solution_strs": lambda item: item.response,
+        "ground_truths": lambda item: item.gold,
+        "data_sources": lambda item: item.source,
+        "extra_infos": _extra_info,
+    },
+    "samples": {"samples": _sample, "args": lambda item: None},
+}
+"""The same for functions of several responses, which are given lists."""
+FORMS = (
+    "(response, answer, row, prompt), verl's (data_source, solution_str, ground_truth, extra_info), TRL's (prompts, "
+    "completions, ...) or slime's (args, sample)"
+)
+
+
+class Unsupported(Exception):
+    """A function's parameters are none of the forms; the message continues a sentence that begins with its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a function takes."""
+
+    several: bool
+    """Whether it takes lists, an entry a response, and returns one."""
+    known: dict[str, Get]
+    """The parameters that it is given, and what they are of each response."""
+    columns: dict[str, bool] | None
+    """TRL's: columns of the row that are given as well -> whether it can be called without; None for other forms."""
+    all_columns: bool
+    """Whether it takes every column."""
+
+    @property
+    def needs(self) -> Needs:
+        """What has to be known of a response."""
+        taken = set(self.known)
+        return Needs(
+            responses=TOGETHER if self.several else 1,
+            row=self.columns is not None or not taken.isdisjoint(OF_ROW),
+            prompt=not taken.isdisjoint(OF_PROMPT),
+            ids=not taken.isdisjoint(OF_IDS),
+        )
+
+
+def form_of(function: Callable[..., Any]) -> Form:
+    """What a function takes, by the names of its parameters; raises Unsupported."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise Unsupported(f"has no signature that could be read ({error})") from None
+    key = next((name for name in (*SEVERAL, *ONE) if name in parameters), None)
+    if key is None:
+        raise Unsupported(f"takes ({', '.join(parameters)}): name its parameters as in {FORMS}")
+    known = SEVERAL[key] if key in SEVERAL else ONE[key]
+    is_trl = key == "completions"
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    columns = {}
+    for name, parameter in parameters.items():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise Unsupported(f"takes {name!r} by position alone: drop the /")
+        if name in known or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        needed = parameter.default is parameter.empty
+        if is_trl and name not in TRAINERS:
+            columns[name] = not needed
+        elif needed:
+            raise Unsupported(f"needs {name!r}, which nothing here gives: the parameters are those of {FORMS}")
+    chosen = {name: get for name, get in known.items() if takes_all or name in parameters}
+    return Form(key in SEVERAL, chosen, columns if is_trl else None, takes_all)
+
+
+def arguments_of_one(form: Form, item: Item) -> dict[str, Any]:
+    """The arguments for one response."""
+    return {name: get(item) for name, get in form.known.items()}
+
+
+def arguments_of_several(form: Form, items: Sequence[Item], metrics: dict[str, float]) -> dict[str, Any]:
+    """The arguments for several responses; what TRL's `log_metric` is given goes to `metrics`.
+
+    Raises LookupError for a column that the function cannot do without.
+    """
+    given: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.known.items()}
+    if "samples" in given:
+        given["args"] = SimpleNamespace()
+    if form.columns is None:
+        return given
+    tools = {"log_metric": metrics.__setitem__, "log_extra": lambda name, values: None}
+    given |= {name: tool for name, tool in tools.items() if form.all_columns or name in form.columns}
+    rows = [item.row or {"answer": item.gold} for item in items]
+    wanted = dict.fromkeys(name for row in rows for name in row) if form.all_columns else {}
+    for name in [*form.columns, *wanted]:
+        if name in given or name in NOT_COLUMNS:
+            continue
+        if name not in GOLD_COLUMNS and not any(name in row for row in rows):
+            if form.columns.get(name):
+                continue
+            raise LookupError(f"it needs the column {name!r}, and the row has {', '.join(rows[0])}")
+        given[name] = [
+            row.get(name, item.gold if name in GOLD_COLUMNS else None) for row, item in zip(rows, items, strict=True)
+        ]
+    return given
+
 
 AT_ONCE = 64
 """Most responses that an `async` function of one response works on at the same time in one worker."""

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.scoring import CODE, RewardSection
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 from mugrpo_megatron.rewards.process import WorkerProcess
 
@@ -160,3 +162,45 @@ def message(calls: Sequence[Call], needs: Needs, most: int) -> tuple[int, bytes]
             break
         taken.append(text)
     return len(taken), f'{{"calls": [{", ".join(taken)}], "subjects": [{", ".join(subjects)}]}}'.encode()
+
+
+FIRST = 16
+WINDOW = 10_000
+_SHOWN = 60
+"""Characters of a response and a gold in the message."""
+
+
+class FailureCount:
+    """The failures among the latest WINDOW responses."""
+
+    def __init__(self, section: RewardSection, title: str = "reward.function") -> None:
+        """`title` is what the message calls the function."""
+        self._section, self._title = section, title
+        self._failed: deque[bool] = deque(maxlen=WINDOW)
+        self._failures = 0
+
+    def add(self, failed: bool, why: str, response: str, gold: object) -> None:
+        """Count one response; UserError when the failures exceed `reward.max_failure_share`.
+
+        Their share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses
+        ends the run.
+        """
+        if len(self._failed) == WINDOW:
+            self._failures -= self._failed[0]
+        self._failed.append(failed)
+        self._failures += failed
+        share = self._section.max_failure_share
+        if failed and self._failures > share * max(FIRST, len(self._failed)):
+            fix = "data" if self._section.function == CODE else "function"
+            raise UserError(
+                f"{self._title} failed on {self._failures} of the latest "
+                f"{len(self._failed)} responses, the last time with {why.removeprefix('failed: ')}, for the response "
+                f"{_short(response)} and the gold {_short(gold)}: fix the {fix}, or raise reward.max_failure_share "
+                f"(now {share:g})"
+            )
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    short = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return repr(short) if isinstance(value, str) else short

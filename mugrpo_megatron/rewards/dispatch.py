@@ -13,8 +13,17 @@ from multiprocessing.connection import wait
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
-from mugrpo_megatron.rewards.calls import BATCH, Call, Form, Taker, Worker, calls_of, most_bytes, next_batch
-from mugrpo_megatron.rewards.failures import FailureCount
+from mugrpo_megatron.rewards.calls import (
+    BATCH,
+    Call,
+    FailureCount,
+    Form,
+    Taker,
+    Worker,
+    calls_of,
+    most_bytes,
+    next_batch,
+)
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
 from mugrpo_megatron.rewards.literal import settle
 from mugrpo_megatron.rewards.process import start_worker

@@ -7,16 +7,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from mugrpo_megatron.rewards.ambiguity import no_single_value, too_large
-from mugrpo_megatron.rewards.choices import letter_of, letters_of
-from mugrpo_megatron.rewards.extract import boxed_answer
-from mugrpo_megatron.rewards.normalize import REPEATING, normalize, split_top, without_words
-from mugrpo_megatron.rewards.numbers import Number, read_number
-from mugrpo_megatron.rewards.prose import committed
-from mugrpo_megatron.rewards.spans import span_of
-from mugrpo_megatron.rewards.units import Unit, money, split_unit
-from mugrpo_megatron.rewards.values import PLAIN_NUMBER, parsed, same
-from mugrpo_megatron.rewards.words import gold_text, is_words, listed, says_no_number
+from mugrpo_megatron.rewards.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.normalize import REPEATING, Unit, money, normalize, split_top, split_unit, without_words
+from mugrpo_megatron.rewards.values import PLAIN_NUMBER, Number, no_single_value, parsed, read_number, same, too_large
+from mugrpo_megatron.rewards.words import gold_text, is_words, letter_of, letters_of, listed, says_no_number, span_of
 
 _PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
 _NUMBER_AND_NAME = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?\((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,})*\)")

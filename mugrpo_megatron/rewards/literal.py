@@ -6,9 +6,8 @@ import re
 from fractions import Fraction
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.extract import answer_of, is_integer
+from mugrpo_megatron.rewards.extract import answer_of, in_ascii_digits, is_integer
 from mugrpo_megatron.rewards.items import Verdict
-from mugrpo_megatron.rewards.scripts import in_ascii_digits
 from mugrpo_megatron.rewards.words import is_text
 
 _WRITTEN_OUT = re.compile(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.rewards.items import Score
 
 FORMAT, OVERLONG = "format", "overlong"
 """Names of the terms among `Score.components`."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import zlib
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
-from sympy import Basic, Expr, FiniteSet, Float, I, Integer, nan
+from sympy import Abs, Basic, Expr, FiniteSet, Float, I, Integer, NumberSymbol, Pow, Rational, floor, nan
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
@@ -62,3 +65,195 @@ def _at_a_point(value: Expr) -> complex:
     """The value at a sample point that depends on the variables' names: two parses may have different symbols."""
     point = {symbol: 1.3 + zlib.crc32(symbol.name.encode()) % 997 / 997 for symbol in value.free_symbols}
     return complex(value.evalf(15, subs=point) if point else value.evalf(15))
+
+
+_DIGITS = 40
+_EQUAL = Float("1e-30")
+"""Relative difference of two values at _DIGITS digits that counts as equal."""
+_PERCENT = re.compile(r"\s*\\?%\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A finite number as it was written."""
+
+    value: Expr
+    """Exact: without floating-point parts."""
+    percent: bool
+    decimal: bool
+    """Whether a decimal point was written."""
+    places: int
+    """Digits after the point of a plain decimal, else 0."""
+    digits: int
+    """Significant digits of a plain decimal, else 0."""
+
+
+@lru_cache(maxsize=4096)
+def read_number(text: str) -> Number | None:
+    """The number that text stands for, or None."""
+    bare = _PERCENT.sub("", text)
+    found = number(bare)
+    if found is None:
+        return None
+    exact = found.xreplace({part: Rational(str(part)) for part in found.atoms(Float)})
+    plain = PLAIN_NUMBER.fullmatch(bare) is not None and "." in bare
+    places = len(bare.partition(".")[2]) if plain else 0
+    digits = len(bare.lstrip("+-").replace(".", "").lstrip("0")) if plain else 0
+    return Number(exact, bare != text, found.has(Float), places, digits)
+
+
+def agree(answer: Number, gold: Number) -> bool:
+    """Whether an answer is the gold's value, or one is the other's rounding."""
+    if answer.percent == gold.percent:
+        return _agree(answer.value, answer, gold.value, gold)
+    hundredth = Rational(1, 100)
+    as_written = _agree(answer.value, answer, gold.value, gold)
+    if answer.percent:
+        return as_written or equal(answer.value * hundredth, gold.value)
+    return as_written or equal(answer.value, gold.value * hundredth)
+
+
+def equal(left: Expr, right: Expr) -> bool:
+    """Whether two exact numbers are the same."""
+    if left == right:
+        return True
+    if left.is_Rational and right.is_Rational:
+        return False
+    near, far = left.evalf(_DIGITS), right.evalf(_DIGITS)
+    apart, scale = Abs(near - far).evalf(), max(Abs(near).evalf(), Abs(far).evalf())
+    return bool(apart <= _EQUAL * scale)
+
+
+def rounded(value: Any, places: int) -> Any:
+    """A sympy object with its roots, fractions and constants rounded, as a gold like `x + 1.414` has them."""
+    if not isinstance(value, Basic):
+        return value
+    parts = [part for part in value.atoms(Pow, Rational, NumberSymbol) if part.is_real and part.is_integer is False]
+    return value.xreplace({part: floor(part * 10**places + Rational(1, 2)) / Integer(10) ** places for part in parts})
+
+
+def is_rounding(decimal: Number, exact: Expr) -> bool:
+    """Whether a plain decimal is an exact number rounded or cut to the digits that it shows."""
+    value = exact.evalf(_DIGITS)
+    if not value.is_real:
+        return False
+    shifted = Abs(value) * 10**decimal.places
+    shown = Abs(decimal.value) * 10**decimal.places
+    same_sign = bool((decimal.value < 0) == (value < 0))
+    return same_sign and shown in (floor(shifted), floor(shifted + Fraction(1, 2)))
+
+
+def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
+    """Equal; or the gold has two decimals of an exact answer or six of a longer one; or the answer four of the gold."""
+    if equal(left, right):
+        return True
+    if gold.decimal and answer.decimal:
+        longer = gold.places >= 6 and gold.digits >= 6 and answer.places > gold.places
+        return longer and _rounds_up_or_down(gold, left)
+    if gold.decimal:
+        return gold.places >= 2 and gold.digits >= 2 and is_rounding(gold, left)
+    return answer.places >= 4 and answer.digits >= 3 and is_rounding(answer, right)
+
+
+def _rounds_up_or_down(decimal: Number, value: Expr) -> bool:
+    return bool(Abs(value - decimal.value) * 10**decimal.places * 2 <= 1)
+
+
+# fmt: off
+_VALUE_COMMANDS = frozenset((
+    "frac", "sqrt", "pi", "cdot", "times", "pm", "infty", "circ", "degree", "binom", "div", "exp", "log", "ln",
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan",
+))
+# fmt: on
+"""Commands that may stand in an answer whose gold is a number."""
+_CONSTANT_LETTERS = frozenset("eiIE")
+_TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]+|[0-9.]+|\s+|.", re.DOTALL)
+_VALUE_CHARACTERS = frozenset("+-*/^(){}[]!%\\")
+_LOOSE_NUMBERS = re.compile(r"[0-9.]\s+[0-9.]|[0-9})]\s+\(?[0-9]")
+_HEDGES = re.compile(
+    r"\\(?:to|rightarrow|Rightarrow|longrightarrow|implies|iff|mapsto|sim|simeq|cong|ne|neq|not|b?mod|pmod|[vh]?phantom|"
+    r"color|tag|wedge|land|label|href|"
+    r"sum|prod|i*int|oint|lim)(?![A-Za-z])|[?&|;#]|\\text|\bmod\b"
+)
+_TEN_TO_THE = re.compile(r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{\s*[+-]?[0-9]+\s*\}|[0-9])")
+_OPERATORS = re.compile(
+    r"(?<=[0-9A-Za-z)}!%])\s*[+-]|\*|\\(?:times|cdot|binom|div)|!|\\(?:log|ln|sin|cos|tan|cot|sec|csc)"
+)
+_FRACTIONS = re.compile(r"/|\\frac")
+
+_FUNCTION = r"\\(?:exp|log|ln|sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\\]{0,4}"
+_TOO_LARGE = re.compile(
+    r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits
+    r"|\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*[^{}\s]\s*\^"  # a tower of powers
+    r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of two numbers
+    r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of factorials or of large numbers
+    r"|[0-9]{400,}"
+    rf"|\\exp.{{0,8}}\\exp|(?:{_FUNCTION}){{3}}"  # functions of functions of functions
+)
+MAX_DEPTH = 10
+"""Braces inside braces."""
+MAX_GROUPS = 6
+"""Parentheses inside parentheses: the parser's time is exponential in them."""
+MAX_TERMS = 80
+MAX_SPARE_ELEMENTS = 4
+
+
+def hedged(answer: str, gold: str) -> str:
+    """Why an answer to a non-numeric gold is refused, or "": it has an evasive sign that the gold lacks."""
+    for match in _HEDGES.finditer(answer):
+        if match[0] not in gold:
+            return f"ambiguous: {match[0]} is not in the gold answer"
+    return ""
+
+
+def no_single_value(side: str) -> str:
+    """Why text is not one number, or "". Refuses anything that a parser might skip, not only known tricks."""
+    for token in _TOKEN.findall(side):
+        if token.startswith("\\") and len(token) > 1:
+            if token[1:] not in _VALUE_COMMANDS:
+                return f"ambiguous: {token} in a number"
+        elif token.isalpha():
+            if token not in _CONSTANT_LETTERS:
+                return f"ambiguous: {token!r} in a number"
+        elif token == ",":
+            return "ambiguous: several answers where one number is asked for"
+        elif not (token[0].isdigit() or token[0] == "." or token.isspace() or token in _VALUE_CHARACTERS):
+            return f"ambiguous: {token!r} in a number"
+    if _LOOSE_NUMBERS.search(side):
+        return "ambiguous: two numbers side by side"
+    return ""
+
+
+def not_worked_out(side: str) -> str:
+    """Why text leaves the arithmetic to the verifier, or "": it is a sum or product where a number is asked for."""
+    bare = _TEN_TO_THE.sub("", side)
+    if _OPERATORS.search(bare) or len(_FRACTIONS.findall(bare)) > 1:
+        return "not worked out: the gold is a plain number and the answer is an expression"
+    return ""
+
+
+def too_large(text: str, gold: str) -> str:
+    """Why text is not parsed, or "": depth, length or size would cost a parser or an evaluation seconds.
+
+    What the gold itself needs is added to each limit.
+    """
+    braces, groups = _depth(text, "{", "}"), _depth(text, "([", ")]")
+    if braces > MAX_DEPTH + _depth(gold, "{", "}") or groups > MAX_GROUPS + _depth(gold, "([", ")]"):
+        return "too large: nested too deep"
+    if _terms(text) > MAX_TERMS + 2 * _terms(gold):
+        return "too large: too many terms"
+    if text.count(",") > MAX_SPARE_ELEMENTS + gold.count(","):
+        return "too large: many more answers than were asked for"
+    return "too large: a number that no answer needs" if _TOO_LARGE.search(text) else ""
+
+
+def _depth(text: str, opening: str, closing: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in opening) - (character in closing)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _terms(text: str) -> int:
+    return sum(text.count(sign) for sign in "+-,=*&")

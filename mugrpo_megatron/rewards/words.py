@@ -7,14 +7,78 @@ words.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from functools import lru_cache
 
-from mugrpo_megatron.rewards.choices import letter_of
-from mugrpo_megatron.rewards.extract import boxed_answer
-from mugrpo_megatron.rewards.normalize import normalize, split_top, unstyled
-from mugrpo_megatron.rewards.prose import committed, stated
-from mugrpo_megatron.rewards.scripts import in_ascii_digits
-from mugrpo_megatron.rewards.units import split_unit
+from mugrpo_megatron.rewards.extract import boxed_answer, committed, in_ascii_digits, stated
+from mugrpo_megatron.rewards.normalize import normalize, split_top, split_unit, unstyled
+
+_PREFIX = r"(?i:(?:the )?(?:correct )?(?:answer )?(?:option|choice)\b ?:? ?)?"
+_CHOICE = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
+_SMALL = re.compile(r"\(?([a-z])\)?")
+_SIDE_BY_SIDE = re.compile(r"[A-Z]{2,}")
+_LABEL = re.compile(
+    rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
+)
+_BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
+"""A comma (an "or", once normalized), another bracketed letter, or letters that stand alone."""
+_ANOTHER = re.compile(
+    r"\([A-Z]\)|(?<![\w(])[A-Z]\)|\b(?i:option|choice) \(?[A-Z]\b"
+    r"|\b(?i:no,|(?:wait|but|rather|actually|instead|sorry)\b,?) (?:[a-z]+ )*[A-Z]\Z"
+)
+_ALONE = re.compile(r"(?<![\w'])[A-Z](?!\w)")
+_RIGHT = r"(?:the |an? )?(?:right|correct|true|valid|possible|best|answer)\b"
+_REJECTED = re.compile(
+    r"[\s.:-]*(?:"
+    r"(?:is|was|seems|looks|would be|must be) (?:(?:[a-z]+ly|also|just|the|an?) )*"
+    rf"(?:(?:wrong|incorrect|false|untrue|invalid|impossible|excluded|eliminated|ruled out)\b|not {_RIGHT})"
+    rf"|(?:isn|wasn)['’]?t {_RIGHT}|can(?:not| not|['’]?t) be {_RIGHT})",
+    re.IGNORECASE,
+)
+
+
+def letter_of(gold: str) -> str | None:
+    """The letter of a normalized gold that is a choice and nothing else: `C`, `(C)`, `Option C`."""
+    match = _CHOICE.fullmatch(gold)
+    return match[1] or match[2] if match else None
+
+
+def letters_of(gold: str) -> str | None:
+    """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`."""
+    letters = [letter_of(element.strip()) for element in gold.split(",")]
+    found = {letter for letter in letters if letter}
+    return ", ".join(sorted(found)) if 1 < len(found) == len(letters) else None
+
+
+def all_chosen(answer: str) -> str | None:
+    """The letters that a normalized answer chooses, sorted as in `letters_of`; they may stand side by side: `AC`."""
+    if letters := _SIDE_BY_SIDE.fullmatch(answer):
+        return ", ".join(sorted(set(letters[0])))
+    found = [chosen(element.strip()) for element in answer.split(",")]
+    return ", ".join(sorted({letter for letter in found if letter})) if all(found) else None
+
+
+def chosen(answer: str) -> str | None:
+    """The letter that a normalized answer chooses; None when it chooses none, or names another one beside it.
+
+    A small letter counts when nothing else is there.
+    """
+    if small := _SMALL.fullmatch(answer):
+        return small[1].upper()
+    label = _LABEL.match(answer)
+    if label is None:
+        return None
+    rest = answer[label.end() :]
+    if _BESIDE.match(rest) or _ANOTHER.search(rest) or _REJECTED.match(rest) or _ends_with_another(rest):
+        return None
+    return label[1] or label[2]
+
+
+def _ends_with_another(rest: str) -> bool:
+    """Whether a comma and one letter end it, and no other letter stands alone: `Paris, D`, but not `points A, B`."""
+    before, comma, last = rest.rpartition(",")
+    return bool(comma and _ALONE.fullmatch(last.strip()) and not _ALONE.search(before))
+
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)?"
 _FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|gcd|lcm|max|min"
@@ -153,3 +217,43 @@ def _date(tokens: list[str]) -> list[str] | None:
     months = [token for token in found if _MONTH.fullmatch(token)]
     numbers = [token for token in found if token.isdigit()]
     return found if len(months) == 1 and len(numbers) in (1, 2) and len(found) == 1 + len(numbers) else None
+
+
+_SPAN_NUMBER = r"[0-9]{1,40}(?:\.[0-9]{1,40})?(?:/[0-9]{1,40})?"
+_RANGE = re.compile(rf"({_SPAN_NUMBER}) ?(?:-{{1,3}}|to) ?({_SPAN_NUMBER})")
+_DATE = re.compile(r"([0-9]{1,4})([-/])([0-9]{1,2})\2([0-9]{1,4})")
+_TIME = re.compile(r"([0-9]{1,2}):([0-9]{2}) ?(?:([ap])\.? ?m\b\.?)?|([0-9]{1,2}) ?([ap])\.? ?m\b\.?", re.IGNORECASE)
+_FRACTION = re.compile(r"\\frac ?(?:\{([0-9]+)\}|([0-9])) ?(?:\{([0-9]+)\}|([0-9]))")
+
+Span = tuple[str, ...]
+"""The kind (`time`, `date` or `range`), then its numbers; a time ends with `a` or `p`, its half of the day, or ""."""
+
+
+def span_of(text: str) -> Span | None:
+    """What a normalized text is, if it is a time, a date, a score or a range, with or without a unit behind it."""
+    found = _span(text)
+    return found if found is not None or "-" not in text + unstyled(text) else _span(split_unit(text)[0])
+
+
+def same_span(answer: Span | None, gold: Span) -> bool:
+    """Whether both say the same; a half of the day that one side leaves out is no difference."""
+    if answer is None or answer[0] != gold[0]:
+        return False
+    return answer == gold or (gold[0] == "time" and answer[:3] == gold[:3] and not (answer[3] and gold[3]))
+
+
+def _span(text: str) -> Span | None:
+    plain = _FRACTION.sub(r"\1\2/\3\4", unstyled(text))
+    if time := _TIME.fullmatch(plain):
+        return ("time", str(int(time[1] or time[4])), time[2] or "00", (time[3] or time[5] or "").lower())
+    if date := _DATE.fullmatch(plain):
+        return ("date", *(str(int(part)) for part in date.group(1, 3, 4)))
+    if ends := _RANGE.fullmatch(plain):
+        try:
+            return (
+                "range",
+                *(str(Fraction(end)) if "/" not in end or "." not in end else end for end in ends.groups()),
+            )
+        except ZeroDivisionError:
+            return None
+    return None

@@ -45,7 +45,7 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
 
         return graded_by_math, Needs()
     if options["function"] == "code":
-        from mugrpo_megatron.rewards.code import options_of, verdict
+        from mugrpo_megatron.extras.sandbox.code import options_of, verdict
 
         given = options_of(options["code"], options["timeout_s"])
 
@@ -55,8 +55,7 @@ def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
         return graded_by_code, Needs(row=True)
     from mugrpo_megatron.errors import UserError
     from mugrpo_megatron.recipe.functions import load_function
-    from mugrpo_megatron.rewards.callers import Caller
-    from mugrpo_megatron.rewards.forms import Unsupported
+    from mugrpo_megatron.rewards.callers import Caller, Unsupported
 
     name = options["function"]
     try:
@@ -135,7 +134,7 @@ def _note(options: dict[str, Any]) -> str:
     """What the user should know of the function at the start; "" where nothing."""
     if options["function"] != "code":
         return ""
-    from mugrpo_megatron.rewards.sandbox.check import weakness
+    from mugrpo_megatron.extras.sandbox.jail_check import weakness
 
     return weakness(options["code"]["mode"])
 

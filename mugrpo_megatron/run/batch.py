@@ -20,8 +20,8 @@ from typing import Any
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
@@ -30,7 +30,7 @@ from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, 
 from mugrpo_megatron.run.prefetch import read_mark
 from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.stages.manifest import Origin
-from mugrpo_megatron.weights.fingerprint import fingerprint
+from mugrpo_megatron.weights.families import fingerprint
 
 SHARE = re.compile(r"(\d{1,4})/(\d{1,4})")
 CLAIM_SECONDS = 20.0

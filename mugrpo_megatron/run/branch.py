@@ -10,15 +10,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, read_state
 from mugrpo_megatron.files.durable import digest, durable_directory
+from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
-from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model, with_model
 from mugrpo_megatron.run.published import check_logprobs, check_start, read_published
-from mugrpo_megatron.run.record import Branch, Record, claim, read_record, write_record
+from mugrpo_megatron.run.record import (
+    Branch,
+    Record,
+    begun_weights,
+    check_begun,
+    claim,
+    hub_model,
+    read_record,
+    with_model,
+    write_record,
+)
 from mugrpo_megatron.stages.logprobs import sums
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,20 +18,50 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, read_state
 from mugrpo_megatron.files.durable import remove_leftovers, resumable
+from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.recipe.sections import CheckpointSection
-from mugrpo_megatron.run.background import Background
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.world import Stopped
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.hf import gather_hf, save_hf
+
+
+class Background:
+    """Work in a thread called `name`. The process may end without it: the thread is a daemon."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Begin `work`; call `wait` before the next."""
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the last work has ended; raises what it raised."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
 
 GRACE_S = 10.0
 """How long a failing run waits for its current save."""

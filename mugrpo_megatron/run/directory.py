@@ -15,9 +15,18 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
-from mugrpo_megatron.run.model import begun_weights, check_begun, hub_model
-from mugrpo_megatron.run.own_files import check_own_files, record_own_files
-from mugrpo_megatron.run.record import check_hf, check_model, check_own, claim, read_record
+from mugrpo_megatron.run.record import (
+    begun_weights,
+    check_begun,
+    check_hf,
+    check_model,
+    check_own,
+    check_own_files,
+    claim,
+    hub_model,
+    read_record,
+    record_own_files,
+)
 
 FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track", "report", "sft"}
 """Sections that a resumed run may change: how the work is done, not what is computed."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import CURSOR
+from mugrpo_megatron.files.hf_config import CURSOR
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor

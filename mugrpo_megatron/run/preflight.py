@@ -14,18 +14,17 @@ from typing import Any
 
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
-from mugrpo_megatron.data.problems import absent, check_files
+from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompt_text import prompt_text
 from mugrpo_megatron.data.prompts import check_style, quoted, template_of
-from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
 from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.plan.models import bundled
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
 from mugrpo_megatron.observe.environment import finds_cuda, may_find_cuda
-from mugrpo_megatron.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers, check_layout, read_model_config
+from mugrpo_megatron.recipe.checks import check_layers, check_layout, describe, read_model_config
 from mugrpo_megatron.recipe.engines import (
     check_engine_device,
     check_without_sync,
@@ -33,11 +32,10 @@ from mugrpo_megatron.recipe.engines import (
     needs_a_kind_of_device,
 )
 from mugrpo_megatron.recipe.functions import check_function, load_function
-from mugrpo_megatron.recipe.layouts import describe
 from mugrpo_megatron.recipe.scoring import CODE, MATH
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
-from mugrpo_megatron.run.model import with_cached_model, with_model
+from mugrpo_megatron.run.record import with_cached_model, with_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture

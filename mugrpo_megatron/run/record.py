@@ -10,17 +10,22 @@ Only these rules decide what a run may replace. Neither torch nor Megatron is im
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
+from mugrpo_megatron.files.hub import download_model, model_name
 from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import source_sum
+from mugrpo_megatron.weights.families import fingerprint
 
 FILE_NAME = "run.json"
 MARK = "mugrpo.json"
@@ -182,3 +187,109 @@ def _marked(hf: Path) -> object:
         return read_json(hf / MARK).get("run")
     except UserError:
         return None
+
+
+def with_model(recipe: Recipe, say: Callable[[str], None] = lambda line: None, run_dir: Path | None = None) -> Recipe:
+    """The recipe with its model on this machine; one that names a directory is returned as it is.
+
+    A run in `run_dir` gets the commit that it began with, also when its revision, a branch, has moved since. Raises
+    UserError when the model cannot be downloaded.
+    """
+    name = model_name(recipe.model.path)
+    if name is None or recipe.model.commit:
+        return recipe
+    say(f"model: {name} of the Hugging Face hub, downloaded unless it is in the cache")
+    return _placed(recipe, name, run_dir, cached=False)
+
+
+def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
+    """The recipe with its model, when it is in the hub's cache; nothing is downloaded."""
+    name = model_name(recipe.model.path)
+    if name is None or recipe.model.commit:
+        return recipe
+    try:
+        return _placed(recipe, name, run_dir, cached=True)
+    except UserError:
+        return recipe
+
+
+def hub_model(recipe: Recipe) -> HubModel | None:
+    """The name and the commit of a recipe's model of the hub, once it is on this machine."""
+    commit = recipe.model.commit
+    return HubModel(str(recipe.model.path), commit) if commit else None
+
+
+def begun_weights(recipe: Recipe) -> str:
+    """The fingerprint of the recipe's weights, if they are in a directory; empty for a model of the hub."""
+    return "" if recipe.model.commit else fingerprint(recipe.model.directory)
+
+
+def check_begun(record: Record, recipe: Recipe, what: str) -> None:
+    """Raise UserError when `model.path` holds other weights than when the run began, from which `what` is."""
+    if record.weights and record.weights != begun_weights(recipe):
+        raise UserError(
+            f"{what} used other weights than {recipe.model.path} holds now; restore the original weights, or choose "
+            "another run.dir"
+        )
+
+
+def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Recipe:
+    record = read_record(run_dir) if run_dir else None
+    begun = record.model if record else None
+    revision = begun.commit if begun and begun.name == name else recipe.model.revision
+    snapshot = download_model(name, revision, cached)
+    return recipe.model_copy(update={"model": recipe.model.at(snapshot)})
+
+
+USER_FILES = "own_files.json"
+
+
+def own_files(recipe: Recipe) -> dict[str, str]:
+    """The recipe's keys that name a file of the user's -> SHA-256; without those that are not on this machine."""
+    rewards = {
+        f"reward.functions.{name}" if recipe.reward.functions else "reward.function": one.function
+        for name, one in recipe.reward.table.items()
+    }
+    objective = recipe.objective
+    named = {
+        **rewards,
+        "objective.surrogate": objective.surrogate,
+        "objective.diagnostics": objective.diagnostics or "",
+    }
+    sums = {key: source_sum(name) for key, name in named.items()}
+    sums["data.chat_template"] = file_sum(recipe.data.chat_template)
+    return {key: found for key, found in sums.items() if found}
+
+
+def file_sum(path: Path | None) -> str:
+    """SHA-256 of a file; empty without one, and for one that cannot be read."""
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def check_own_files(recipe: Recipe) -> None:
+    """Raise UserError when a file of the run in `run.dir`, if there is one, was edited since the run began."""
+    path = recipe.run.dir / USER_FILES
+    if not path.exists():  # also of a run that began before there was such a record
+        return
+    accept = f"remove {path} to continue with the files as they are now"
+    try:
+        before: dict[str, str] = read_sealed(path, "files")
+        now = own_files(recipe)
+        edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise UserError(f"{path}: damaged, so your own files cannot be checked; {accept}") from None
+    if edited:
+        raise UserError(
+            f"{' and '.join(edited)} names a file that was edited since {recipe.run.dir} began; restore it, "
+            f"begin a new run or a branch with another run.dir, or {accept}"
+        )
+
+
+def record_own_files(recipe: Recipe) -> None:
+    """`check_own_files`, and write the checksums of a run that has none; call it with the directory's lock."""
+    check_own_files(recipe)
+    if not (recipe.run.dir / USER_FILES).exists():
+        write_sealed(recipe.run.dir / USER_FILES, "files", own_files(recipe))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.data.order import problem_at
-from mugrpo_megatron.data.prepare import PreparedData
+from mugrpo_megatron.data.prepare import PreparedData, problem_at
 from mugrpo_megatron.evaluation.scoring import ScoredGroup
-from mugrpo_megatron.files.json_values import as_text
+from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.shaping import shaped
 from mugrpo_megatron.run.cursor import Cursor

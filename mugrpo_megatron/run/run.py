@@ -15,9 +15,8 @@ from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_enviro
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
-from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.offload import PARTS, offload, reload
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -29,9 +28,8 @@ from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
-from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.run.together import join, meet, sleep_joined
-from mugrpo_megatron.run.world import World, open_world, telling_failures
+from mugrpo_megatron.run.world import StopRequest, World, listening, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.megatron import parallel_state
 from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.placement import local_parameters, tensor_group
-from mugrpo_megatron.weights.table import Entry, entries, split, unshard
+from mugrpo_megatron.weights.table import Entry, entries, local_parameters, split, tensor_group, unshard
 
 ALIGNMENT = 16
 """Tensors start at multiples of this many bytes in a bucket, so that they can be viewed in their own type."""

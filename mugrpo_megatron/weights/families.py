@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, checked, read_config
@@ -117,3 +121,65 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
 def read_architecture(directory: Path) -> Architecture:
     """`architecture` of the config.json in a checkpoint directory."""
     return architecture(read_config(directory), str(directory / CONFIG))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Forward FLOP of one token: 2 for each weight that it is multiplied with."""
+
+    layers: float
+    attention: float
+    """Scores and weighted values over the tokens before it, on average."""
+    head: float
+    """One product with the output weight; the learner computes it for trained tokens only."""
+
+
+def work_of(architecture: Architecture, sequence: float) -> Work:
+    """Per token of sequences of `sequence` tokens on average."""
+    size, layers = architecture.letters, architecture.layers
+    feed_forward = 3 * size["H"] * size["F"]
+    if architecture.experts:
+        chosen = architecture.transformer["moe_router_topk"]
+        feed_forward = 3 * size["H"] * size["M"] * chosen + size["H"] * size["E"]
+    attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
+    return Work(
+        layers=2.0 * layers * (attention + feed_forward),
+        attention=2.0 * layers * 2 * size["Q"] * sequence / 2,
+        head=2.0 * size["V"] * size["H"],
+    )
+
+
+def model_flops(architecture: Architecture, lengths: Sequence[int], trained: int) -> float:
+    """FLOP that an update of the model needs at least: forward once, backward twice that.
+
+    As in "model FLOPs utilization" (arXiv 2204.02311, appendix B): what is computed again for memory's sake, padding
+    and extra passes do not count. Attention is counted as causal, half of the full square.
+
+    Args:
+        lengths: tokens of each sequence, the prompt included.
+        trained: tokens with a loss, whose logits are computed.
+    """
+    tokens = np.asarray(lengths, dtype=np.float64)
+    work = work_of(architecture, 1.0)
+    return 3.0 * float(work.layers * tokens.sum() + work.attention * np.square(tokens).sum() + work.head * trained)
+
+
+BLOCKS = 64
+BLOCK_BYTES = 4096
+
+
+def fingerprint(directory: Path) -> str:
+    """SHA-256 of the safetensors files' names, sizes, first bytes and 64 blocks spread evenly over each.
+
+    Training changes every tensor, so weights of another training step differ in some of the blocks. Milliseconds for
+    a checkpoint of any size.
+    """
+    found = hashlib.sha256()
+    for path in sorted(directory.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for block in range(BLOCKS):
+                file.seek(block * max(size - BLOCK_BYTES, 0) // (BLOCKS - 1))
+                found.update(file.read(BLOCK_BYTES))
+    return found.hexdigest()

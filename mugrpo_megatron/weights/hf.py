@@ -16,12 +16,10 @@ from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_json, write_text
-from mugrpo_megatron.files.foreign import reading
-from mugrpo_megatron.files.hf_config import CONFIG, read_config
+from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import BUCKET_BYTES, build_plan, planned_tensors
-from mugrpo_megatron.weights.placement import local_parameters, tensor_group
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
     Shard,
@@ -31,7 +29,7 @@ from mugrpo_megatron.weights.safetensors_dir import (
     write_index,
     write_shard,
 )
-from mugrpo_megatron.weights.table import Entry, merge, pad_vocab, shard
+from mugrpo_megatron.weights.table import Entry, local_parameters, merge, pad_vocab, shard, tensor_group
 
 SHARD_BYTES = 4 * 1024**3
 CARRIED = (

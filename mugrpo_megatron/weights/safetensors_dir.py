@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_file, write_json
-from mugrpo_megatron.files.inside import file_inside
-from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.json_text import file_inside, read_json
 from mugrpo_megatron.files.tensors import raw_bytes
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.table import entries

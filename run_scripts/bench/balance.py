@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from mugrpo_megatron.engine.queue import PromptQueue
+from mugrpo_megatron.extras.plan.lengths import Supply, decode
 from mugrpo_megatron.learner.packing import plan
-from mugrpo_megatron.plan.lengths import Supply, decode
 
 Take = Callable[[int, int], list[int]]
 

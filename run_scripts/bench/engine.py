@@ -23,8 +23,8 @@ import psutil
 import torch
 
 from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.host import engine_type
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
-from mugrpo_megatron.engine.loading import engine_type
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import read_model_config

@@ -168,13 +168,13 @@ def learner(how: How) -> Result:
 
 
 def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -> Result:
+    from mugrpo_megatron.extras.plan.case import make_case
+    from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
+    from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
+    from mugrpo_megatron.extras.plan.time import work_of
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
-    from mugrpo_megatron.plan.case import make_case
-    from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-    from mugrpo_megatron.plan.memory import Batch, learner_memory
-    from mugrpo_megatron.plan.training import work_of
 
     cuda = device().type == "cuda"
     if cuda:
@@ -272,7 +272,7 @@ def switch(how: How) -> Result:
 
 def one_switch(mine: Any, bridge: Any, engine: Any, sync: Any) -> dict[str, float]:
     """Seconds of each step."""
-    from mugrpo_megatron.learner.offload import offload, reload
+    from mugrpo_megatron.learner.learner import offload, reload
 
     steps: dict[str, Callable[[], object]] = {
         "optimizer_sleeps": lambda: offload(mine, "optimizer"),

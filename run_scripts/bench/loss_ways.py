@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout

@@ -22,8 +22,7 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
-from mugrpo_megatron.data.order import problem_at
-from mugrpo_megatron.data.prepare import prepare
+from mugrpo_megatron.data.prepare import prepare, problem_at
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase

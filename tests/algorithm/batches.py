@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.reductions import response_weights
+from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.presets import PRESETS
+from mugrpo_megatron.recipe.objective import PRESETS
 
 LONGEST = 16
 

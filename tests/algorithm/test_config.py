@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
-from mugrpo_megatron.recipe.presets import PRESETS, ObjectiveName
+from mugrpo_megatron.recipe.objective import PRESETS, ObjectiveName
 
 
 def test_every_name_has_a_preset() -> None:

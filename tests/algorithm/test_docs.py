@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.recipe.presets import PRESETS
+from mugrpo_megatron.recipe.objective import PRESETS
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "algorithm.md").read_text()

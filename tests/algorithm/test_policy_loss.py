@@ -15,7 +15,7 @@ from mugrpo_megatron.algorithm.segments import make_segments, running_sum, selec
 from mugrpo_megatron.algorithm.statistics import neutral_statistics, update_statistics
 from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.presets import PRESETS
+from mugrpo_megatron.recipe.objective import PRESETS
 from tests.algorithm import oracle
 from tests.algorithm.batches import VARIANTS, Batch, batches, configs, flat, random_batch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mugrpo_megatron.algorithm.reductions import response_weights
+from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.recipe import ObjectiveSection
 
 LENGTHS = torch.tensor([4, 0, 1, 5])

@@ -18,7 +18,7 @@ from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.surrogates import surrogate_of
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.presets import SURROGATES
+from mugrpo_megatron.recipe.objective import SURROGATES
 from tests.algorithm.batches import Batch, batches, random_batch
 
 

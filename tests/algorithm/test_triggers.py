@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.algorithm.triggers import METRICS, THRESHOLDS
+from mugrpo_megatron.algorithm.veto import THRESHOLDS, TRIGGER_METRICS
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.presets import PRESETS
+from mugrpo_megatron.recipe.objective import PRESETS
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.algorithm.test_diagnostics import metrics_of
 
@@ -56,7 +56,7 @@ def by_sets(batch: Batch, threshold: float) -> dict[str, float]:
 def test_equal_counts_of_tokens_whatever_the_objective(batch: Batch, name: str) -> None:
     found = metrics_of(batch, ObjectiveSection(name=name))
     expected = {f"{key}_{th}": share for th in THRESHOLDS for key, share in by_sets(batch, float(th)).items()}
-    assert {name: found[name] for name, _, _ in METRICS if name in found} == pytest.approx(expected, abs=1e-12)
+    assert {name: found[name] for name, _, _ in TRIGGER_METRICS if name in found} == pytest.approx(expected, abs=1e-12)
 
 
 @settings(max_examples=100, deadline=None)

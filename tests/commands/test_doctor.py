@@ -13,7 +13,7 @@ from rich.console import Console
 
 from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, jail, shown
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.rewards.sandbox.limits import Limits
+from mugrpo_megatron.extras.sandbox.limits import Limits
 
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]) | st.just(" "), min_size=1, max_size=120)
 

@@ -20,7 +20,7 @@ from mugrpo_megatron.commands.table_measuring import results_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.grading import Graded, summarize
+from mugrpo_megatron.evaluation.scoring import Graded, summarize
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.samples import Problem, Prompt, Response

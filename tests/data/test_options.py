@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.data.columns import unseen_options
+from mugrpo_megatron.data.files import unseen_options
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.recipe.scoring import RewardSection

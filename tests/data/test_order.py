@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.data.order import problem_at, update_at
+from mugrpo_megatron.data.prepare import problem_at, update_at
 
 
 @given(st.integers(0, 2**63), st.integers(1, 60), st.integers(0, 5))

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.data.overlap import NGRAM, contamination, without_duplicates, words
+from mugrpo_megatron.data.prepare import NGRAM, contamination, without_duplicates, words
 from mugrpo_megatron.samples import Problem
 
 LONG = "A farmer keeps seven hens and each hen lays three eggs every day of the week except on Sunday"

@@ -7,8 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.problems import load_problems
+from mugrpo_megatron.data.problems import PRESETS, load_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 

@@ -8,8 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.problems import load, load_problems
+from mugrpo_megatron.data.problems import PRESETS, load, load_problems
 from mugrpo_megatron.data.reading import final_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection

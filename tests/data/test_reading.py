@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.data.arithmetic import problems
-from mugrpo_megatron.data.columns import Columns
+from mugrpo_megatron.data.files import Columns
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.data.reading import kept_row, problem_of

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.data.arithmetic import TASKS
-from mugrpo_megatron.data.presets import PRESETS
-from mugrpo_megatron.data.sets import check_sets, held_out_sets, named_sources
+from mugrpo_megatron.data.problems import PRESETS, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.metrics import defined
 from mugrpo_megatron.recipe.scoring import MEAN, EvalSection

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.channel import HEADER, Channel
+from mugrpo_megatron.engine.process import HEADER, Channel
 
 MORE_THAN_FITS = b"x" * (16 << 20)
 BRIEF_S = 0.02

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.flights import Flight, Flights, joined, without_last
+from mugrpo_megatron.engine.queue import Flight, Flights, joined, without_last
 from mugrpo_megatron.engine.unfinished import Unfinished
 from mugrpo_megatron.engine.wire import Groups, Routed, Sampling, pack
 from mugrpo_megatron.samples import UNFINISHED, Problem, Prompt, Response

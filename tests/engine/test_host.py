@@ -19,11 +19,10 @@ from typing import Any
 import psutil
 import pytest
 
+from mugrpo_megatron.cpu.engine_group import EngineGroup
 from mugrpo_megatron.engine import host
-from mugrpo_megatron.engine.channel import Channel
-from mugrpo_megatron.engine.group import EngineGroup
 from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
-from mugrpo_megatron.engine.process import SHARED_MEMORY
+from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds
 from mugrpo_megatron.samples import UNFINISHED
 from tests.engine.stub import StubEngine

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.kept import ABSENT, kept_tokens
+from mugrpo_megatron.engine.wire import ABSENT, kept_tokens
 
 WORDS = 12
 

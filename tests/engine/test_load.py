@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.engine.load import MOST_LOADS, Load, LoadRecord
+from mugrpo_megatron.engine.queue import MOST_LOADS, Load, LoadRecord
 
 
 @given(st.integers(0, 5000))

@@ -8,8 +8,7 @@ import pytest
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.evaluation.grading import Graded, grade, measure_of, prompts_of, summarize
-from mugrpo_megatron.evaluation.scoring import scored
+from mugrpo_megatron.evaluation.scoring import Graded, grade, measure_of, prompts_of, scored, summarize
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response

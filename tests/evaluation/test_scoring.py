@@ -12,8 +12,8 @@ import pytest
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
+from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.rewards.scores import Pending, Score
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
 TOKENIZER = build_arithmetic_tokenizer()

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, checksums, damage, publish, read_state
 from mugrpo_megatron.files.durable import write_sealed
+from mugrpo_megatron.files.hf_config import STATE, checksums, damage, publish, read_state
 from mugrpo_megatron.run.cursor import Cursor
 
 WHOLE = {"stage": 1, "age": 2, "updates": 5, "repeated": 0}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.plan.models import bundled, find_model
 from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config
-from mugrpo_megatron.plan.models import bundled, find_model
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.checks import check_layout, read_model_config
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture

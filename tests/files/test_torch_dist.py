@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from checkpoints_convert.distributed_checkpoint import write_metadata, write_part
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.torch_dist import Reader
-from mugrpo_megatron.files.torch_dist_index import INDEX, read_index
+from mugrpo_megatron.files.torch_dist import INDEX, Reader, read_index
 
 CUTS = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=3)
 """Sizes of the chunks along each axis."""

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from mugrpo_megatron.extras.plan.case import make_case
+from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
+from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.groups import shutdown
-from mugrpo_megatron.learner.learner import build_learner
-from mugrpo_megatron.learner.offload import offload, reload
+from mugrpo_megatron.learner.learner import build_learner, offload, reload
 from mugrpo_megatron.learner.update import token_logprobs, update
-from mugrpo_megatron.plan.case import make_case
-from mugrpo_megatron.plan.hardware import Assumptions, make_cluster
-from mugrpo_megatron.plan.memory import Batch, learner_memory
 from mugrpo_megatron.samples import Sample
 from tests import models
 from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model

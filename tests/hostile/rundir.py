@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 
 from mugrpo_megatron.data.prepare import Problems
-from mugrpo_megatron.files import checkpoint
+from mugrpo_megatron.files import hf_config as checkpoint
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.recipe import Recipe, load_recipe

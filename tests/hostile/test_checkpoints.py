@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files import checkpoint
+from mugrpo_megatron.files import hf_config as checkpoint
 from mugrpo_megatron.files.durable import resumable
 from tests import models
 from tests.hostile.damage import ODD_JSON, ODD_TEXTS, damages

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.problems import load, load_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.json_values import json_value
+from mugrpo_megatron.files.json_text import json_value
 from mugrpo_megatron.recipe.sections import DataSection
 from tests.hostile.outcome import command, listing, refused
 

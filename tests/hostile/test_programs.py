@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron.rewards.code import CodeOptions, grade
-from mugrpo_megatron.rewards.sandbox import jail, kernel
-from mugrpo_megatron.rewards.sandbox.limits import Limits, Mode
+from mugrpo_megatron.extras.sandbox import jail, kernel
+from mugrpo_megatron.extras.sandbox.code import CodeOptions, grade
+from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from tests.forked import fork
 from tests.hostile.programs import FUNCTIONS, PROGRAMS
 

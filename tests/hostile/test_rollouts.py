@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.observe.visible import visible
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.stages.store import StageStore

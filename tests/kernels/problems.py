@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.recipe import ObjectiveSection
-from mugrpo_megatron.recipe.presets import PRESETS
+from mugrpo_megatron.recipe.objective import PRESETS
 
 TEMPERATURE = 0.7
 VOCAB = 35

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner.anchored import holding
-from mugrpo_megatron.learner.learner import Learner, build_learner
+from mugrpo_megatron.learner.learner import Learner, build_learner, holding
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.optimizer import torch_optimizers
 from mugrpo_megatron.learner.update import token_logprobs, update

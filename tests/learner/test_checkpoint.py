@@ -14,14 +14,13 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.checkpoint import fill
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.optimizer import shards
-from mugrpo_megatron.learner.optimizer_states import STATES, read_states
-from mugrpo_megatron.learner.sharded import fill
+from mugrpo_megatron.learner.optimizer import STATES, read_states, shards
 from mugrpo_megatron.learner.update import update
 from tests.learner.tiny import advantages, recipe, samples, save_model
 from tests.ranks import run_ranks

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from mugrpo_megatron.learner.context import Split, attend
-from mugrpo_megatron.learner.flash import flash_attention, takes_flash
+from mugrpo_megatron.learner.context import Split, attend, flash_attention, takes_flash
 
 
 def of_torch_2_11(

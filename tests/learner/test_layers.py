@@ -15,7 +15,7 @@ from megatron.core.models.backends import LocalSpecProvider
 from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.learner import layers
+from mugrpo_megatron.learner import model as layers
 from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.learner import build_learner

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.reductions import response_weights
 from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.packing import Tokens, pack

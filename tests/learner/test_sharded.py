@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from checkpoints_convert.distributed_checkpoint import write_metadata, write_part
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.torch_dist import Reader
-from mugrpo_megatron.learner.sharded import fill, load_weights
+from mugrpo_megatron.learner.checkpoint import fill, load_weights
 
 WHOLE = torch.arange(24.0).view(6, 4)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mugrpo_megatron.observe.metrics import NAMES as METRIC_NAMES
 from mugrpo_megatron.observe.metrics import PHASES
 from mugrpo_megatron.observe.paper import NAMES, ROLLOUT_PHASES, SCOPES, TRAINING_PHASES, paper_seconds
-from mugrpo_megatron.recipe.presets import VetoScope
+from mugrpo_megatron.recipe.objective import VetoScope
 
 Phase = dict[str, Any]
 LETTERS = dict(

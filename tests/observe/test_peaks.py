@@ -8,7 +8,7 @@ from mmap import mmap
 import numpy as np
 import pytest
 
-from mugrpo_megatron.observe.peaks import group_memory, learner_memory_peak, peak_flops
+from mugrpo_megatron.observe.environment import group_memory, learner_memory_peak, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.logprobs import write_logprobs
 from mugrpo_megatron.stages.store import StageStore
-from mugrpo_megatron.weights.fingerprint import fingerprint
+from mugrpo_megatron.weights.families import fingerprint
 from tests.phases.bare import bare_run
 from tests.phases.branches import generate_stage, optimize, updates_of, weights
 

@@ -15,7 +15,7 @@ import pytest
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.engine.load import LoadRecord
+from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.unfinished import Unfinished
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
@@ -24,8 +24,8 @@ from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases.generate import generate
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.rewards.scores import Pending, Score
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -33,8 +33,7 @@ from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.stopping import Stopped
-from mugrpo_megatron.run.world import World
+from mugrpo_megatron.run.world import Stopped, World
 from mugrpo_megatron.samples import UNFINISHED, Problem, Prompt, Response
 from mugrpo_megatron.stages.unfinished import Begun
 from mugrpo_megatron.weights.sync import Bridge

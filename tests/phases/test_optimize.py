@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE
+from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.phases import optimize
 from mugrpo_megatron.phases import passes as learner_passes
 from mugrpo_megatron.phases.passes import refresh_reference
@@ -19,7 +19,7 @@ from mugrpo_megatron.phases.samples import read_update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.world import Stopped
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mugrpo_megatron.phases.profile import profiled
+from mugrpo_megatron.phases.saves import profiled
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.cli import main
-from mugrpo_megatron.data.presets import PRESETS
+from mugrpo_megatron.data.problems import PRESETS
 from mugrpo_megatron.data.prompts import STYLES
 from mugrpo_megatron.recipe import Recipe, load_recipe
 

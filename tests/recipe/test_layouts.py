@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout, layout_problems, nearest_layout
-from mugrpo_megatron.recipe.layouts import candidates, describe, distance
+from mugrpo_megatron.recipe.checks import candidates, check_layout, describe, distance, layout_problems, nearest_layout
 from mugrpo_megatron.recipe.systems import ParallelSection
 
 DENSE = {

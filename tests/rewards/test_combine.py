@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.combine import Collector, combined
-from mugrpo_megatron.rewards.items import Verdict
-from mugrpo_megatron.rewards.scores import Pending, Score
+from mugrpo_megatron.rewards.items import Pending, Score, Verdict
+from mugrpo_megatron.rewards.pool import Collector, combined
 
 NUMBERS = st.floats(-1e6, 1e6)
 

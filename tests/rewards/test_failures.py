@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.failures import FIRST, WINDOW, FailureCount
+from mugrpo_megatron.rewards.calls import FIRST, WINDOW, FailureCount
 
 
 @given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.0, 0.01, 0.05, 0.5, 1.0]))

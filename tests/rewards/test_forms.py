@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.forms import ONE, SEVERAL, Unsupported, arguments_of_one, arguments_of_several, form_of
+from mugrpo_megatron.rewards.callers import ONE, SEVERAL, Unsupported, arguments_of_one, arguments_of_several, form_of
 from mugrpo_megatron.rewards.items import Item
 from tests.rewards.foreign import slime_reward, trl_rewards, verl_reward
 

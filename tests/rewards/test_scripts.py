@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.scripts import in_ascii_digits
+from mugrpo_megatron.rewards.extract import in_ascii_digits
 from tests.rewards.verdicts import right
 
 ZEROS = st.sampled_from(["٠", "۰", "०", "০", "๐", "０"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.scores import Score
+from mugrpo_megatron.rewards.items import Score
 from mugrpo_megatron.rewards.shaping import overlong, shaped
 from mugrpo_megatron.rewards.worker import well_formed
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE
 from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.batch import Share, begin, mark_share, parse_share, shares_of, standing
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name

@@ -18,7 +18,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import read_manifest
-from mugrpo_megatron.weights.fingerprint import fingerprint
+from mugrpo_megatron.weights.families import fingerprint
 from tests.hostile.rundir import GROUPS, PROMPTS, UPDATES, content, fill, group, make, recipe, stage_of
 
 

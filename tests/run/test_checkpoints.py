@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.checkpoint import STATE, publish, read_state
 from mugrpo_megatron.files.durable import digest
-from mugrpo_megatron.files.torch_dist_index import INDEX
+from mugrpo_megatron.files.hf_config import STATE, publish, read_state
+from mugrpo_megatron.files.torch_dist import INDEX
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.update import update

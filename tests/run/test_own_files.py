@@ -11,7 +11,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.directory import check_directory, open_directory
-from mugrpo_megatron.run.own_files import FILE_NAME, own_files
+from mugrpo_megatron.run.record import USER_FILES as FILE_NAME
+from mugrpo_megatron.run.record import own_files
 
 CODE = "def right(response):\n    return 1.0\n"
 NAMES = {

@@ -21,7 +21,8 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable as durable_module
 from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages import merge, shards
+from mugrpo_megatron.stages import shards
+from mugrpo_megatron.stages import store as merge
 from mugrpo_megatron.stages import store as store_module
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from mugrpo_megatron.commands.sweep_grid import cells_of, read_grid
+from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
 from mugrpo_megatron.recipe import dump_recipe, load_recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from run_scripts.study import short

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.attention import make_packing
+from mugrpo_megatron.learner.checkpoint import load_model
 from mugrpo_megatron.learner.groups import Ranks, initialize
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import PolicyModel, build_model, policy
-from mugrpo_megatron.learner.sharded import load_model
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
 from mugrpo_megatron.weights.families import read_architecture

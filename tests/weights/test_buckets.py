@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from mugrpo_megatron.engine.cpu import load_mapped
+from mugrpo_megatron.cpu.sglang import load_mapped
 from mugrpo_megatron.weights.buckets import ALIGNMENT, Bucket, pack
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.sync import flattened, serialize

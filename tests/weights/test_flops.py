@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.flops import model_flops, work_of
+from mugrpo_megatron.weights.families import model_flops, read_architecture, work_of
 from tests.models import save_model
 
 

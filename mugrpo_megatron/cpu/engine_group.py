@@ -1,0 +1,122 @@
+"""The SGLang engines of one host process, which hold the same weights and answer as one.
+
+Nearly always there is one. On CPU there may be several (`engine.replicas`): a group of responses goes to the engine
+that has the fewest requests, and everything else to all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections import ChainMap
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mugrpo_megatron.engine.launch import SUMMING
+from mugrpo_megatron.engine.queue import Load, read_load
+from mugrpo_megatron.engine.sums import read_sums
+from mugrpo_megatron.files.tensors import Sums
+
+IDLE_SECONDS = 60.0
+"""An engine that has answered everything has to become idle within this time."""
+
+
+class EngineGroup:
+    """Engines that were made one after the other in the main thread, whose event loop they share."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = engines
+        self._running = [0] * len(engines)
+        """Requests of each engine."""
+
+    @property
+    def ranks(self) -> int:
+        """Tensor parallel size of each engine."""
+        return int(self._engines[0].server_args.tp_size)
+
+    def freeze_gc(self) -> None:
+        """Have Python's garbage collector skip what the start has made, here and in the engines' processes."""
+        for engine in self._engines:
+            engine.freeze_gc()
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, which the event loop runs."""
+        return self._engines[0].loop.run_until_complete(work)
+
+    async def generate(self, input_ids: list[list[int]], **request: Any) -> list[dict[str, Any]]:
+        """SGLang's outputs of these prompts, which one engine answers together."""
+        number = self._running.index(min(self._running))
+        self._running[number] += len(input_ids)
+        try:
+            return await self._engines[number].async_generate(input_ids=input_ids, **request)  # type: ignore[no-any-return]
+        finally:
+            self._running[number] -= len(input_ids)
+
+    def abort(self) -> None:
+        """Abort every request that an engine knows of."""
+        for engine in self._engines:
+            engine.tokenizer_manager.abort_request(abort_all=True)
+
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """What SGLang knows of each unfinished request."""
+        return ChainMap(*[engine.tokenizer_manager.rid_to_state for engine in self._engines])
+
+    async def load(self, tokens: int) -> Load:
+        """The load, `tokens` being sampled."""
+        snapshots = [await engine.tokenizer_manager.get_loads() for engine in self._engines]
+        return read_load(tokens, [one for of_engine in snapshots for one in of_engine])
+
+    def update_weights(self, serialized: list[bytes]) -> None:
+        """Load a bucket of weights into every engine; one serialisation for each rank of each engine."""
+        loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
+        load_format = loaders[0] if loaders else "flattened_bucket"
+        shares = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
+        self.run(_all(_update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
+
+    def checksums(self) -> list[Sums]:
+        """Of each tensor parallel rank; RuntimeError when two engines differ."""
+        found = []
+        for engine in self._engines:  # one after the other: they write to the same file
+            self.run(_update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
+            found.append(read_sums())
+        if any(other != found[0] for other in found):
+            raise RuntimeError("the engine's replicas hold different weights")
+        return found[0]
+
+    def flush_cache(self) -> None:
+        """Empty the prefix caches once the engines are idle: SGLang may run one more step after its last response.
+
+        It ends itself when its memory is released before that.
+        """
+        self.run(_all(map(_flush_cache, self._engines)))
+
+    def release(self, tags: list[str]) -> None:
+        for engine in self._engines:
+            engine.release_memory_occupation(tags)
+
+    def resume(self, tags: list[str]) -> None:
+        for engine in self._engines:
+            engine.resume_memory_occupation(tags)
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*work)
+
+
+async def _update_weights(engine: Any, serialized: list[bytes], load_format: str) -> None:
+    # `Engine.update_weights_from_tensor` would pickle again what the client has serialised.
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=serialized, load_format=load_format, flush_cache=False
+    )
+    accepted, message = await engine.tokenizer_manager.update_weights_from_tensor(request, None)
+    if not accepted:
+        raise RuntimeError(f"the engine refused a weight bucket: {message}")
+
+
+async def _flush_cache(engine: Any) -> None:
+    answer = await engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
+    if not answer.success:
+        raise RuntimeError(f"the engine is not idle after {IDLE_SECONDS:g} s: {answer.message}")

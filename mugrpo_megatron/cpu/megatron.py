@@ -1,0 +1,116 @@
+"""Stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, so that the same learner trains on CPU with gloo.
+
+The only module of the package that patches anything, and `torch.cuda` only where torch finds no CUDA device. Megatron
+asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing
+runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the
+CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it. What Megatron
+decorates with `torch.compile` is compiled at its first call, not at its import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._device import _device_constructors
+
+from mugrpo_megatron.cpu.deferred import compiling_deferred
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
+
+
+class _Stream:
+    """A stream of a device without asynchronous work."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def wait_stream(self, _: Any) -> None: ...
+    def wait_event(self, _: Any) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or self  # waiting for an event is like waiting for a stream
+
+    def synchronize(self) -> None: ...
+
+
+def install() -> None:
+    """Put the stand-ins in place; does nothing where CUDA is available. Call before megatron is first imported."""
+    if torch.cuda.is_available():
+        return
+    # `with torch.device(...)` lists the factories it knows on first use: make it list the originals.
+    _device_constructors()
+    stream = _Stream()
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.Stream = _Stream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: stream  # type: ignore[assignment, return-value]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, return-value, misc]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment, method-assign]
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.type = _named_as_cuda(torch.Tensor.type)  # type: ignore[assignment, method-assign]
+    with compiling_deferred():  # Megatron's first import: it keeps the `torch.compile` that it finds
+        _install_random_state()
+    _keep_counts()
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`factory` that reads `device="cuda"` as the CPU."""
+
+    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if isinstance(device, str | torch.device) and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _named_as_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type` that tells Megatron's optimizers the CUDA name of the type, which they test for."""
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = original(self, *args, **kwargs)
+        asked_by_megatron = sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.")
+        if asked_by_megatron and not args and not kwargs:
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    return type_
+
+
+def _install_random_state() -> None:
+    """Let Megatron's tracker of CUDA random states read and set the CPU generator's state."""
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    from megatron.core.tensor_parallel import random as tracker
+
+    tracker._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    tracker._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def complete_router() -> None:
+    """Let experts run without Transformer Engine, on any device.
+
+    `megatron.core.transformer.moe.moe_utils` binds `te_general_gemm` only where its import of the engine succeeds, but
+    the router's forward pass always compares it with None.
+    """
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _keep_counts() -> None:
+    """Make the experts' dispatcher turn token counts into numbers on CPU too.
+
+    It does so where it copies them from a CUDA device; without that copy the all-to-all would get tensors.
+    """
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def as_counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = as_counts

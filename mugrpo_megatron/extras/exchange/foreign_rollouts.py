@@ -1,0 +1,185 @@
+"""Rollouts that another program wrote: rows of a file as groups of responses to one prompt.
+
+A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or one of
+`columns.RESPONSES` as text or messages). TRL's `log_completions` files are such rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
+from mugrpo_megatron.data.prompts import Template, render
+from mugrpo_megatron.data.reading import kept_row
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.samples import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase  # a second to import
+
+LOGPROBS = ("logprobs", "behaviour_logprobs")
+ROUNDING = 1e-5
+"""Nats above 0 that a logprob may be: kernels that approximate exp and log round a certain token's to about 1e-7."""
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """One response of a file."""
+
+    place: str
+    """`file:line`"""
+    row: Mapping[str, Any]
+    """The whole row, as JSON values."""
+    prompt_ids: np.ndarray
+    """int32 [P]"""
+    response_ids: np.ndarray
+    """int32 [R]"""
+    text: str
+    logprobs: np.ndarray | None
+    """float32 [R]"""
+    loss_mask: np.ndarray | None
+    """bool [R]"""
+    finish_reason: str
+
+
+def read_rollouts(path: Path, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[list[Foreign]]:
+    """The groups of a file, in the order in which they begin: rows with the same `group`, or prompt and `step`.
+
+    Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
+    tokenized, and ends with the end-of-sequence token unless its `finish_reason` is `length`. UserError names the file
+    and line of a row that cannot be taken, and a group whose size is not that of the first.
+    """
+    groups: dict[str, list[Foreign]] = {}
+    for line, row in rows(path):
+        place = f"{path.name}:{line}"
+        if isinstance(row, str):
+            raise UserError(f"{place}: {row}")
+        try:
+            found = _foreign(kept_row(row), place, tokenizer, template)
+        except ValueError as error:
+            raise UserError(f"{place}: {error}") from None
+        key = row["group"] if row.get("group") is not None else [row.get("step"), found.prompt_ids.tolist()]
+        groups.setdefault(json.dumps(key, default=str), []).append(found)
+    _check_even(path, list(groups.values()))
+    return list(groups.values())
+
+
+def _check_even(path: Path, groups: list[list[Foreign]]) -> None:
+    if not groups:
+        raise UserError(f"{path}: holds no rows")
+    sizes = sorted({len(group) for group in groups})
+    if len(sizes) > 1:
+        odd = next(group for group in groups if len(group) != len(groups[0]))
+        raise UserError(
+            f"{path}: the group of {odd[0].place} has {len(odd)} responses and that of {groups[0][0].place} has "
+            f"{len(groups[0])}: every group needs as many; leave rows out, or name the groups in a column `group`"
+        )
+    for group in groups:
+        if any(not np.array_equal(one.prompt_ids, group[0].prompt_ids) for one in group):
+            raise UserError(f"{group[0].place}: the responses of one group have different prompts")
+        for name in ("logprobs", "loss_mask"):
+            have = {getattr(one, name) is not None for one in (group[0], groups[0][0], *group)}
+            if len(have) > 1:
+                raise UserError(f"{path}: only some rows have {name}, {group[0].place} among the first that differ")
+
+
+def _foreign(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> Foreign:
+    finish = row.get("finish_reason") or "stop"
+    if finish not in ("stop", "length"):
+        raise ValueError(f"finish_reason {finish!r} is neither `stop` nor `length`")
+    given = row.get("response_ids")
+    if given is not None:
+        response = _ids(given, "response_ids", len(tokenizer))
+        text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
+    else:
+        text = _said(row)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
+    if not len(response):
+        raise ValueError("the response has no token")
+    given_logprobs = next((row[name] for name in LOGPROBS if row.get(name) is not None), None)
+    given_mask = row.get("loss_mask")
+    for name, values in (("logprobs", given_logprobs), ("loss_mask", given_mask)):
+        if values is None:
+            continue
+        if given is None:
+            raise ValueError(f"{name} are per token, so the row needs its response_ids too")
+        if not isinstance(values, list) or len(values) != len(response):
+            raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
+    return Foreign(
+        place,
+        row,
+        _prompt(row, place, tokenizer, template),
+        response,
+        text,
+        None if given_logprobs is None else _logprobs(given_logprobs),
+        None if given_mask is None else _mask(given_mask),
+        finish,
+    )
+
+
+def small_enough(value: float) -> bool:
+    """Whether a number, an integer of any size included, is finite as float32."""
+    return abs(value) <= _LARGEST  # NaN is not
+
+
+def _logprobs(values: list[Any]) -> np.ndarray:
+    """float32 [R]; a logprob above 0 by no more than ROUNDING becomes 0."""
+    if not all(type(value) in (int, float) for value in values):
+        raise ValueError("logprobs hold something that is not a number")
+    if (highest := max(values)) > ROUNDING:
+        shown = highest if small_enough(highest) else "a number beyond float32"
+        raise ValueError(f"logprobs hold {shown}, and the logarithm of a probability is at most 0")
+    if not all(map(small_enough, values)):
+        raise ValueError("logprobs hold a number that is not finite as float32")
+    return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
+
+
+def _mask(values: list[Any]) -> np.ndarray:
+    """bool [R]"""
+    if not all(isinstance(value, bool | int | float) and value in (0, 1) for value in values):
+        raise ValueError("loss_mask holds something that is not true, false, 0 or 1")
+    return np.array(values, dtype=bool)
+
+
+def _prompt(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> np.ndarray:
+    if (ids := row.get("prompt_ids")) is not None:
+        found = _ids(ids, "prompt_ids", len(tokenizer))
+    elif isinstance(asked := row.get("prompt"), list):
+        problem = Problem(place, "", "", messages=messages_of(asked))
+        found = np.array(render(problem, tokenizer, "chat", template), dtype=np.int32)
+    elif isinstance(asked, str):
+        begun = bool(tokenizer.bos_token) and asked.startswith(str(tokenizer.bos_token))
+        ids = tokenizer.encode(asked, add_special_tokens=False)
+        starts = [] if begun or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        found = np.array([*starts, *ids], dtype=np.int32)
+    else:
+        raise ValueError(f"needs a column prompt or prompt_ids {found_in(row)}")
+    if not len(found):
+        raise ValueError("the prompt has no token")
+    return found
+
+
+def _said(row: dict[str, Any]) -> str:
+    said = next((row[name] for name in RESPONSES if row.get(name) is not None), None)
+    if isinstance(said, list):
+        turns = messages_of(said)
+        if [role for role, _ in turns] != ["assistant"]:
+            raise ValueError("the response is a chat of several turns; give response_ids and a loss_mask")
+        return turns[0][1]
+    if not isinstance(said, str):
+        raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")
+    return said
+
+
+def _ids(values: Any, name: str, vocabulary: int) -> np.ndarray:
+    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < vocabulary for value in values):
+        raise ValueError(f"{name} are not a list of token ids below {vocabulary}")
+    return np.array(values, dtype=np.int32)

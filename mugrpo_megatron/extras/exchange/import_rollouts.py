@@ -1,0 +1,223 @@
+"""`mugrpo import`: rollouts of another program as a stage that `mugrpo optimize --from` takes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.data.files import ANSWERS, field_at, found_in, gold_column
+from mugrpo_megatron.data.prompts import template_of
+from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.exchange.foreign_rollouts import Foreign, read_rollouts, small_enough
+from mugrpo_megatron.extras.exchange.publish import CARD, card
+from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.json_text import as_text
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.recipe import Recipe, dump_recipe
+from mugrpo_megatron.rewards.items import Score
+from mugrpo_megatron.rewards.pool import Verifier
+from mugrpo_megatron.rewards.shaping import shaped
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.published import Published, hub_name, portable, weight_sums, write_published
+from mugrpo_megatron.run.record import with_model
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.manifest import Origin
+from mugrpo_megatron.stages.store import StageStore
+
+
+class _Gold(NamedTuple):
+    """What a response is scored against."""
+
+    source: str
+    """The row's data source, else the file's name."""
+    column: str
+    """The row's column with a gold, "" without one."""
+    value: Any
+    any: bool
+    """Whether a user's function takes any value; else `math` has to find an answer in it."""
+
+
+def import_rollouts(
+    file: Path, recipe: Recipe, to: Path, reward: str | None = None, say: Callable[[str], None] = print
+) -> None:
+    """Write the rollouts of `file` as stage 0 of a published stage in the directory `to`, whole or not at all.
+
+    Their rewards are those of the column `reward`, else of one called so, else the recipe's verifier scores them
+    against the rows' golds, and shapes the scores, as in training. Raises UserError for rows that cannot be taken, and
+    when their number does not fit the recipe.
+    """
+    check_output(to, f"--to {to}", kind="directory", inputs=[file])
+    recipe = with_model(recipe, say)
+    model = recipe.model.directory
+    weights = weight_sums(model)
+    tokenizer = load_tokenizer(model)
+    as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
+    groups = read_rollouts(file, tokenizer, as_they_were)
+    updates = _check_shape(file, groups, recipe)
+    _check_trained(file, groups, recipe.rollout.prompts_per_update)
+    known = groups[0][0].logprobs is not None
+    if not known and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
+        raise UserError(
+            f'{file}: the rows have no logprobs, so the learner has to compute them: set rollout.behaviour = "learner" '
+            'and objective.mismatch = "none"'
+        )
+    golds = [[_gold(one, recipe, file.stem) for one in group] for group in groups]
+    scores = _scores(groups, golds, recipe, reward)
+    shown, hidden = portable(recipe)
+    run = secrets.token_hex(8)
+    published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
+    with durable_directory(to, replace=False) as partial:
+        target = RunDirectory(partial)
+        store = StageStore(target.stage(0), origin=Origin(run, 0, 0))
+        for place, (group, own, scored) in enumerate(zip(groups, golds, scores, strict=True)):
+            store.append(_samples(place, group, own[0], scored, recipe))
+        store.seal(updates, recipe.rollout.prompts_per_update)
+        write_text(target.recipe, dump_recipe(shown))
+        write_published(partial, published)
+        write_text(partial / CARD, card(published, shown, store, weights=True))
+        mean = store.statistics()["reward_mean"]
+    count = sum(len(group) for group in groups)
+    say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
+    say(f"train on them: mugrpo optimize RECIPE --from {to} --set run.dir=NEW")
+
+
+def _check_shape(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
+    """The updates that the groups make; UserError unless the recipe's numbers are theirs."""
+    rollout, size = recipe.rollout, len(groups[0])
+    updates, rest = divmod(len(groups), rollout.prompts_per_update)
+    if rest or not updates:
+        raise UserError(
+            f"{file}: {len(groups)} groups are not whole updates of rollout.prompts_per_update = "
+            f"{rollout.prompts_per_update}; set another number, or leave rows out"
+        )
+    wanted = {"rollout.responses_per_prompt": size, "schedule.updates_per_stage": updates}
+    found = rollout.responses_per_prompt, recipe.schedule.updates_per_stage
+    if changes := [f"{key} = {value}" for (key, value), now in zip(wanted.items(), found, strict=True) if value != now]:
+        raise UserError(
+            f"{file}: holds {updates} updates of {rollout.prompts_per_update} groups of {size} responses; "
+            f"set {', '.join(changes)}"
+        )
+    longest = max(len(one.response_ids) for group in groups for one in group)
+    if longest > rollout.max_response_tokens:
+        raise UserError(f"{file}: a response has {longest} tokens; set rollout.max_response_tokens = {longest}")
+    return updates
+
+
+def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:
+    """Raise UserError for an update of `size` groups whose loss masks leave no token to train on."""
+    for start in range(0, len(groups), size):
+        masks = [one.loss_mask for group in groups[start : start + size] for one in group]
+        if all(mask is not None and not mask.any() for mask in masks):
+            raise UserError(
+                f"{file}: the loss masks of update {start // size} (from 0), whose responses begin at "
+                f"{groups[start][0].place}, are all 0, so it has no token to train on; set some to 1, or leave its "
+                "rows out"
+            )
+
+
+def _scores(
+    groups: list[list[Foreign]], golds: list[list[_Gold]], recipe: Recipe, reward: str | None
+) -> list[list[Score]]:
+    """Every response's score: the one in the column `reward`, else in one called so, else the verifier's."""
+    column = reward or ("reward" if "reward" in groups[0][0].row else None)
+    if column is not None:
+        return [[_given(one, column) for one in group] for group in groups]
+    answers = [
+        [_answer(one, gold) for one, gold in zip(group, own, strict=True)]
+        for group, own in zip(groups, golds, strict=True)
+    ]
+    with Verifier(recipe.reward) as verifier:
+        pending = [
+            verifier.submit(
+                [one.text for one in group],
+                [gold.value for gold in own],
+                [one.row for one in group],
+                [asked_in(one.row) for one in group],
+                answers=said,
+                sources=[gold.source for gold in own],
+                ids=[one.response_ids.tolist() for one in group],
+            )
+            for group, own, said in zip(groups, golds, answers, strict=True)
+        ]
+        verdicts = [one.result() for one in pending]
+    limit = recipe.rollout.max_response_tokens
+    return [
+        [shaped(score, len(one.response_ids), limit, recipe.reward) for one, score in zip(group, scores, strict=True)]
+        for group, scores in zip(groups, verdicts, strict=True)
+    ]
+
+
+def _given(one: Foreign, column: str) -> Score:
+    value = one.row.get(column)
+    if column not in one.row:
+        alike = get_close_matches(column, map(str, one.row), n=1)
+        meant = f"; did you mean --reward {alike[0]}?" if alike else ""
+        raise UserError(f"{one.place}: has no column {column} of rewards {found_in(one.row)}{meant}")
+    if not isinstance(value, bool | int | float) or not small_enough(value):
+        raise UserError(
+            f"{one.place}: {column} holds no finite number that fits float32; --reward names another column"
+        )
+    return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
+
+
+def _gold(one: Foreign, recipe: Recipe, name: str) -> _Gold:
+    """The row's gold, found as training finds it; `name` is the data source of a row that names none."""
+    source, row = data_source_of(one.row) or name, dict(one.row)
+    takes_any = recipe.reward.any_gold(source)
+    column = gold_column(row, takes_any)
+    return _Gold(source, column, field_at(row, column) if column else None, takes_any)
+
+
+def _answer(one: Foreign, gold: _Gold) -> str:
+    """The answer in the row's gold, read as training reads it."""
+    if gold.any:
+        return any_answer(gold.value)
+    if not gold.column:
+        raise UserError(
+            f"{one.place}: has neither a reward nor a gold ({', '.join(ANSWERS)}) {found_in(one.row)}; --reward names "
+            "the column of rewards"
+        )
+    try:
+        return verifiable_answer(gold.value, gold.column)
+    except ValueError as error:
+        raise UserError(f"{one.place}: {error}") from None
+
+
+def _samples(place: int, group: list[Foreign], gold: _Gold, scores: list[Score], recipe: Recipe) -> list[Sample]:
+    rewards = np.array([score.reward for score in scores])
+    advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
+    return [
+        Sample(
+            group=place,
+            problem=group[0].place,
+            prompt_ids=one.prompt_ids,
+            response_ids=one.response_ids,
+            behaviour_logprobs=_unknown(one) if one.logprobs is None else one.logprobs,
+            reward=score.reward,
+            weight_version=0,
+            finish_reason=one.finish_reason,
+            loss_mask=one.loss_mask,
+            text=as_text(one.text),
+            gold="" if gold.value is None else as_text(gold.value),
+            extracted=as_text(score.extracted),
+            why=as_text(score.why),
+            components=score.components,
+            advantage=advantage,
+            row=as_text(one.row),
+        )
+        for one, score, advantage in zip(group, scores, advantages.tolist(), strict=True)
+    ]
+
+
+def _unknown(one: Foreign) -> np.ndarray:
+    """Log-probabilities that are still to be computed: NaN."""
+    return np.full(len(one.response_ids), np.nan, dtype=np.float32)

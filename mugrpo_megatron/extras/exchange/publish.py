@@ -1,0 +1,183 @@
+"""`mugrpo publish`: a sealed stage of a run as a data set, which `mugrpo optimize` can train on."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from mugrpo_megatron import __version__
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.published import (
+    FILE_NAME,
+    Published,
+    have_logprobs,
+    hub_name,
+    portable,
+    read_published,
+    weight_sums,
+    write_published,
+)
+from mugrpo_megatron.run.record import check_begun, read_record, with_cached_model
+from mugrpo_megatron.stages.manifest import check_stage, read_manifest
+from mugrpo_megatron.stages.store import StageStore
+
+CARD = "README.md"
+
+
+def publish(
+    run_dir: Path,
+    stage: int,
+    to: Path,
+    weights: bool = False,
+    overwrite: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
+
+    With `weights` also the checkpoint at the stage's start. Raises UserError when the stage is not sealed or is
+    damaged, or when `to` exists, unless it is a published stage and `overwrite` is given.
+    """
+    run = RunDirectory(run_dir)
+    if not run.recipe.exists():
+        raise UserError(f"{run_dir}: not a run directory (it has no {run.recipe.name})")
+    published_before = to.is_dir() and not to.is_symlink() and read_published(to) is not None
+    remedy = "--overwrite replaces it" if published_before else "it is not a published stage; choose another path"
+    check_output(
+        to, f"--to {to}", kind="directory", own=published_before and overwrite, inputs=[run_dir], remedy=remedy
+    )
+    source = run.stage(stage)
+    check_stage(source)
+    store = StageStore(source)
+    if not store.sealed:
+        raise UserError(f"{run_dir} has no sealed stage {stage} (stages count from 0)")
+    origin = read_manifest(source).origin
+    if origin is None or origin.stage != stage:
+        raise UserError(f"{source} holds another stage than its name says; put the right stage there")
+    start = run.checkpoints / checkpoint_name(Cursor(stage))
+    if weights and stage and not start.exists():
+        raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
+    recipe, hidden = portable(load_recipe(run.recipe))
+    whole = with_cached_model(load_recipe(run.recipe), run_dir)
+    model = whole.model.directory
+    published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
+    if record := read_record(run_dir):
+        check_begun(record, whole, f"{run_dir}: the run")
+    with durable_directory(to, replace=published_before) as partial:
+        target = RunDirectory(partial)
+        ignored = shutil.ignore_patterns("*.partial")
+        shutil.copytree(source, target.stage(stage), ignore=ignored)
+        copied = StageStore(target.stage(stage))
+        copied.verify()
+        if weights and stage:
+            shutil.copytree(start, target.checkpoints / start.name, ignore=ignored)
+        write_text(target.recipe, dump_recipe(recipe))
+        write_published(partial, published)
+        write_text(partial / CARD, card(published, recipe, copied, weights=weights or not stage))
+    say(f"{to}: stage {stage} of run {origin.run}, {int(store.statistics()['responses']):,} responses, see {CARD}")
+    if hidden:
+        say(f"left out, as places of this machine: {', '.join(hidden)}")
+    look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
+    say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+
+
+def card(published: Published, recipe: Recipe, store: StageStore, weights: bool) -> str:
+    """The data set's README.md, with the header that the Hugging Face hub reads."""
+    path = store.directory / store.file
+    name = f"stages/{published.stage:05d}/{store.file}"
+    schema = pq.read_schema(path)
+    meanings = [
+        (f"`{field.name}`", str(field.type), (field.metadata or {}).get(b"meaning", b"").decode()) for field in schema
+    ]
+    model = f"`{published.model}`" + (f" at revision `{published.revision}`" if published.revision else "")
+    facts = [
+        ("run, stage", f"`{published.run}`, {published.stage} (from 0)"),
+        ("model that the run began with", model),
+        *((f"SHA-256 of its `{file}`", f"`{sha}`") for file, sha in published.weights.items()),
+        ("SHA-256 of the stage's responses", f"`{store.content}`"),
+        ("written by", f"mugrpo_megatron {__version__}"),
+    ]
+    again = (
+        f"mugrpo optimize RECIPE --from THIS_DIRECTORY --stage {published.stage} --set run.dir=runs/again\n"
+        if weights
+        else ""
+    )
+    trains = (
+        "`RECIPE` is `recipe.toml` with `model.path` set to that model; its objective and optimizer may be others. "
+        "The rest has to stay: it is what the responses were made with."
+        if weights
+        else "The weights that sampled this stage are not in this data set, so it cannot be trained on from its start."
+    )
+    return f"""---
+configs:
+- config_name: default
+  data_files: {name}
+tags:
+- mu-grpo
+- reinforcement-learning
+- rollouts
+---
+
+# Rollouts of stage {published.stage}, run {published.run}
+
+All responses of one stage of mu-GRPO (arXiv 2605.17570), with the log-probabilities under the policy that sampled them
+and their rewards. A row is a response; the rows of a group share their prompt; row group k of the file is update k.
+
+{_table(("", ""), facts)}
+{_table(("statistic", "value"), [(key, f"{value:,.6g}") for key, value in store.statistics().items()])}
+## Columns
+
+{_table(("column", "type", "meaning"), meanings)}
+## Training on it
+
+{again and f"    {again}"}
+{trains}
+
+## Recipe
+
+Paths are cut to their last part, and settings that do not concern the stage are left out.
+
+```toml
+{dump_recipe(recipe).rstrip()}
+```
+"""
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table; a cell's bars and line breaks are escaped."""
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join(
+        "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in line) + " |\n" for line in lines
+    )
+
+
+def upload(directory: Path, name: str, public: bool, say: Callable[[str], None] = print) -> None:
+    """Upload a published stage to the Hugging Face hub as the data set `name`, private unless `public`.
+
+    An existing data set of that name has to be a published stage. Raises UserError for what the hub refuses.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    api = HfApi()
+    try:
+        if api.repo_exists(name, repo_type="dataset"):
+            if not api.file_exists(name, FILE_NAME, repo_type="dataset"):
+                raise UserError(f"--hub {name}: exists and is not a published stage; choose another name")
+        else:
+            api.create_repo(name, repo_type="dataset", private=not public)
+        api.upload_folder(repo_id=name, repo_type="dataset", folder_path=directory, delete_patterns="*")
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"--hub {name}: the hub refused it ({reason}); the data set is complete in {directory}, see `hf auth login`"
+        ) from None
+    say(f"https://huggingface.co/datasets/{name}")

@@ -1,0 +1,355 @@
+"""Bytes of one rank: the learner's state and update, the engine, and the phases in which they share a device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
+from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
+from mugrpo_megatron.extras.plan.layout import Layout, RankParameters, rank_parameters
+from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
+from mugrpo_megatron.recipe.engines import BLOCK
+from mugrpo_megatron.weights.architecture import Architecture
+
+FLOAT = 4
+PADDED = 1.0
+"""Slots of CPU attention per token: 1 for equal lengths, at most 1.25 with padding (learner/attention.py)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """Bytes of one transformer layer."""
+
+    input: float
+    """The residual stream that enters: all that is kept under full recompute."""
+    attention: float
+    """What core attention keeps besides its output; not kept under selective recompute."""
+    projections: float
+    """What is kept in its place under selective recompute."""
+    rest: float
+    """Norms, residual stream, inputs of matrix products, feed-forward."""
+    working: float
+    """Gradients and temporaries that exist at once in the layer's backward pass."""
+
+    def kept(self, recompute: str) -> float:
+        """Bytes kept from forward to backward."""
+        if recompute == "full":
+            return self.input
+        return self.input + self.rest + (self.projections if recompute == "selective" else self.attention)
+
+    def recomputed(self, recompute: str) -> float:
+        """Bytes that are recomputed for the one layer in its backward pass."""
+        whole = self.kept("none")
+        return {"none": 0.0, "selective": self.attention, "full": whole}[recompute]
+
+
+def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
+    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size."""
+    size = architecture.letters
+    tp, b = layout.tensor, itemsize
+    stream = tokens / (tp if layout.sequence else 1)
+    heads = architecture.transformer["num_attention_heads"] / tp
+    q, k = size["Q"] / tp, size["K"] / tp
+    norms = 2 * stream * FLOAT
+    if cuda:
+        # v is a view of the projection's output and keeps all of it; rotated q and k are copies; flash keeps lse.
+        attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
+    else:
+        # q, k, v rotated, padded and in float32; the padded output; lse.
+        attention = PADDED * tokens * FLOAT * (q + 2 * k + q + heads)
+    if architecture.qk_layernorm:
+        # The norm keeps its input: a copy of q, and k in the projection's output, freed on CPU without a norm.
+        attention += tokens * (b * q + FLOAT * (heads + heads * k / q))
+        attention += 0 if cuda else tokens * b * (q + 2 * k)
+    projections = tokens * b * (q + 2 * k + q)
+    rest = stream * b * size["H"] * 3 + norms + tokens * b * q
+    feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
+    return LayerBytes(stream * b * size["H"], attention, projections, rest + feed_forward, working)
+
+
+def _feed_forward(
+    architecture: Architecture, layout: Layout, tokens: int, stream: float, itemsize: int, cuda: bool
+) -> tuple[float, float]:
+    """(kept, working): bytes kept besides the norm's output, and temporary bytes of the backward pass."""
+    size, tp, b = architecture.letters, layout.tensor, itemsize
+    if not architecture.experts:
+        width = size["F"] / tp
+        return tokens * b * 3 * width, b * (tokens * 3 * width + 2 * stream * size["H"])
+    chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
+    width = size["M"] / tp
+    products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
+    kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
+    return kept, b * chosen * 3 * (size["H"] + width)
+
+
+def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
+    """Micro-batches whose activations pipeline stage `pp_stage` keeps at its peak, in units of all its layers.
+
+    1F1B: one more than its warm-up. Interleaved: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
+    """
+    after = layout.pipeline - pp_stage - 1
+    if layout.virtual == 1:
+        return min(after + 1, micro_batches)
+    chunks = min(2 * after + (layout.virtual - 1) * layout.pipeline + 1, micro_batches * layout.virtual)
+    return chunks / layout.virtual
+
+
+def loss_bytes(architecture: Architecture, layout: Layout, tokens: int, chunk: int, itemsize: int, cuda: bool) -> float:
+    """Bytes on the last pipeline stage while the loss of this rank's `tokens` tokens is computed.
+
+    Hidden states: the final norm's output, gathered where it was split, its rows that predict a trained token (at most
+    all) and their gradient. On top, one chunk's logits in float32, which their gradient overwrites; on CPU also the
+    weight in float32.
+    """
+    width = architecture.letters["H"]
+    rows = -(-architecture.vocab_size // layout.tensor)
+    hidden = tokens / (layout.tensor if layout.sequence else 1) + 2 * tokens
+    if layout.context > 1 or layout.sequence:
+        hidden += tokens * layout.context
+    forward = FLOAT * rows * (min(chunk, tokens) + (0 if cuda or itemsize == FLOAT else width))
+    return itemsize * width * hidden + forward
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes of a rank's weights, gradients and optimizer state (learner/model.py, learner/optimizer.py)."""
+
+    weights: int
+    """Of model.dtype, in the buffers of Megatron's data parallel wrapper."""
+    gradients: int
+    """float32 for every parameter (`grad_reduce_in_fp32`), not sharded."""
+    master: int
+    """float32 copies of the weights, sharded over data and context parallel ranks; none if the weights are float32."""
+    moments: int
+    """Both float32 moments of AdamW, sharded in the same way."""
+
+    @property
+    def optimizer(self) -> int:
+        """What is offloaded while the engine works, besides the weights."""
+        return self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+
+def learner_state(mine: RankParameters, layout: Layout, itemsize: int) -> State:
+    """State of a rank whose parameters have `itemsize` bytes each."""
+    sharded = mine.shared(layout)
+    return State(
+        weights=itemsize * mine.total,
+        gradients=FLOAT * mine.total,
+        master=round(FLOAT * sharded) if itemsize < FLOAT else 0,
+        moments=round(2 * FLOAT * sharded),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The packed rows of one update on a data parallel rank."""
+
+    length: int
+    """Tokens of the longest packed row, over all context parallel ranks."""
+    micro_batches: int
+    """Packed rows in an update of mean lengths."""
+
+
+def batch_of(case: Case) -> Batch:
+    """Rows as long as `learner.packing.plan` allows; their number follows from mean lengths."""
+    recipe, layout = case.recipe, case.layout
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    most = -(-case.responses * longest // layout.data)
+    length = max(longest, min(recipe.learner.micro_batch_tokens, most))
+    tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.data
+    multiple = layout.pipeline if layout.virtual > 1 else 1
+    count = max(1, math.ceil(tokens / length))
+    return Batch(length, -(-count // multiple) * multiple)
+
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemory:
+    """Bytes of a learner rank of one pipeline stage in an update."""
+
+    pp_stage: int
+    state: State
+    recompute: str
+    kept: Mapping[str, float]
+    """Recompute choice -> activations of all layers and micro-batches in flight."""
+    remade: Mapping[str, float]
+    """Recompute choice -> activations that are recomputed for one layer at a time."""
+    loss: float
+    """Hidden states, and the greater of the loss path's forward and backward; 0 except on the last pipeline stage."""
+    working: float
+    """Gradients and temporaries of one layer's backward pass."""
+    embedding: float
+    """The embedding's gradient, on the first stage, before it is added to the gradient buffer."""
+    reduced: float
+    """gloo's copy of the gradients that it reduces; 0 with NCCL."""
+    in_flight: float
+    """Micro-batches whose activations are kept."""
+
+    def peak(self, recompute: str) -> float:
+        """Peak bytes of an update besides the state.
+
+        The greatest of four moments: the loss is computed; the last layer's backward pass, after the loss path is
+        freed; the embedding's gradient, after this micro-batch's activations are freed; the reduction of gradients.
+        """
+        kept = self.kept[recompute]
+        others = kept * (1 - 1 / self.in_flight)
+        layer = kept + self.remade[recompute] + self.working
+        return max(kept + self.loss, layer, others + self.embedding, self.reduced)
+
+    @property
+    def update(self) -> float:
+        return self.peak(self.recompute)
+
+    @property
+    def total(self) -> float:
+        return self.state.total + self.update
+
+
+def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
+    """Bytes of a rank of `pp_stage` in an update of `batch`."""
+    recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
+    mine = rank_parameters(architecture, layout, pp_stage)
+    tokens = batch.length // layout.context
+    layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
+    in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
+    layers = architecture.layers // layout.pipeline
+    loss = 0.0
+    if pp_stage == layout.pipeline - 1:
+        loss = loss_bytes(architecture, layout, tokens, recipe.learner.chunk_tokens(case.cuda), b, case.cuda)
+    return LearnerMemory(
+        pp_stage=pp_stage,
+        state=learner_state(mine, layout, b),
+        recompute=recipe.learner.recompute,
+        kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
+        remade={choice: layer.recomputed(choice) for choice in RECOMPUTE},
+        loss=loss,
+        working=layer.working,
+        embedding=float(b * mine.vocabulary if pp_stage == 0 else 0),
+        reduced=0.0 if case.cuda else 4.0 * max(mine.dense, mine.experts),
+        in_flight=in_flight,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """Bytes of an engine rank while it generates."""
+
+    weights: float
+    cache: float
+    """Keys and values: what `engine.memory_fraction` leaves of the device after the weights."""
+    work: float
+    """Activations and CUDA graphs, outside `memory_fraction`."""
+    tokens: int
+    """Tokens that the cache holds, over the engine's ranks."""
+    requests: int
+    """Responses decoded together at most, limited by the cache and `engine.max_running_requests`."""
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.cache + self.work
+
+
+def engine_weight_bytes(case: Case) -> float:
+    """Bytes of an engine's weights over all of its ranks: in fp8, one for each and a float32 scale for each block.
+
+    Embedding and output layer keep the learner's type; so do the norms, which are too small to count apart.
+    """
+    whole = rank_parameters(case.architecture, Layout(), 0)
+    if case.recipe.engine.quantization != "fp8":
+        return case.itemsize * whole.total
+    return case.itemsize * whole.vocabulary + (whole.total - whole.vocabulary) * (1 + FLOAT / BLOCK**2)
+
+
+def engine_memory(case: Case) -> EngineMemory:
+    """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
+    recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
+    whole = engine_weight_bytes(case)
+    weights = whole / tp * replicas_of_engines(recipe, case.cluster, whole)
+    sharing = min(tp, case.architecture.transformer["num_query_groups"])
+    per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
+    limit = recipe.engine.max_total_tokens or float("inf")
+    if case.cuda:
+        free = case.cluster.device.memory - assumptions.learner_rest - assumptions.engine_rest
+        cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))
+        work = assumptions.engine_work
+    else:
+        window = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens + LENGTH_MARGIN
+        cache = min(limit, recipe.engine.max_running_requests * window) * per_token
+        cache, work = min(cache, max(CPU_KV_BYTES, window * per_token)), 0.0
+    tokens = int(cache / per_token)
+    lengths = response_lengths(case.mean_response, recipe.rollout.max_response_tokens, assumptions.spread)
+    resident = case.mean_prompt + resident_mean(lengths)
+    requests = min(recipe.engine.max_running_requests, int(tokens / resident))
+    return EngineMemory(weights, cache, work, tokens, requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the fullest rank in each phase, and whether they fit its device."""
+
+    device: int
+    learning: LearnerMemory
+    serving: EngineMemory
+    learn: float
+    """The learner works, the engine sleeps."""
+    sync: float
+    """The weights of learner and engine, and the buckets of the sync."""
+    generate: float
+    """The engine works, the learner is offloaded."""
+    host: float
+    """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
+
+    @property
+    def fits(self) -> bool:
+        return max(self.learn, self.sync, self.generate) <= self.device and self.serving.requests >= 1
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it does not fit; empty where it does."""
+        found = [
+            f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
+            for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
+            if value > self.device
+        ]
+        if self.serving.requests < 1:
+            found.append("the engine's share of the device has no room for one response's keys and values")
+        return found
+
+
+def memory(case: Case, engine: EngineMemory) -> Memory:
+    """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
+    recipe, layout, cluster, assumptions = case.recipe, case.layout, case.cluster, case.assumptions
+    b, cuda = case.itemsize, case.cuda
+    batch = batch_of(case)
+    stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
+    fullest = max(stages, key=lambda one: one.total)
+    rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
+    largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
+    copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
+    bucket = max(recipe.engine.bucket_bytes, copies * largest)
+    state = max((one.state for one in stages), key=lambda one: one.total)
+    offloaded = state.weights + state.optimizer if cuda else 0
+    saved = max(
+        (b + 12) * rank_parameters(case.architecture, layout, pp_stage).shared(layout)
+        for pp_stage in range(layout.pipeline)
+    )
+    learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)
+    return Memory(
+        device=cluster.device.memory,
+        learning=fullest,
+        serving=engine,
+        # On CPU neither frees memory for the other.
+        learn=learn + (rests if cuda else engine.total),
+        sync=state.weights + engine.weights + bucket + rests if cuda else state.total + engine.total + bucket,
+        generate=engine.total + (rests if cuda else state.total),
+        host=cluster.per_node * (offloaded + saved),
+    )

@@ -1,0 +1,235 @@
+"""Prints a plan: tables on a terminal, or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from mugrpo_megatron.extras.plan.hardware import GIB, Cluster
+from mugrpo_megatron.extras.plan.memory import RECOMPUTE
+from mugrpo_megatron.extras.plan.plan import Plan, plan_as_dict
+from mugrpo_megatron.files.json_text import json_value
+
+UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
+
+
+def two_digits(value: float) -> str:
+    """150, 9.3, 0.0041; nothing where there is nothing."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = 1 - math.floor(math.log10(abs(value)))
+    rounded = round(value, decimals)
+    return f"{rounded:,.{max(0, 1 - math.floor(math.log10(abs(rounded))))}f}"
+
+
+def about(seconds: float) -> str:
+    """Seconds in the largest unit of which there is one: 37 h, 9.3 min, 28 s."""
+    size, unit = next(((size, unit) for size, unit in UNITS if seconds >= size), UNITS[-1])
+    return f"{two_digits(seconds / size)} {unit}"
+
+
+LISTED = 8
+"""Layouts of each kind that are listed."""
+
+
+def print_plan(plan: Plan, launch: Mapping[str, str], console: Console | None = None) -> None:
+    """Print all tables of a plan, and the commands that start the run."""
+    console = console or Console()
+    for line in _head(plan):
+        console.print(line, highlight=False)
+    tables = (_memory(plan), _phases(plan), _schedules(plan), _prefetch(plan), _layouts(plan), _refused(plan))
+    for table in tables:
+        if table is not None:
+            console.print(table)
+    for where, command in launch.items():
+        console.print(f"[bold]start it {where}:[/bold]", highlight=False)
+        console.print(f"    {command}", highlight=False, soft_wrap=True, markup=False)
+    console.print(
+        "These figures come from a model. Its times depend on assumed rates and lengths; --assume name=value replaces "
+        "one. docs/plan.md has every formula and compares the hours with the paper's.",
+        highlight=False,
+    )
+
+
+def print_json(plan: Plan, launch: Mapping[str, str]) -> None:
+    """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
+    print(json.dumps(json_value(plan_as_dict(plan, launch)), indent=2))
+
+
+def _head(plan: Plan) -> Iterable[str]:
+    cluster, device = plan.cluster, plan.cluster.device
+    nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
+    yield (
+        f"planned for [bold]{nodes} with {cluster.per_node} x {device.name}[/bold] of {device.memory / GIB:.0f} GiB "
+        "(--nodes, --gpus-per-node, --gpu)"
+    )
+    yield f"[bold]{plan.parameters / 1e9:.2f} B parameters[/bold] ({plan.model.source})"
+    yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
+    yield (
+        f"learner: [bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} "
+        f"tokens on each rank; pipeline bubble {100 * plan.bubble:.1f} %"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    need, state = plan.memory, plan.memory.learning.state
+    learn, serve = need.learning, need.serving
+    table = _table(f"Memory of the fullest rank (pipeline stage {learn.pp_stage})", "Part", ">GiB", "Note")
+    rows = [
+        ("learner: weights", state.weights, ""),
+        ("learner: gradients", state.gradients, "float32, not sharded"),
+        ("learner: master weights", state.master, f"float32, over {plan.layout.shards} ranks"),
+        ("learner: moments", state.moments, ""),
+        *(
+            (f"learner: update, {choice} recompute", learn.peak(choice), "chosen" * (choice == learn.recompute))
+            for choice in RECOMPUTE
+        ),
+        ("  of it: activations kept", learn.kept[learn.recompute], f"{learn.in_flight:g} micro-batches in flight"),
+        ("  of it: recomputed layer", learn.remade[learn.recompute], ""),
+        ("  of it: loss path", learn.loss, "hidden states, one chunk of logits" if learn.loss else "on the last stage"),
+        ("  of it: a layer's backward pass", learn.working, "after the loss path"),
+        ("engine: weights", serve.weights, ""),
+        (
+            "engine: KV cache",
+            serve.cache,
+            f"{serve.tokens:,} tokens, {serve.requests:,} responses together; {plan.engines} engines",
+        ),
+        ("engine: working memory", serve.work, "activations, CUDA graphs; assumed"),
+    ]
+    for name, value, note in rows:
+        table.add_row(name, _gib(value), note)
+    table.add_section()
+    for name, value, note in (
+        ("phase: learner at work", need.learn, "engine asleep"),
+        ("phase: sync", need.sync, "both weights, buckets"),
+        ("phase: engine at work", need.generate, "learner offloaded"),
+    ):
+        table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
+    table.add_row("host memory of a node", _gib(need.host), "offloaded state, a checkpoint")
+    return table
+
+
+def _phases(plan: Plan) -> Table:
+    table = _table(_stage_title(plan), "Phase", ">Time", ">Share")
+    total = plan.phases.total
+    for name, seconds in asdict(plan.phases).items():
+        table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
+    table.add_section()
+    table.add_row("stage", about(total), "")
+    return table
+
+
+def _stage_title(plan: Plan) -> str:
+    """What the table of a stage is about: with `schedule.growth`, one of mean length."""
+    first, last = plan.stage_lengths
+    if first == last:
+        return "One stage of this recipe"
+    mean = plan.schedules[0].updates_per_stage
+    return f"A stage of mean length, {mean:,} updates; this recipe's have {first:,} to {last:,}"
+
+
+def _schedules(plan: Plan) -> Table:
+    title = "The whole run under three schedules, same objective"
+    table = _table(title, "", *(f">{one.name}" for one in plan.schedules))
+    table.add_row("stages x updates", *(f"{one.stages:,} x {one.updates_per_stage:,}" for one in plan.schedules))
+    if any(one.passes > 1 for one in plan.schedules):
+        table.add_row("  passes", *(f"{one.passes:,}" for one in plan.schedules))
+    for phase in plan.schedules[0].seconds:
+        table.add_row(phase, *(about(one.seconds[phase]) for one in plan.schedules))
+        if phase == "generate":
+            table.add_row("  of it: tails", *(about(one.tail) for one in plan.schedules))
+    table.add_section()
+    table.add_row("total", *(about(one.total) for one in plan.schedules))
+    table.add_row(_hours_name(plan), *(two_digits(plan.gpu_hours(one.total)) for one in plan.schedules))
+    table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
+    _, grpo, mu = plan.schedules
+    table.caption = f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's"
+    return table
+
+
+def _prefetch(plan: Plan) -> Table | None:
+    """The run with engines on other devices than the learner's, beside the run as it is."""
+    splits = [split for split in (plan.prefetch, plan.prefetch_hidden) if split]
+    if not splits:
+        return None
+    own = plan.schedules[0]
+    names = [name for name, split in ((">same devices", plan.prefetch), (">more nodes", plan.prefetch_hidden)) if split]
+    table = _table("The next stage while this one trains: schedule.prefetch", "", ">without", *names)
+    table.add_row("devices that train", f"{plan.cluster.world:,}", *(f"{split.training:,}" for split in splits))
+    table.add_row("others that generate", "-", *(f"{split.generating:,}" for split in splits))
+    table.add_row("schedule.prefetch", "0", *(f"{split.prefetch:,}" for split in splits))
+    last = own.updates_per_stage * own.passes - 1
+    ages = (f"{split.prefetch:,} to {split.longest_staleness:,}" for split in splits)
+    table.add_row("staleness, updates", f"0 to {last:,}", *ages)
+    table.add_row("learner waits, each stage", "-", *(about(split.wait) for split in splits))
+    table.add_row("total", about(own.total), *(about(split.seconds) for split in splits))
+    hours = (two_digits(split.device_seconds / 3600) for split in splits)
+    table.add_row(_hours_name(plan), two_digits(plan.gpu_hours(own.total)), *hours)
+    table.caption = "takes without / with: " + ", ".join(f"{own.total / split.seconds:.2f}" for split in splits)
+    return table
+
+
+def _hours_name(plan: Plan) -> str:
+    return "GPU-hours" if plan.cluster.device.cuda else "rank-hours"
+
+
+def _layouts(plan: Plan) -> Table:
+    valid = [one for one in plan.layouts if not one.problems]
+    table = _table(f"Fastest of {len(valid)} valid layouts", "Layout", ">Update", ">Learner GiB")
+    for one in valid[:LISTED]:
+        mark = " (this recipe)" if one.layout == plan.layout else ""
+        table.add_row(f"{one.layout}{mark}", about(one.seconds), _gib(one.learn))
+    return table
+
+
+def _refused(plan: Plan) -> Table | None:
+    refused = [one for one in plan.layouts if one.problems]
+    if not refused:
+        return None
+    table = _table(f"{len(refused)} refused layouts, the nearest for each reason", "Layout", "Why")
+    alike = Counter(one.problems for one in refused)
+    nearest = {one.problems: one for one in reversed(refused)}
+    for one in sorted(nearest.values(), key=lambda one: one.distance)[:LISTED]:
+        more = f" and {alike[one.problems] - 1} more" if alike[one.problems] > 1 else ""
+        table.add_row(f"{one.layout}{more}", "; ".join(one.problems))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """A table; a column whose name begins with `>` is right-aligned."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
+
+
+def _gib(value: float) -> str:
+    return f"{value / GIB:,.2f}"
+
+
+SCRIPTS = "run_scripts"
+
+
+def launch_commands(recipe: Path, overrides: Sequence[str], cluster: Cluster) -> dict[str, str]:
+    """Where -> the command that trains there, from the repository's root; K and HOST are left to the user."""
+    words = ["train", str(recipe), *(word for setting in overrides for word in ("--set", setting))]
+    train, ranks, nodes = shlex.join(words), cluster.per_node, cluster.nodes
+    if nodes == 1 and ranks == 1:
+        return {"here": f"mugrpo {train}"}
+    if nodes == 1:
+        commands = {"here": f"{SCRIPTS}/torchrun.sh {ranks} {train}"}
+    else:
+        where = f"--nodes {nodes} --node K --master HOST {ranks}"
+        commands = {"on each node, with its K from 0": f"{SCRIPTS}/torchrun.sh {where} {train}"}
+    if cluster.device.cuda:
+        commands["under Slurm"] = f"sbatch --nodes {nodes} --gpus-per-node {ranks} {SCRIPTS}/slurm.sbatch {train}"
+    return commands

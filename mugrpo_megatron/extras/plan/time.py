@@ -1,0 +1,296 @@
+"""Seconds and bytes of a stage from assumed rates, and of the run under other schedules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+
+from mugrpo_megatron.data.problems import named_sources
+from mugrpo_megatron.engine.launch import kv_bytes_per_token
+from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.hardware import engines_of
+from mugrpo_megatron.extras.plan.layout import Layout, parameters, rank_parameters
+from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
+from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
+from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.families import work_of
+
+PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
+"""Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
+
+
+def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
+    """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
+    assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
+    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
+    resident = case.mean_prompt + resident_mean(lengths)
+    sharing = min(share, case.architecture.transformer["num_query_groups"])  # above that ranks hold copies
+    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
+    work = work_of(case.architecture, case.mean_sequence)
+    of_token = (work.layers + work.head + 2 * work.attention) / share
+
+    # An engine of several nodes reduces two tensors in each layer over the network.
+    size, layers = case.architecture.letters["H"], case.architecture.layers
+    reduced = 2 * layers * 2 * (share - 1) / share * size * case.itemsize if case.recipe.engine.nodes > 1 else 0.0
+
+    def step(running: int) -> float:
+        network = running * reduced / assumptions.between
+        moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
+        return network + max(assumptions.step_floor, moved, running * of_token / flops_of(case))
+
+    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
+    return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
+
+
+def scoring_seconds(responses: int, case: Case) -> float:
+    """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
+    engines = engines_of(case.recipe, case.cluster)
+    cores = case.assumptions.cores * case.cluster.world / engines
+    workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
+    return responses / (case.assumptions.verifier * workers * engines)
+
+
+def evaluations(recipe: Recipe) -> tuple[int, int]:
+    """(before stages, others): evaluations of a run; before a stage the engines are awake anyway.
+
+    Before: the first stage and every `eval.every_stages`-th one. Others: inside a stage after every
+    `eval.every_updates`-th update except the last, and at the end of the run.
+    """
+    schedule, section = recipe.schedule, recipe.eval
+    before = 1 + ((schedule.stages - 1) // section.every_stages if section.every_stages else 0)
+    inside = (schedule.updates_on_stage - 1) // section.every_updates if section.every_updates else 0
+    return before, schedule.stages * inside + 1
+
+
+def evaluation_seconds(case: Case, engine: EngineMemory) -> float:
+    """Seconds of one evaluation; sets with the same sampling settings are decoded together (phases/evaluate.py)."""
+    recipe = case.recipe
+    groups: Counter[tuple[int, float, float, int]] = Counter()
+    for name in named_sources(recipe.data.eval):
+        own = recipe.eval.of(name)
+        longest = own.max_tokens or recipe.rollout.max_response_tokens
+        problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
+        groups[own.samples, own.temperature, own.top_p, longest] += problems * own.samples
+    return sum(decoding_seconds(count, _up_to(longest, case), engine) for (*_, longest), count in groups.items())
+
+
+def _up_to(longest: int, case: Case) -> Case:
+    """The case with responses of at most `longest` tokens; the mean scales with it."""
+    rollout = case.recipe.rollout.model_copy(update={"max_response_tokens": longest})
+    return case.with_recipe(case.recipe.model_copy(update={"rollout": rollout}))
+
+
+def flops_of(case: Case) -> float:
+    """FLOP/s that one device is assumed to reach on this model."""
+    share = case.assumptions.mfu_experts if case.architecture.experts else case.assumptions.mfu
+    return case.cluster.device.flops * share
+
+
+def logprob_seconds(case: Case) -> float:
+    """Seconds of a stage's forward passes: the mismatch with the engine, and those over whole stages.
+
+    One is for what the recipe records of the policy at the stage's start, one for an anchor that is another policy, and
+    one for the reference policy in each of the schedule's passes.
+    """
+    recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
+    scored, anchor = recipe.rollout.behaviour == "learner", recipe.objective.kl_anchor
+    whole = int(scored or recipe.learner.routing_replay == "learner")
+    whole += anchor is not None and not (anchor == "stage" and scored)
+    whole += (recipe.objective.reference_every > 1) * recipe.schedule.passes
+    responses += whole * recipe.schedule.updates_per_stage * case.responses
+    return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
+
+
+def update_seconds(case: Case) -> float:
+    """Seconds of one update: forward and backward, pipeline bubble, communication, optimizer step."""
+    objective, layout = case.recipe.objective, case.layout
+    passes = 4.0 if layout.recompute == "full" else 3.0
+    head = 4 if objective.dependence == "response" else 3
+    flops = _sequence_flops(case, passes, head)
+    if objective.needs_statistics:
+        flops += _sequence_flops(case, passes=1.0, head=1)
+    computed = case.responses * flops / case.assumptions.packing / (case.cluster.world * flops_of(case))
+    idle = bubble(layout, batch_of(case).micro_batches)
+    return (computed + communication_seconds(case)) / (1 - idle) + step_seconds(case)
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Share of an update for which a pipeline stage idles: (p - 1) / (m v + p - 1) (arXiv 2104.04473, section 2.2)."""
+    idle = layout.pipeline - 1
+    return idle / (micro_batches * layout.virtual + idle)
+
+
+def communication_seconds(case: Case) -> float:
+    """Seconds of tensor, context and expert parallel communication in one update, over a rank's layers."""
+    architecture, layout, b = case.architecture, case.layout, case.itemsize
+    size = architecture.letters
+    tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.shards
+    # Each layer communicates two tensors of each kind in every forward pass and in the backward pass.
+    times = 2 * (3 if layout.recompute == "full" else 2)
+    # An all-reduce, or a reduce-scatter and an all-gather, moves a rank's share of the tensor twice.
+    reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
+    gathered = times * _others(layout.context) * tokens * layout.context * size["K"] / layout.tensor * b
+    seconds = reduced / case.assumptions.inside + gathered / _link(layout.tensor * layout.context, case)
+    if architecture.experts:
+        chosen = architecture.transformer["moe_router_topk"]
+        sent = times * _others(layout.expert) * tokens / layout.tensor * chosen * size["H"] * b
+        seconds += sent / _link(layout.tensor * layout.expert, case)
+    return architecture.layers / layout.pipeline * seconds
+
+
+def step_seconds(case: Case) -> float:
+    """Seconds to reduce gradients, update states and gather weights (not overlapped), on the largest pipeline stage."""
+    layout, b = case.layout, case.itemsize
+    stages = [rank_parameters(case.architecture, layout, pp_stage) for pp_stage in range(layout.pipeline)]
+    mine = max(stages, key=lambda one: one.total)
+    sharded = mine.dense / layout.shards + mine.experts / layout.expert_shards
+    passed = (4 + b) * (mine.dense * _others(layout.shards) + mine.experts * _others(layout.expert_shards))
+    touched = 3 * 4 * mine.total + 7 * 4 * sharded
+    return passed / _link(layout.tensor * layout.shards, case) + touched / case.cluster.device.bandwidth
+
+
+def _sequence_flops(case: Case, passes: float, head: int) -> float:
+    """FLOP of one sequence: `passes` through the layers, `head` products with the output weight for trained tokens."""
+    work = work_of(case.architecture, case.mean_sequence)
+    return passes * case.mean_sequence * (work.layers + work.attention) + head * case.mean_response * work.head
+
+
+def _others(ranks: int) -> float:
+    """Share of a tensor that other ranks hold."""
+    return (ranks - 1) / ranks
+
+
+def _link(ranks: int, case: Case) -> float:
+    """Bytes/s in a process group that spans `ranks` neighbouring ranks."""
+    return case.assumptions.inside if ranks <= case.cluster.per_node else case.assumptions.between
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one stage."""
+
+    switch: float
+    """Learner offloaded and reloaded, engine woken and put to sleep."""
+    sync: float
+    generate: float
+    score: float
+    """What remains of verification after generation."""
+    evaluate: float
+    """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
+    logprobs: float
+    optimize: float
+    save: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, name) for name in self.__slots__)
+
+
+def phases(case: Case, need: Memory) -> Phases:
+    """Seconds of one stage of the recipe's schedule."""
+    schedule, state = case.recipe.schedule, need.learning.state
+    responses = schedule.updates_per_stage * case.responses
+    generate = decoding_seconds(responses, case, need.serving)
+    moved = 2 * (state.weights + state.optimizer) / case.assumptions.host_link + case.assumptions.wake
+    switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.assumptions.bridge
+    before, woken = evaluations(case.recipe)
+    evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
+    found = Phases(
+        switch=switch,
+        sync=sync,
+        generate=generate,
+        score=max(0.0, scoring_seconds(responses, case) - generate),
+        evaluate=evaluate / schedule.stages,
+        logprobs=logprob_seconds(case),
+        optimize=schedule.updates_on_stage * update_seconds(case),
+    )
+    return replace(found, save=saving_seconds(found.total, case))
+
+
+def saving_seconds(others: float, case: Case) -> float:
+    """Seconds of a stage's saves, at its end (or its share of one) and inside it, next to `others` of other work.
+
+    With `checkpoint.asynchronous` the run waits for the copy to host memory, and for the disk only if a save has not
+    ended when the next one begins (run/checkpoints.py).
+    """
+    section, updates = case.recipe.checkpoint, case.recipe.schedule.updates_on_stage
+    saves = 1 / section.every_stages + ((updates - 1) // section.every_updates if section.every_updates else 0)
+    written = saves * checkpoint_bytes(case) / case.assumptions.disk
+    if not section.asynchronous:
+        return written
+    mine = max(
+        rank_parameters(case.architecture, case.layout, pp_stage).shared(case.layout)
+        for pp_stage in range(case.layout.pipeline)
+    )
+    copied = saves * mine * (case.itemsize + 12.0) / case.assumptions.host_link if case.cuda else 0.0
+    return copied + max(0.0, written - others - copied)
+
+
+def checkpoint_bytes(case: Case) -> float:
+    """Bytes of weights, float32 master weights and both moments of the whole model (learner/checkpoint.py)."""
+    return parameters(case.architecture) * (case.itemsize + 12.0)
+
+
+def sync_bytes(case: Case) -> int:
+    """Bytes of the weights: sent to each engine in every stage."""
+    return parameters(case.architecture) * case.itemsize
+
+
+def stage_bytes(case: Case) -> float:
+    """Bytes of a stage's Parquet before compression: 8 a response token, 4 a prompt token, 40 a response."""
+    responses = case.recipe.schedule.updates_per_stage * case.responses
+    return responses * (8 * case.mean_response + 4 * case.mean_prompt + 40)
+
+
+GRPO_UPDATES = 4
+"""µ of GRPO in the paper."""
+MU_GRPO_STAGES = 4
+"""Stages of mu-GRPO in the paper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The cost of the whole run under one schedule."""
+
+    name: str
+    stages: int
+    updates_per_stage: int
+    passes: int
+    seconds: Mapping[str, float]
+    """Phase -> seconds of the whole run."""
+    tail: float
+    """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
+    stage_bytes: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def schedules(case: Case, need: Memory) -> list[Schedule]:
+    """The recipe's, GRPO's and mu-GRPO's schedules over the same updates, evaluated equally often."""
+    own = case.recipe.schedule
+    updates = own.stages * own.updates_per_stage
+    shapes = {
+        "this recipe": (own.stages, own.updates_per_stage),
+        "GRPO's": (-(-updates // GRPO_UPDATES), min(GRPO_UPDATES, updates)),
+        "mu-GRPO's": (min(MU_GRPO_STAGES, updates), -(-updates // MU_GRPO_STAGES)),
+    }
+    evaluate = own.stages * phases(case, need).evaluate
+    in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
+    found = []
+    for name, (stages, per_stage) in shapes.items():
+        other = _with_schedule(case, stages, per_stage)
+        seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
+        seconds["evaluate"] = evaluate
+        tail = max(0.0, seconds["generate"] - in_one_stage)
+        found.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other)))
+    return found
+
+
+def _with_schedule(case: Case, stages: int, updates_per_stage: int) -> Case:
+    schedule = case.recipe.schedule.model_copy(update={"stages": stages, "updates_per_stage": updates_per_stage})
+    return case.with_recipe(case.recipe.model_copy(update={"schedule": schedule}))

@@ -1,0 +1,214 @@
+"""The child's side: a keeper process, and in namespaces of its own the process that becomes the program.
+
+`start` forks the keeper, which forks the program's process and waits. The keeper ends everything below it when it is
+asked to (guard.END) or when the worker dies; inside, the program's process is number 1 and sees no other to signal.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from mugrpo_megatron.extras.sandbox import filter as calls
+from mugrpo_megatron.extras.sandbox import kernel
+from mugrpo_megatron.extras.sandbox.limits import Limits, hold, write_files
+from mugrpo_megatron.rewards import guard
+
+NOBODY = 65534
+_NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
+_ROOT = "/sys"
+"""Where the program's root is mounted, in a mount namespace of its own; no interpreter lies below it."""
+_DEVICES = ("null", "zero", "urandom", "random")
+_HIGH = 200
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+"""How mountinfo writes a space; proc(5)."""
+_ENVIRONMENT = {"HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+
+PYTHON = os.path.realpath(sys.executable)
+"""The interpreter under this environment: a program has the standard library and no package of the trainer."""
+
+
+def start(
+    arguments: list[str], files: Mapping[str, str], channels: Mapping[int, int], limits: Limits
+) -> tuple[int, int]:
+    """Start the interpreter with `arguments` in a jail; returns (the keeper's pid, a descriptor of errors).
+
+    files: path -> text, in the program's root; with mode "limits" the paths alone count, of what it may read.
+    channels: the program's descriptors -> this process's. The descriptor of errors is at its end once the program
+    runs, and holds a sentence where it could not be started.
+    """
+    errors, tell = os.pipe()
+    worker = os.getpid()
+    keeper = os.fork()
+    if keeper:
+        os.close(tell)
+        return keeper, errors
+    try:
+        _keep(worker, arguments, files, channels, limits, tell)
+    except BaseException as error:
+        _tell(tell, error)
+    finally:
+        os._exit(1)
+
+
+def _keep(
+    worker: int, arguments: list[str], files: Mapping[str, str], channels: Mapping[int, int], limits: Limits, tell: int
+) -> None:
+    """The keeper: it never returns."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, guard.WAITED_FOR)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, guard.END)
+    kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != worker:
+        os._exit(0)
+    os.setsid()
+    own_users = limits.mode == "namespaces" and _separate()
+    program = os.fork()
+    if program == 0:
+        try:
+            _become(arguments, files, channels, limits, own_users, tell)
+        except BaseException as error:
+            _tell(tell, error)
+        finally:
+            os._exit(1)
+    os.closerange(0, _HIGH)
+    code = guard.wait_for(program)
+    with suppress(ChildProcessError):  # it has ended
+        os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.kill(program, signal.SIGKILL)
+        os.waitpid(program, 0)  # number 1 ends last: the kernel has ended the others of its namespace
+    with suppress(ChildProcessError):  # none is left
+        os.waitpid(-1, os.WNOHANG)
+        guard.kill_descendants()
+    os._exit(code)
+
+
+def _separate() -> bool:
+    """Enter new namespaces; whether that of users is new too. Root does without: it becomes another user instead."""
+    user, group = os.geteuid(), os.getegid()
+    if user == 0 and _try(_NAMESPACES):
+        return False
+    kernel.unshare(_NAMESPACES | kernel.NEW_USERS)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
+        Path(f"/proc/self/{name}").write_bytes(text.encode())
+    return True
+
+
+def _try(flags: int) -> bool:
+    try:
+        kernel.unshare(flags)
+    except PermissionError:
+        return False
+    return True
+
+
+def _become(
+    arguments: list[str],
+    files: Mapping[str, str],
+    channels: Mapping[int, int],
+    limits: Limits,
+    own_users: bool,
+    tell: int,
+) -> None:
+    """The program's process: it gives up all that it does not need, and executes the interpreter."""
+    tell = _place(channels, tell)
+    os.setsid()
+    apart = limits.mode == "namespaces"
+    if apart:
+        _enter_root(files, limits)
+    os.chdir("/tmp" if apart else "/")
+    hold(limits, own_users)
+    kernel.give_up_rights(NOBODY if apart and not own_users else None)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+    if not apart and kernel.landlock_version():
+        kernel.see_only([*_libraries(), PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)])
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    if calls.available():
+        calls.refuse_calls()
+    os.execve(PYTHON, [PYTHON, "-I", "-B", "-X", "utf8", *arguments], _ENVIRONMENT)
+
+
+def _place(channels: Mapping[int, int], tell: int) -> int:
+    """Put the channels where the program expects them, and close everything else when it is executed."""
+    tell = fcntl.fcntl(tell, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    moved = {name: fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _HIGH) for name, ours in channels.items()}
+    for name in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # the listing's own is closed by now
+            os.set_inheritable(name, False)
+    for name, high in moved.items():
+        os.dup2(high, name, inheritable=True)
+    return tell
+
+
+def _libraries() -> list[str]:
+    """What the interpreter reads: its own library and the system's."""
+    own = [os.path.join(sys.base_prefix, name) for name in ("lib", "lib64")]
+    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
+    return [path for path in dict.fromkeys([*system, *own]) if os.path.exists(path)]
+
+
+def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
+    """A root of the interpreter, its libraries, the files and an empty /tmp; only /tmp can be written, and little."""
+    kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    safe = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("none", _ROOT, "tmpfs", safe, "size=4m,mode=755")
+    os.mkdir(f"{_ROOT}/tmp")
+    for source in [*_libraries(), PYTHON, *(f"/dev/{name}" for name in _DEVICES)]:
+        _bind(source, _ROOT + source)
+    write_files(_ROOT, files)
+    for mounted, flags in _mounts(_ROOT):
+        device = kernel.MS_NOSUID if mounted.startswith(f"{_ROOT}/dev/") else safe
+        kernel.mount(None, mounted, None, kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | flags | device)
+    kernel.mount("none", f"{_ROOT}/tmp", "tmpfs", safe, f"size={limits.scratch_mb}m,nr_inodes=1024,mode=1777")
+    kernel.make_root(_ROOT)
+
+
+def _bind(source: str, target: str) -> None:
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(source):  # /lib -> usr/lib
+        os.symlink(os.readlink(source), target)
+        return
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        Path(target).touch()
+    kernel.mount(source, target, None, kernel.MS_BIND | kernel.MS_REC)
+
+
+def _mounts(root: str) -> list[tuple[str, int]]:
+    """(mount point, its flags that a user namespace may not take away) of `root`'s latest mount and all on it."""
+    points: list[str] = []
+    inside: set[bytes] = set()
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        number, parent, _device, _source, where = line.split()[:5]
+        point = os.fsdecode(_ESCAPED.sub(lambda code: bytes([int(code[1], 8)]), where))
+        if point == root:  # what was mounted here before is covered, and so is all that lies on it
+            inside, points = {number}, [point]
+        elif parent in inside:
+            inside.add(number)
+            points.append(point)
+    found = []
+    for point in points:
+        status = os.statvfs(point).f_flag
+        kept = status & (kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV | os.ST_NOEXEC)
+        found.append((point, kept | _times(status)))
+    return found
+
+
+def _times(status: int) -> int:
+    """Flags of access times: statvfs(3) has the numbers of mount(2) for the first two, and another for relatime."""
+    return status & (os.ST_NOATIME | os.ST_NODIRATIME) | (1 << 21 if status & os.ST_RELATIME else 0)
+
+
+def _tell(descriptor: int, error: BaseException) -> None:
+    with suppress(OSError):
+        os.write(descriptor, f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:1000])

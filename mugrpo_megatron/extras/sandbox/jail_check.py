@@ -1,0 +1,57 @@
+"""Checks, before the first response, that this machine supports the recipe's sandbox."""
+
+from __future__ import annotations
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sandbox import filter as calls
+from mugrpo_megatron.extras.sandbox import kernel
+from mugrpo_megatron.extras.sandbox.limits import Limits
+from mugrpo_megatron.extras.sandbox.programs import run_program
+
+
+def weakness(mode: str) -> str:
+    """What programs can do in that mode that namespaces would prevent; "" where nothing.
+
+    A kernel before 5.13 has no Landlock, and some containers refuse its calls.
+    """
+    if mode == "namespaces":
+        return ""
+    if not sees_files(mode):
+        return (
+            'reward.code_sandbox = "limits": programs have neither network, files nor other processes, but no '
+            "namespaces stand behind the filter of system calls and Landlock"
+        )
+    return (
+        'reward.code_sandbox = "limits" on a kernel without Landlock: programs have neither network nor other '
+        "processes, but they can read what this user can, and create or delete files where this user may"
+    )
+
+
+def sees_files(mode: str) -> bool:
+    """Whether programs can read this user's files in that mode."""
+    return mode == "limits" and not kernel.landlock_version()
+
+
+def check_jail(limits: Limits) -> None:
+    """Run a program of one line. Raises UserError with the way out where that fails."""
+    if limits.mode == "limits" and not calls.available():
+        raise UserError(
+            'reward.code_sandbox = "limits" knows the system calls of x86-64 and arm64 only: use namespaces'
+        )
+    try:
+        outcome = run_program("print(6 * 7)", "", limits)
+    except UserError as error:
+        raise UserError(f"{error}; {_way_out(limits)}") from None
+    if outcome.output != b"42\n":
+        words = outcome.errors.decode("utf-8", "replace").strip()[-300:]
+        why = outcome.why_failed() or "it wrote something else"
+        raise UserError(f"a program of one line did not run in its jail ({why}; {words}); {_way_out(limits)}")
+
+
+def _way_out(limits: Limits) -> str:
+    if limits.mode == "limits":
+        return "raise reward.code_memory_mb, or see docs/code-rewards.md"
+    return (
+        "allow user namespaces to this user (docs/code-rewards.md), "
+        'or accept weaker walls with reward.code_sandbox = "limits"'
+    )

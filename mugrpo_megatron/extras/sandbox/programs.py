@@ -1,0 +1,231 @@
+"""Runs a program in a jail and returns what it wrote, or how it failed.
+
+This is the worker's side, which enforces time and size.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import select
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from io import FileIO
+from types import ModuleType
+from typing import Literal
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sandbox import asserting, jail, served
+from mugrpo_megatron.extras.sandbox import packed as values
+from mugrpo_megatron.extras.sandbox.limits import Limits, write_files
+from mugrpo_megatron.extras.sandbox.packed import pack
+from mugrpo_megatron.rewards import guard
+
+Ending = Literal["ended", "time", "output"]
+_PIECE = 1 << 16
+_START = "import sys; sys.path.insert(0, sys.argv[1] or '/'); from {module} import main; main(*sys.argv[1:])"
+_TOLD = 160
+"""Characters of a program's last words in a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one execution."""
+
+    ending: Ending
+    """By itself, or killed: it took too long, or wrote too much."""
+    code: int
+    """Exit code; 128 + N after signal N."""
+    output: bytes
+    errors: bytes
+    answer: bytes = b""
+    """What the last process wrote to its channel for answers, if it has one."""
+
+    def why_failed(self) -> str:
+        """Empty when it ended by itself with exit code 0."""
+        if self.ending == "time":
+            return "ran out of time"
+        if self.ending == "output":
+            return "wrote too much"
+        if self.code > 128:
+            with suppress(ValueError):
+                return f"ended by {signal.Signals(self.code - 128).name}"
+        if self.code:
+            words = self.errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            return f"exit code {self.code}: {words[:_TOLD]}" if words else f"exit code {self.code}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """What one jail of an execution runs."""
+
+    files: Mapping[str, str]
+    """Path below the jail's root -> text."""
+    start: str
+    """A script among them, or a module of this package that has to be among them, too."""
+    arguments: Sequence[str]
+    """What the module's `main` is given after the root's path."""
+    channels: Mapping[int, FileIO]
+    """The jail's descriptors -> what they are; closed here once the jail has them."""
+
+
+def run_program(program: str, given: str, limits: Limits) -> Outcome:
+    """Execute the program with `given` on its stdin. Raises UserError when the jail cannot be made."""
+    with _readable(given) as stdin:
+        return execute([Process({"/main.py": program}, "/main.py", [], {0: stdin})], limits)
+
+
+def call_function(program: str, name: str, arguments: Sequence[object], limits: Limits) -> Outcome:
+    """Execute the program as a module and call its function; `Outcome.answer` is a line of JSON from served.py."""
+    requests = [
+        {"do": "entry", "name": name},
+        {"do": "call", "on": 0, "arguments": pack(list(arguments), _not_kept)},
+    ]
+    with _readable("".join(json.dumps(request) + "\n" for request in requests)) as given:
+        return execute([_served(program, {3: given})], limits, answer_of=4)
+
+
+def check_asserts(program: str, tests: str, entry: str, limits: Limits) -> Outcome:
+    """Execute test code in one jail against the program in another; `Outcome.answer` is "passed" or empty."""
+    files = _modules(asserting, values) | {f"/{asserting.TESTS}": tests}
+    with ExitStack() as opened:
+        asked, ask = (opened.enter_context(end) for end in _pipe())
+        answered, answer = (opened.enter_context(end) for end in _pipe())
+        judge = Process(files, asserting.__name__, ["3", "4", "5", entry], {3: answered, 4: ask})
+        return execute([_served(program, {3: asked, 4: answer}), judge], limits, answer_of=5)
+
+
+def _served(program: str, channels: Mapping[int, FileIO]) -> Process:
+    files = _modules(served, values) | {f"/{served.PROGRAM}": program}
+    return Process(files, served.__name__, ["3", "4"], channels)
+
+
+@cache
+def _modules(*modules: ModuleType) -> dict[str, str]:
+    """The modules' own text, at the places from which a jail imports them."""
+    return {f"/{one.__name__.replace('.', '/')}.py": inspect.getsource(one) for one in modules}
+
+
+def _not_kept(value: object) -> object:
+    raise TypeError(f"a {type(value).__name__} cannot be an argument")
+
+
+def execute(processes: Sequence[Process], limits: Limits, answer_of: int | None = None) -> Outcome:
+    """Run the processes, each in a jail, until the last one has ended; then the others are ended.
+
+    stdin is empty unless a process has a channel 0. stdout and stderr are the last process's; another's are dropped.
+    answer_of: the last process's descriptor whose content is `Outcome.answer`.
+    """
+    with ExitStack() as opened:
+        nothing = opened.enter_context(open(os.devnull, "r+b", buffering=0))
+        reads: dict[int, bytearray] = {}
+        for place, process in enumerate(processes):
+            theirs = dict(process.channels)
+            if place == len(processes) - 1:
+                for name in [1, 2, *([] if answer_of is None else [answer_of])]:
+                    ours, theirs[name] = (opened.enter_context(end) for end in _pipe())
+                    os.set_blocking(ours.fileno(), False)
+                    reads[ours.fileno()] = bytearray()
+            root, files = opened.enter_context(_files(process.files, limits))
+            script = [root + process.start]
+            if not process.start.startswith("/"):
+                script = ["-c", _START.format(module=process.start), root]
+            channels = {name: file.fileno() for name, file in ({0: nothing, 1: nothing, 2: nothing} | theirs).items()}
+            keeper, errors = jail.start([*script, *process.arguments], files, channels, limits)
+            opened.callback(_end, keeper)
+            for file in theirs.values():
+                file.close()
+            with open(errors, "rb") as told:
+                if problem := told.read():
+                    raise UserError(f"a program's jail could not be made: {problem.decode('utf-8', 'replace')}")
+        ending, code = _watch(keeper, reads, limits)
+        output, words, *answer = (bytes(found) for found in reads.values())
+        return Outcome(ending, code, output, words, *answer)
+
+
+def _watch(keeper: int, reads: dict[int, bytearray], limits: Limits) -> tuple[Ending, int]:
+    """Read until the keeper has ended, or has to be ended; everything is gone when this returns."""
+    deadline = time.monotonic() + limits.wall_s
+    ended = os.pidfd_open(keeper)
+    poll = select.poll()
+    for descriptor in (ended, *reads):
+        poll.register(descriptor, select.POLLIN)
+    ending: Ending = "ended"
+    try:
+        while ending == "ended":
+            left = deadline - time.monotonic()
+            events = dict(poll.poll(max(0.0, left) * 1000))
+            for descriptor in events.keys() & reads.keys():
+                if not _read(descriptor, reads[descriptor]):
+                    poll.unregister(descriptor)
+            if ended in events:
+                break
+            if max(map(len, reads.values())) > limits.output_bytes:
+                ending = "output"
+            elif left <= 0:
+                ending = "time"
+    finally:
+        os.close(ended)
+    code = _end(keeper)
+    for descriptor, found in reads.items():
+        while len(found) <= limits.output_bytes and _read(descriptor, found):
+            pass
+        if len(found) > limits.output_bytes:
+            ending = "output"
+    return ending, code
+
+
+def _read(descriptor: int, found: bytearray) -> bool:
+    """Take what is there; whether there may be more."""
+    try:
+        piece = os.read(descriptor, _PIECE)
+    except BlockingIOError:
+        return False
+    found += piece
+    return bool(piece)
+
+
+def _end(keeper: int) -> int:
+    """End the keeper and all below it, wait for them, and return its exit code; 0 where it was waited for before."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, keeper, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is still this process's to signal
+        os.kill(keeper, guard.END)
+        return os.waitstatus_to_exitcode(os.waitpid(keeper, 0)[1])
+    return 0
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    """(read end, write end); unlike descriptors, files may be closed twice."""
+    read, write = os.pipe()
+    return FileIO(read, "rb"), FileIO(write, "wb")
+
+
+def _readable(text: str) -> FileIO:
+    """A file of that text, to read only and without a place in the file system."""
+    memory = os.memfd_create("input")
+    with open(memory, "wb") as file:
+        file.write(text.encode("utf-8", "surrogatepass"))
+        file.flush()
+        return open(f"/proc/self/fd/{memory}", "rb", buffering=0)
+
+
+@contextmanager
+def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapping[str, str]]]:
+    """(root, files) as a jail sees them: its own root, or a directory that is removed afterwards."""
+    if limits.mode == "namespaces":
+        yield "", files
+        return
+    directory = tempfile.mkdtemp(prefix="mugrpo_program_")
+    try:
+        write_files(directory, files)
+        yield directory, {directory: ""}
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

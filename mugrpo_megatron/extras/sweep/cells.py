@@ -1,0 +1,142 @@
+"""A sweep before it runs: its cells, their states on disk, and everything that can be refused before the first one.
+
+    OUT/sweep.json       the run and the stage that all cells are branches of
+    OUT/CELL/            an ordinary run directory; summary.json is its last file, so a cell that has one is finished
+    OUT/cells.csv        every cell's settings and figures
+    OUT/report.html      all finished cells on one page
+
+Megatron is not imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sweep.grid import Cell
+from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.outputs import make_directory
+from mugrpo_megatron.observe.log import FILE_NAME
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.recipe import load_recipe
+from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
+from mugrpo_megatron.run.branch import check_branch
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.preflight import check_run
+from mugrpo_megatron.run.record import with_model
+from mugrpo_megatron.stages.manifest import Origin
+
+MARK = "sweep.json"
+FAILURE = "failure.txt"
+"""In a cell's logs/: how it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A grid on one sealed stage of a run."""
+
+    source: Path
+    stage: int
+    out: Path
+    cells: list[Cell]
+
+    def directory(self, cell: Cell) -> RunDirectory:
+        return RunDirectory(self.out / cell.name)
+
+    def finished(self, cell: Cell) -> bool:
+        return self.directory(cell).summary.exists()
+
+    def failure(self, cell: Cell) -> Path:
+        return self.directory(cell).logs / FAILURE
+
+    def state(self, cell: Cell) -> str:
+        """`finished`, `failed`, `begun` or `missing`."""
+        if self.finished(cell):
+            return "finished"
+        if self.failure(cell).exists():
+            return "failed"
+        return "begun" if (self.directory(cell).path / FILE_NAME).exists() else "missing"
+
+
+def default_out(source: Path, stage: int) -> Path:
+    """Where a sweep lies if `--out` does not say it: beside the run."""
+    return source.parent / f"{source.name}-sweep-stage{stage}"
+
+
+def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
+    """Raise UserError, before any cell starts, for everything that one of them could be refused for.
+
+    Returns the sweep with its cells' models on this machine, and where the stage is from.
+    """
+    origins = [check_branch(cell.recipe, sweep.source, sweep.stage) for cell in sweep.cells]
+    _check_out(sweep, origins[0])
+    cells = []
+    for cell in sweep.cells:
+        try:
+            recipe, _ = check_run(with_model(cell.recipe, run_dir=sweep.source), generates=False)
+        except UserError as error:
+            raise UserError(f"cell {cell.name}: {error}") from None
+        cells.append(replace(cell, recipe=recipe))
+        _check_evaluation(sweep, cell)
+    return replace(sweep, cells=cells), origins[0]
+
+
+def claim_out(sweep: Sweep, origin: Origin) -> None:
+    """Make the sweep's directory and mark it as this stage's."""
+    make_directory(sweep.out, f"--out {sweep.out}")
+    write_json(sweep.out / MARK, {"run": origin.run, "stage": origin.stage, "of": str(sweep.source.resolve())})
+
+
+def states(sweep: Sweep) -> str:
+    """Every cell with its state, one a line, and the time that the others take."""
+    found = {cell.name: sweep.state(cell) for cell in sweep.cells}
+    lines = [f"{state:9} {name}" for name, state in found.items()]
+    left = sum(state != "finished" for state in found.values())
+    ran = [read_run(sweep.directory(cell).path).seconds for cell in sweep.cells if found[cell.name] == "finished"]
+    if ran:
+        rest = f"about {duration(left * statistics.median(ran))}, as the finished ones"
+    elif seconds := _source_seconds(sweep):
+        rest = f"about {duration(left * seconds)} and their evaluations, as that stage of {sweep.source}"
+    else:
+        rest = "a time that is not known yet"
+    done = len(found) - left
+    return "\n".join([*lines, f"{done} of {len(found)} cells are finished" + (f"; the rest takes {rest}" * (left > 0))])
+
+
+def _source_seconds(sweep: Sweep) -> float:
+    """Seconds of the source's own updates on the stage; 0 if it has not taken them all."""
+    try:
+        run = read_run(sweep.source)
+    except UserError:
+        return 0.0
+    own = [row for row in run.phases if row["stage"] == sweep.stage]
+    return seconds_by_phase(own).get("optimize", 0.0) if any(r["stage"] > sweep.stage for r in run.phases) else 0.0
+
+
+def _check_out(sweep: Sweep, origin: Origin) -> None:
+    """The directory of `--out` is empty or this sweep's, so the table and the page in it may be replaced."""
+    out = sweep.out
+    if not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise UserError(f"--out {out} is not a directory; choose another")
+    if not (out / MARK).exists():
+        if any(out.iterdir()):
+            raise UserError(f"--out {out} holds something that no sweep has written; choose another")
+        return
+    mark = read_json(out / MARK)
+    if (mark.get("run"), mark.get("stage")) != (origin.run, origin.stage):
+        raise UserError(f"--out {out} holds the sweep of stage {mark.get('stage')} of {mark.get('of')}; choose another")
+
+
+def _check_evaluation(sweep: Sweep, cell: Cell) -> None:
+    """Cells that are compared have to be evaluated alike; a run may change `[eval]`, a sweep may not."""
+    held = sweep.directory(cell).recipe
+    if sweep.finished(cell) and load_recipe(held).eval != cell.recipe.eval:
+        raise UserError(
+            f"cell {cell.name} was evaluated with other settings in [eval]; choose another --out, or those in {held}"
+        )

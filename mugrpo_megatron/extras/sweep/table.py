@@ -1,0 +1,147 @@
+"""The results of a sweep: a table for the terminal, cells.csv, and the cells' curves on one page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
+
+from mugrpo_megatron.extras.sweep.cells import Sweep
+from mugrpo_megatron.extras.sweep.grid import Cell, text_of
+from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.report.compare import write_comparison
+from mugrpo_megatron.report.evaluations import between, interval_in, measure_in, problems_in, shown, value_in
+from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
+
+CSV, PAGE = "cells.csv", "report.html"
+FIGURES = (
+    "state", "measure", "before", "after", "low", "high", "problems", "updates", "skipped_updates", "ess_last",
+    "ess_min", "kl_k3_last", "clipped_fraction_mean", "vetoed_fraction_mean", "ratio_neg_min", "grad_norm_max",
+    "reward_mean", "seconds_optimize", "seconds_total",
+)  # fmt: skip
+"""Columns of cells.csv after the cell's name and settings; empty where a cell has none."""
+
+Figures = dict[str, Any]
+
+
+def publish(sweep: Sweep, page: bool) -> Table:
+    """Write cells.csv and, with `page`, the page of the finished cells; the table of both, best cell in bold."""
+    found = {cell.name: figures_of(sweep, cell) for cell in sweep.cells}
+    write_text(sweep.out / CSV, as_csv(sweep.cells, found))
+    done = [cell for cell in sweep.cells if sweep.finished(cell)]
+    if page and done:
+        write_comparison([sweep.directory(cell).path for cell in done], sweep.out / PAGE)
+    return as_table(sweep, found)
+
+
+def figures_of(sweep: Sweep, cell: Cell) -> Figures:
+    """The figures of a cell as far as it has come: those of the swept stage, also where the run has gone on since."""
+    state = sweep.state(cell)
+    if state != "finished":
+        return {"state": state}
+    run = read_run(sweep.directory(cell).path)
+    updates = [row for row in run.updates if row["stage"] == sweep.stage]
+    after = next(row for row in run.evals if row["stage"] > sweep.stage)
+    before = next((row for row in run.evals if row["stage"] == sweep.stage and row["age"] == 0), None)
+    low, high = interval_in(after) or (None, None)
+    return {
+        "state": state,
+        "measure": measure_in([after]),
+        "before": value_in(before) if before else None,
+        "after": value_in(after),
+        "low": low,
+        "high": high,
+        "problems": problems_in(after),
+        "updates": len(updates),
+        "skipped_updates": sum(bool(row.get("skipped")) for row in updates),
+        "ess_last": updates[-1].get("ess"),
+        "ess_min": _least(updates, "ess"),
+        "kl_k3_last": updates[-1].get("kl_k3"),
+        "clipped_fraction_mean": _mean(updates, "clipped_fraction"),
+        "vetoed_fraction_mean": _mean(updates, "vetoed_fraction"),
+        "ratio_neg_min": _least(updates, "ratio_neg_min"),
+        "grad_norm_max": max(_all(updates, "grad_norm"), default=None),
+        "reward_mean": _mean(updates, "reward_mean"),
+        **_seconds(run, sweep.stage),
+    }
+
+
+def as_csv(cells: Sequence[Cell], found: dict[str, Figures]) -> str:
+    """One line for each cell: its name, the settings of any cell, its figures."""
+    keys = _keys(cells)
+    text = io.StringIO()
+    lines = csv.writer(text, lineterminator="\n")
+    lines.writerow(["cell", *keys, *FIGURES])
+    for cell in cells:
+        figures = found[cell.name]
+        settings = [text_of(cell.settings[key]) if key in cell.settings else "" for key in keys]
+        lines.writerow([cell.name, *settings, *(_plain(figures.get(name)) for name in FIGURES)])
+    return text.getvalue()
+
+
+def as_table(sweep: Sweep, found: dict[str, Figures]) -> Table:
+    """Settings, accuracy with its interval, ESS at the end, vetoed share and time of each cell, in 80 columns."""
+    keys = _keys(sweep.cells)
+    finished = [figures for figures in found.values() if figures["state"] == "finished"]
+    befores = [figures["before"] for figures in finished if figures["before"] is not None]
+    measure = finished[0]["measure"] if finished else "accuracy"
+    start = f", {shown(befores[0], measure)} before" if befores else ""
+    title = f"Stage {sweep.stage} of {sweep.source.resolve().name}: {len(finished)} of {len(found)} cells{start}"
+    table = Table(box=SIMPLE_HEAD, title=title, title_style="bold", padding=(0, 1), pad_edge=False)
+    for key in keys:
+        table.add_column(key.rpartition(".")[2], overflow="fold")
+    for name in (f"{measure} (95 %)", "ESS", "vetoed", "time"):
+        table.add_column(name, justify="right")
+    best = max((figures["after"] for figures in finished if figures["after"] is not None), default=None)
+    for cell in sweep.cells:
+        figures = found[cell.name]
+        settings = [text_of(cell.settings[key]) if key in cell.settings else "–" for key in keys]
+        if figures["state"] != "finished":
+            table.add_row(*settings, Text(figures["state"], style="red" if figures["state"] == "failed" else "dim"))
+            continue
+        interval = None if figures["low"] is None else (figures["low"], figures["high"])
+        reached = f"{shown(figures['after'], measure)} ({between(interval, measure)})".replace(" ()", "")
+        table.add_row(
+            *settings,
+            Text(reached, style="bold" if figures["after"] == best else ""),
+            _percent(figures["ess_last"]),
+            _percent(figures["vetoed_fraction_mean"]),
+            duration(figures["seconds_optimize"]),
+        )
+    return table
+
+
+def _keys(cells: Sequence[Cell]) -> list[str]:
+    return list(dict.fromkeys(key for cell in cells for key in cell.settings))
+
+
+def _seconds(run: RunData, stage: int) -> Figures:
+    own = seconds_by_phase([row for row in run.phases if row["stage"] == stage])
+    return {"seconds_optimize": own.get("optimize", 0.0), "seconds_total": run.seconds}
+
+
+def _all(rows: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [float(row[name]) for row in rows if row.get(name) is not None]
+
+
+def _least(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    return min(_all(rows, name), default=None)
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float | None:
+    values = _all(rows, name)
+    return sum(values) / len(values) if values else None
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def _plain(value: object) -> object:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else value

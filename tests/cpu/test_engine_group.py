@@ -1,0 +1,85 @@
+"""Several engines of one host: who gets which requests, and what goes to all. Real ones are in test_replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from mugrpo_megatron.cpu import engine_group as groups
+from mugrpo_megatron.cpu.engine_group import EngineGroup
+from tests.engine.stub import StubEngine
+
+
+def test_requests_go_to_the_engine_with_the_fewest() -> None:
+    engines = [StubEngine(), StubEngine()]
+    group = EngineGroup(engines)
+
+    async def ask() -> None:
+        sizes = (4, 1, 1, 3)  # the second engine has fewer until the last one comes
+        asked = [asyncio.create_task(group.generate([[7]] * size, rid=None)) for size in sizes]
+        await asyncio.sleep(0)
+        assert [[len(one["input_ids"]) for one in engine.asked] for engine in engines] == [[4], [1, 1, 3]]
+        engines[1].answers.set()
+        await asyncio.gather(*asked[1:])
+        later = asyncio.create_task(group.generate([[7]], rid=None))
+        await asyncio.sleep(0)
+        assert len(engines[1].asked) == 4, "what it has answered does not count"
+        engines[0].answers.set()
+        await asyncio.gather(asked[0], later)
+
+    group.run(ask())
+
+
+def test_an_aborted_request_counts_no_more() -> None:
+    engines = [StubEngine(), StubEngine()]
+    group = EngineGroup(engines)
+
+    async def ask() -> None:
+        asked = asyncio.create_task(group.generate([[7]] * 9, rid=None))
+        await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        again = asyncio.create_task(group.generate([[7]], rid=None))
+        await asyncio.sleep(0)
+        assert [len(engine.asked) for engine in engines] == [2, 0]
+        group.abort()
+        [output] = await again
+        assert output["meta_info"]["finish_reason"]["type"] == "abort"
+        assert engines[1].reason == "abort"
+
+    group.run(ask())
+
+
+def test_what_all_engines_have_or_do() -> None:
+    engines = [StubEngine(), StubEngine(busy=1)]
+    engines[1].rid_to_state = {"two": SimpleNamespace(output_ids=[])}
+    group = EngineGroup(engines)
+    assert set(group.states) == {"one", "two"}
+    load = group.run(group.load(70))
+    assert (load.tokens, load.running, load.queued, load.kv_use) == (70, 10, 4, 0.25)
+    with pytest.raises(RuntimeError, match="not idle after 60 s: pending requests"):
+        group.flush_cache()
+    group.flush_cache()
+    group.release(["weights"])
+    assert [engine.released for engine in engines] == [[["weights"]]] * 2
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = [{"norm": ("float32", "00")}], [{"norm": ("float32", "01" if differs else "00")}]
+    found = iter([own, other])
+
+    async def asked(engine: object, serialized: list[bytes], load_format: str) -> None:
+        assert (len(serialized), load_format) == (1, groups.SUMMING)
+
+    monkeypatch.setattr(groups, "_update_weights", asked)
+    monkeypatch.setattr(groups, "read_sums", lambda: next(found))
+    group = EngineGroup([StubEngine(), StubEngine()])
+    if not differs:
+        assert group.checksums() == own
+        return
+    with pytest.raises(RuntimeError, match="replicas hold different weights"):
+        group.checksums()

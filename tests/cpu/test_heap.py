@@ -1,0 +1,54 @@
+"""Freed memory is used again without a page fault."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from mmap import PAGESIZE
+
+import pytest
+
+from mugrpo_megatron.cpu.deferred import keep_freed_memory
+
+BLOCK = 48 * 2**20
+"""Bytes of a block that glibc returns to the system when it is freed: more than any threshold that it learns."""
+
+
+def faults(keep: bool) -> list[int]:
+    """Page faults of writing a block, of writing it again after it was freed, and of writing it in a new thread."""
+    if keep:
+        keep_freed_memory()
+
+    def write(_: int) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        bytes.fromhex("").ljust(BLOCK, b"x")
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    found = [write(0), write(1)]
+    with ThreadPoolExecutor(1) as pool:
+        return [*found, *pool.map(write, [2])]
+
+
+def measured(keep: bool) -> list[int]:
+    """`faults` in a process of its own, because the setting is the process's."""
+    code = f"from tests.cpu.test_heap import faults; print(*faults({keep}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_freed_memory_is_written_again_without_faults() -> None:
+    pages = BLOCK // PAGESIZE
+    first, again, other_thread = measured(keep=True)
+    assert first > pages // 2
+    assert again < pages // 10
+    assert other_thread < pages // 10
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_without_it_the_system_gets_the_memory_back() -> None:
+    assert measured(keep=False)[1] > BLOCK // PAGESIZE // 2

@@ -1,0 +1,174 @@
+"""The paper's hours (Table 1 of arXiv 2605.17570, on its project page) and the plan's for the same runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import mean
+
+from mugrpo_megatron.extras.plan.case import Case, make_case
+from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, make_cluster
+from mugrpo_megatron.extras.plan.memory import engine_memory, memory
+from mugrpo_megatron.extras.plan.models import find_model
+from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split
+from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
+from mugrpo_megatron.recipe import load_recipe
+
+RECIPES = Path("run_scripts/recipes/paper")
+
+
+@dataclass(frozen=True, slots=True)
+class Hours:
+    """Of one run on 4 H200."""
+
+    rollout: float
+    """T_rollout."""
+    total: float
+    """T_total."""
+
+    def over(self, other: Hours) -> Hours:
+        """Ratio of each figure."""
+        return Hours(self.rollout / other.rollout, self.total / other.total)
+
+
+ROLLOUT = ("switch", "sync", "generate", "score")
+"""The plan's phases in T_rollout, as summary.json counts a run's."""
+TRAINING = ("logprobs", "optimize")
+"""Further phases in T_total; evaluations and saves are in neither. The page does not say what its hours include."""
+METHODS = {"grpo": "GRPO, µ=4", "grpo_mu1024": "GRPO, µ=1024", "m2po": "M2PO", "mu_grpo": "mu-GRPO"}
+PUBLISHED = {
+    "llama-3.2-3b-instruct": ((15.1, 22.7), (13.2, 19.3), (15.3, 21.3), (12.7, 18.6)),
+    "qwen2.5-math-7b": ((8.8, 23.7), (3.8, 17.9), (6.7, 20.2), (4.7, 18.1)),
+    "qwen3-1.7b-base": ((11.2, 20.5), (6.5, 13.3), (12.9, 24.2), (5.2, 12.4)),
+    "qwen3-8b-base": ((21.3, 58.2), (7.4, 23.6), (23.2, 49.7), (7.9, 25.9)),
+    "deepseek-r1-distill-qwen-7b": ((26.0, 61.9), (22.3, 54.5), (27.9, 68.3), (21.4, 51.3)),
+}
+FITTED = {
+    "llama-3.2-3b-instruct": 0.65,
+    "qwen2.5-math-7b": 0.375,
+    "qwen3-1.7b-base": 0.36,
+    "qwen3-8b-base": 0.35,
+    "deepseek-r1-distill-qwen-7b": 0.405,
+}
+"""Mean response as a share of the recipe's limit with which the plan has the paper's T_rollout of mu-GRPO."""
+
+
+def published(model: str, method: str) -> Hours:
+    """Table 1's."""
+    return Hours(*PUBLISHED[model][list(METHODS).index(method)])
+
+
+def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> Case:
+    """The bundled recipe on 1 x 4 H200."""
+    recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
+    found = find_model(recipe)
+    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), assumptions or Assumptions())
+
+
+def planned(model: str, method: str, assumptions: Assumptions | None = None) -> Hours:
+    """The plan's."""
+    case = bundled_case(model, method, assumptions)
+    seconds = asdict(phases(case, memory(case, engine_memory(case))))
+    hours = case.recipe.schedule.stages / 3600
+    rollout, training = (hours * sum(seconds[name] for name in names) for names in (ROLLOUT, TRAINING))
+    return Hours(rollout, rollout + training)
+
+
+def fitted(model: str, method: str) -> Hours:
+    """The plan's, with the model's fitted length."""
+    return planned(model, method, Assumptions(mean_response=FITTED[model]))
+
+
+def prefetched(model: str, method: str) -> tuple[Split, Split | None]:
+    """The plan with `schedule.prefetch`: on the same four devices, and with further ones that hide the sampling."""
+    case = bundled_case(model, method)
+    same = best_split(case)
+    assert same
+    return same, hiding_split(case)
+
+
+def hours_of(split: Split) -> Hours:
+    """T_rollout and T_total, counted as those of the other runs."""
+    return Hours(split.rollout / 3600, (split.rollout + split.train) / 3600)
+
+
+def prefetch_row(model: str, method: str) -> str:
+    """docs/plan.md's row of a run with prefetch; ratios are hours without over hours with."""
+    paper, plain = published(model, method).total, planned(model, method).total
+    same, more = prefetched(model, method)
+    on_same = hours_of(same).total
+    row = f"| {model} | {METHODS[method]} | {paper:.1f} | {plain:.1f} | {same.training} + {same.generating} "
+    row += f"| {on_same:.1f} | {plain / on_same:.2f} "
+    if more is None:
+        return row + "| - | - | - | - |"
+    on_more = hours_of(more).total
+    return row + f"| {more.training} + {more.generating} | {more.prefetch:,} | {on_more:.1f} | {plain / on_more:.2f} |"
+
+
+def prefetch_answer() -> tuple[float, float]:
+    """Mean over the models of GRPO's hours without over mu-GRPO's hours with prefetch: on four devices, and on more."""
+    ratios = []
+    for model in PUBLISHED:
+        same, more = prefetched(model, "mu_grpo")
+        assert more
+        grpo = planned(model, "grpo").total
+        ratios.append((grpo / hours_of(same).total, grpo / hours_of(more).total))
+    return mean(one for one, _ in ratios), mean(one for _, one in ratios)
+
+
+def hours_row(model: str, method: str) -> str:
+    """docs/plan.md's row of a run as shipped."""
+    paper, plan = published(model, method), planned(model, method)
+    ratio = plan.over(paper)
+    return (
+        f"| {model} | {METHODS[method]} | {paper.rollout:.1f} | {plan.rollout:.1f} | {ratio.rollout:.2f} "
+        f"| {paper.total:.1f} | {plan.total:.1f} | {ratio.total:.2f} |"
+    )
+
+
+def speedup_row(model: str) -> str:
+    """docs/plan.md's row of GRPO's hours over mu-GRPO's, on the page and planned."""
+    paper = published(model, "grpo").over(published(model, "mu_grpo"))
+    plan = planned(model, "grpo").over(planned(model, "mu_grpo"))
+    return f"| {model} | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
+
+
+def mean_speedup_row() -> str:
+    """docs/plan.md's last row of speedups."""
+    pairs = [
+        [hours(model, "grpo").over(hours(model, "mu_grpo")) for model in PUBLISHED] for hours in (published, planned)
+    ]
+    paper, plan = (Hours(mean(one.rollout for one in each), mean(one.total for one in each)) for each in pairs)
+    return f"| mean | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
+
+
+def fitted_row(model: str) -> str:
+    """docs/plan.md's row of what one fitted length predicts, as plan / paper."""
+    grpo = fitted(model, "grpo").over(published(model, "grpo"))
+    mu = fitted(model, "mu_grpo").over(published(model, "mu_grpo"))
+    return f"| {model} | {FITTED[model]:g} | {grpo.rollout:.2f} | {grpo.total:.2f} | {mu.total:.2f} |"
+
+
+def memory_row(model: str) -> str:
+    """docs/plan.md's row of what a model needs."""
+    case = bundled_case(model, "mu_grpo")
+    need, saved = memory(case, engine_memory(case)), checkpoint_bytes(case)
+    kept = case.recipe.checkpoint.keep * saved / 1e12
+    return (
+        f"| {model} | {case.layout} | {need.learn / GIB:.0f} | {need.generate / GIB:.0f} | {need.host / GIB:.0f} "
+        f"| {need.serving.tokens / 1e6:.1f} M | {saved / 1e9:.0f} GB | {kept:.1f} TB |"
+    )
+
+
+def tables() -> str:
+    """The rows of docs/plan.md's tables on the paper's runs."""
+    runs = [hours_row(model, method) for model in PUBLISHED for method in METHODS]
+    memories, speedups, fits = ([row(model) for model in PUBLISHED] for row in (memory_row, speedup_row, fitted_row))
+    ahead = [prefetch_row(model, method) for model in PUBLISHED for method in ("grpo", "mu_grpo")]
+    found = (memories, runs, [*speedups, mean_speedup_row()], fits, ahead)
+    return "\n\n".join("\n".join(rows) for rows in found)
+
+
+if __name__ == "__main__":
+    print(tables())
+    print("\nGRPO without / mu-GRPO with prefetch: {:.2f}, {:.2f}".format(*prefetch_answer()))

@@ -1,0 +1,126 @@
+"""Parameters of a rank: all ranks together hold the model, each parameter as often as it should be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.plan.case import make_case
+from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
+from mugrpo_megatron.extras.plan.layout import Layout, layout_of, parameters, rank_parameters
+from mugrpo_megatron.extras.plan.memory import engine_memory, learner_state
+from mugrpo_megatron.extras.plan.models import bundled
+from mugrpo_megatron.extras.plan.plan import make_plan
+from mugrpo_megatron.extras.plan.search import compare, recipe_keys
+from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import architecture
+
+LARGE = Path(__file__).parents[3] / "run_scripts" / "recipes" / "multi_node" / "llama-3.3-70b.toml"
+
+
+def shape(name: str) -> Architecture:
+    return architecture(bundled()[name])
+
+
+def replicated(model: Architecture, layers: int) -> int:
+    """Parameters that tensor parallelism does not split: norms, and a router."""
+    size = model.letters
+    of_layer = 2 * size["H"] + 2 * size["D"] * model.qk_layernorm + size["E"] * size["H"]
+    return layers * of_layer + size["H"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-8B", "Llama-3.1-8B-Instruct"])
+def test_ranks_together_hold_the_model(name: str, tensor: int, pipeline: int) -> None:
+    model, layout = shape(name), Layout(tensor=tensor, pipeline=pipeline)
+    together = sum(tensor * rank_parameters(model, layout, stage).total for stage in range(pipeline))
+    assert together == parameters(model) + (tensor - 1) * replicated(model, model.layers)
+
+
+def test_a_tied_output_layer_is_a_copy_only_on_another_stage() -> None:
+    model = shape("Qwen2.5-Math-1.5B")
+    embedding = model.vocab_size * model.letters["H"]
+    assert rank_parameters(model, Layout(), 0).vocabulary == embedding
+    stages = [rank_parameters(model, Layout(pipeline=4), stage) for stage in range(4)]
+    assert [stage.vocabulary for stage in stages] == [embedding, 0, 0, embedding]
+    assert sum(stage.total for stage in stages) == parameters(model) + embedding
+
+
+def test_the_vocabulary_is_padded_for_tensor_parallelism() -> None:
+    config = bundled()["Qwen2.5-0.5B"] | {"vocab_size": 1001}
+    assert rank_parameters(architecture(config), Layout(tensor=2), 0).vocabulary == 501 * 896
+
+
+def test_experts_are_spread_over_expert_parallel_ranks() -> None:
+    model = shape("Qwen3-30B-A3B")
+    alone, spread = rank_parameters(model, Layout(), 0), rank_parameters(model, Layout(data=8, expert=8), 0)
+    assert alone.experts == 8 * spread.experts == 48 * 128 * 3 * 768 * 2048
+    assert alone.dense == spread.dense
+
+
+@pytest.mark.parametrize(("itemsize", "bytes_each"), [(2, 2 + 4 + 4 + 8), (4, 4 + 4 + 8)])
+def test_state_of_one_rank_is_so_many_bytes_a_parameter(itemsize: int, bytes_each: int) -> None:
+    mine = rank_parameters(shape("Qwen2.5-Math-7B"), Layout(), 0)
+    assert learner_state(mine, Layout(), itemsize).total == bytes_each * mine.total
+
+
+def test_only_optimizer_states_are_sharded_over_data_and_context_parallel_ranks() -> None:
+    mine = rank_parameters(shape("Qwen2.5-Math-7B"), Layout(), 0)
+    alone, shared = learner_state(mine, Layout(), 2), learner_state(mine, Layout(data=2, context=2), 2)
+    assert (alone.weights, alone.gradients) == (shared.weights, shared.gradients)
+    assert alone.optimizer == 4 * shared.optimizer
+
+
+def test_a_recipe_on_a_cluster_has_one_layout() -> None:
+    parallel = {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "context": 2, "sequence": True}
+    layout = layout_of(Recipe.model_validate({"parallel": parallel, "learner": {"recompute": "full"}}), 16)
+    assert layout == Layout(tensor=2, pipeline=2, virtual=2, context=2, data=2, sequence=True, recompute="full")
+    assert layout.world == 16
+    assert str(layout) == "TP2 PP2 VPP2 CP2 DP2 SP full recompute"
+
+
+@pytest.mark.parametrize(
+    ("sections", "device", "said"),
+    [
+        ({"engine": {"replicas": 2}}, "h200", "engine.replicas = 2 is for engines on CPU"),
+        ({"learner": {"routing_replay": "rollout"}}, "cpu", "needs CUDA to generate"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_on_its_devices_refuses(sections: dict[str, Any], device: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make_plan(Recipe.model_validate(sections), 1, 1, device)
+
+
+def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
+    """Not with how to launch them, which is what `mugrpo train` says."""
+    recipe = Recipe.model_validate({"model": {"path": "Qwen2.5-Math-7B"}, "parallel": {"tensor": 2, "sequence": True}})
+    with pytest.raises(UserError) as refused:
+        make_plan(recipe, 1, 1, "rtx4090")
+    said = str(refused.value)
+    assert "needs a multiple of 2 ranks but 1 run; plan such a number with --nodes and --gpus-per-node" in said
+    assert said.endswith("can run: --set parallel.tensor=1 --set parallel.sequence=false")
+    assert "torchrun" not in said
+
+
+@pytest.mark.parametrize("name", ["Qwen2.5-Math-7B", "Qwen3-30B-A3B"])
+def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
+    recipe = Recipe.model_validate({"parallel": {"context": 2}, "learner": {"recompute": "selective"}})
+    cluster = make_cluster(1, 4, "h200")
+    case = make_case(recipe, shape(name), bundled()[name], cluster, Assumptions())
+    found = compare(case, engine_memory(case))
+    assert len(found) > 10
+    for one in found:
+        options = recipe_keys(recipe, one.recipe).replace("--set ", "").split()
+        again = load_recipe(None, ["parallel.context=2", "learner.recompute=selective", *options])
+        assert layout_of(again, cluster.world) == one.layout
+
+
+def test_a_model_too_large_for_its_engines_gets_larger_engines_and_no_other_learner() -> None:
+    recipe = load_recipe(LARGE, ["engine.tensor=1"])
+    with pytest.raises(UserError, match=r"it fits with engines of 2 devices: --set engine\.tensor=2$"):
+        make_plan(recipe, 8, 8, "h200")

@@ -1,0 +1,124 @@
+"""A sweep on a real stage: its cells are the branches that `mugrpo optimize --from` makes, interrupted or not."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, default_out, states
+from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import read_record
+from mugrpo_megatron.stages.manifest import Origin
+from tests.forked import started
+from tests.tiny import FINISHED, mugrpo
+
+MU = FINISHED["updates_per_stage"]
+END = "checkpoints/stage00001-age00000/__0_0.distcp"
+
+
+def sweep_of(finished_run: Path, out: Path, *overrides: str) -> Sweep:
+    cells = cells_of(read_grid(overrides, None), RunDirectory(finished_run), out)
+    return Sweep(finished_run, 0, out, cells)
+
+
+def words(*settings: str) -> list[str]:
+    return [word for one in settings for word in ("--set", one)]
+
+
+def figures(out: Path) -> dict[str, dict[str, str]]:
+    with (out / "cells.csv").open(encoding="utf-8", newline="") as file:
+        return {row["cell"]: row for row in csv.DictReader(file)}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, tmp_path: Path) -> None:
+    """One process for all cells, the second after a failed one: nothing of a cell reaches the next.
+
+    The middle cell's learning rate leaves nothing finite behind; it is named and the others go on.
+    """
+    out = tmp_path / "sweep"
+    axes = words("optimizer.lr=1e-3,1e30,2e-3", "optimizer.max_skipped=2", "objective.veto=none")
+    said = mugrpo("sweep", finished_run, "--out", out, *axes, code=1).stdout
+    assert "FAILED: 2 updates in a row" in said
+    assert "2 of 3 cells" in said
+    found = figures(out)
+    assert [row["state"] for row in found.values()] == ["finished", "failed", "finished"]
+    assert [row["optimizer.lr"] for row in found.values()] == ["0.001", "1e+30", "0.002"]
+    assert (out / "report.html").exists()
+    for lr in ("0.001", "0.002"):
+        cell, alone = out / f"lr={lr}", tmp_path / f"alone-{lr}"
+        own = words(f"run.dir={alone}", f"optimizer.lr={lr}", "optimizer.max_skipped=2", "objective.veto=none")
+        mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
+        assert (cell / END).read_bytes() == (alone / END).read_bytes()
+        assert (cell / "hf/model.safetensors").read_bytes() == (alone / "hf/model.safetensors").read_bytes()
+        evaluations = [row for row in read_rows(cell / "metrics.jsonl") if row["kind"] == "eval"]
+        source = [row for row in read_rows(finished_run / "metrics.jsonl") if row["kind"] == "eval"]
+        assert [row["update"] for row in evaluations] == [0, MU]
+        [name] = [key for key in source[0] if key.endswith("/mean") and key.partition("/")[0] in ("reward", "accuracy")]
+        assert evaluations[0][name] == source[0][name], "the source's evaluation of the same weights"
+        assert float(found[f"lr={lr}"]["after"]) == pytest.approx(evaluations[1][name], rel=1e-5)
+        assert int(found[f"lr={lr}"]["updates"]) == MU
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_a_sweep_that_is_asked_to_stop_saves_and_the_same_command_finishes_it(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "sweep"
+    command = ["sweep", finished_run, "--out", out, *words("optimizer.lr=1e-3,2e-3", "objective.name=grpo")]
+    second = out / "lr=0.002" / "metrics.jsonl"
+    with started(*command) as running:
+        while not second.exists() or not any(row["kind"] == "update" for row in read_rows(second)):
+            assert running.wait(0.05) is None, running.said
+        running.process.terminate()
+        assert running.wait() == 0, running.said
+        assert "stopped as asked" in running.stdout
+    first = (out / "lr=0.001" / "summary.json").stat()
+    assert not (out / "lr=0.002" / "summary.json").exists()
+    assert "begun     lr=0.002" in mugrpo(*command, "--dry-run").stdout
+    mugrpo(*command)
+    assert (out / "lr=0.001" / "summary.json").stat() == first, "a finished cell is left as it is"
+    assert {row["state"] for row in figures(out).values()} == {"finished"}
+    own = words(f"run.dir={tmp_path / 'alone'}", "optimizer.lr=2e-3", "objective.name=grpo", "objective.clip_low=0.8",
+                "objective.clip_high=1.2", "objective.veto=none", "objective.reduction=sequence_mean")  # fmt: skip
+    mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
+    assert (out / "lr=0.002" / END).read_bytes() == (tmp_path / "alone" / END).read_bytes()
+
+
+@pytest.mark.process
+def test_every_cell_is_checked_before_the_first_one_starts(finished_run: Path, tmp_path: Path) -> None:
+    """And nothing is written by a check."""
+    out = tmp_path / "sweep"
+    sweep = sweep_of(finished_run, out, "optimizer.lr=1e-3,2e-3")
+    assert check_sweep(sweep) == (sweep, Origin(read_record(finished_run).id, 0, 0))  # type: ignore[union-attr]
+    assert not out.exists()
+    assert states(sweep).splitlines()[:2] == ["missing   lr=0.001", "missing   lr=0.002"]
+    assert "0 of 2 cells are finished; the rest takes about" in states(sweep)
+    with pytest.raises(UserError, match="no sealed stage 5"):
+        check_sweep(Sweep(finished_run, 5, out, sweep.cells))
+    with pytest.raises(UserError, match=r"a branch cannot change run\.seed"):
+        check_sweep(sweep_of(finished_run, out, "optimizer.lr=1e-3,2e-3", "run.seed=5"))
+    with pytest.raises(UserError, match=r"cell name=icepop: .*mismatch"):
+        check_sweep(sweep_of(finished_run, out, "objective.name=mu_grpo,icepop", "rollout.behaviour=engine"))
+
+
+@pytest.mark.process
+def test_a_directory_of_something_else_is_refused(finished_run: Path, tmp_path: Path) -> None:
+    sweep = sweep_of(finished_run, tmp_path, "optimizer.lr=1e-3,2e-3")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(UserError, match="no sweep has written"):
+        check_sweep(sweep)
+    (tmp_path / "sweep.json").write_text('{"run": "other", "stage": 0, "of": "elsewhere"}', encoding="utf-8")
+    with pytest.raises(UserError, match="the sweep of stage 0 of elsewhere"):
+        check_sweep(sweep)
+
+
+def test_a_sweep_lies_beside_its_run() -> None:
+    assert default_out(Path("runs/quickstart"), 2) == Path("runs/quickstart-sweep-stage2")
