@@ -20,6 +20,8 @@ import pytest
 from mugrpo_megatron.cli import _parser
 from mugrpo_megatron.recipe import Recipe, load_recipe
 
+pytestmark = pytest.mark.usefixtures("in_checkout")
+
 PAGES = ("README.md", "docs/quickstart.md", "docs/paper.md")
 PLACEHOLDERS = {
     "RECIPE": "run_scripts/recipes/quickstart.toml",

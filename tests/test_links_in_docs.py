@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
+from tests.checkout import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *Path(ROOT, "docs").glob("*.md")])
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 

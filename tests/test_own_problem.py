@@ -16,11 +16,14 @@ from mugrpo_megatron.data.demonstrations import demonstrations
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.sections import DataSection
 from mugrpo_megatron.run.preflight import check_on_paper
+from tests.checkout import ROOT
 from tests.tiny import save_model
 
-PAGE = Path("docs/own-problem.md")
+pytestmark = pytest.mark.usefixtures("in_checkout")
+
+PAGE = Path(ROOT, "docs/own-problem.md")
 NAMES = {"json": ["rows.jsonl", "held_out.jsonl"], "python": ["my_rewards.py"], "toml": ["mine.toml", "real.toml"]}
-QUICKSTART = Path("run_scripts/recipes/quickstart.toml")
+QUICKSTART = Path(ROOT, "run_scripts/recipes/quickstart.toml")
 
 
 def written(folder: Path) -> list[str]:

@@ -9,8 +9,10 @@ from statistics import fmean
 
 import pytest
 
-PAGE = Path("docs/paper.md").read_text(encoding="utf-8")
-README = Path("README.md").read_text(encoding="utf-8")
+from tests.checkout import ROOT
+
+PAGE = Path(ROOT, "docs/paper.md").read_text(encoding="utf-8")
+README = Path(ROOT, "README.md").read_text(encoding="utf-8")
 SETS = 5
 METHODS = ("grpo", "grpo_mu1024", "m2po", "mu_grpo")
 AVERAGE, ROLLOUT, TOTAL = SETS, SETS + 1, SETS + 2

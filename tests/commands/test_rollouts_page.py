@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.checkout import ROOT
 from tests.test_commands_in_docs import commands_of
 from tests.tiny import FINISHED, mugrpo
 
-PAGE = Path("docs/rollouts.md")
+PAGE = Path(ROOT, "docs/rollouts.md")
 PROMPTS, GROUP = 4, 4
 """Of the finished run's recipe."""
 

@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import MOST_BASES
+from tests.checkout import ROOT
 from tests.hostile.outcome import answered, command, refused
+
+RECIPE = str(ROOT / "run_scripts/recipes/quickstart.toml")
 
 DIGITS = "9" * 5000
 HEX = "0x" + "f" * 6000
@@ -126,7 +129,7 @@ VALUES: dict[str, str] = {
 
 @pytest.mark.parametrize("override", VALUES, ids=lambda text: repr(text[:30]))
 def test_an_override_that_cannot_be(override: str) -> None:
-    refused("plan", "run_scripts/recipes/quickstart.toml", "--set", override, says=VALUES[override])
+    refused("plan", RECIPE, "--set", override, says=VALUES[override])
 
 
 @pytest.mark.parametrize(
@@ -224,10 +227,10 @@ ODD = [
 def test_every_key_takes_an_odd_value_or_refuses_it(value: str) -> None:
     """`--gpu none` ends what is valid with a sentence, before a plan is made."""
     for key in KEYS:
-        refused("plan", "run_scripts/recipes/quickstart.toml", "--gpu", "none", "--set", f"{key}={value}")
+        refused("plan", RECIPE, "--gpu", "none", "--set", f"{key}={value}")
 
 
 @given(st.recursive(st.none() | st.integers() | st.floats() | st.text(max_size=5), st.lists, max_leaves=5))
 def test_every_value_of_a_key_is_taken_or_refused(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False)
-    refused("plan", "run_scripts/recipes/quickstart.toml", "--gpu", "none", "--set", f"optimizer.lr={text}")
+    refused("plan", RECIPE, "--gpu", "none", "--set", f"optimizer.lr={text}")

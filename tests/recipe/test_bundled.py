@@ -13,8 +13,9 @@ from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.problems import PRESETS
 from mugrpo_megatron.data.prompts import STYLES
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from tests.checkout import ROOT
 
-RECIPES = Path("run_scripts/recipes")
+RECIPES = Path(ROOT, "run_scripts/recipes")
 PAPER = RECIPES / "paper"
 MODELS = {
     "llama-3.2-3b-instruct": "Llama-3.2-3B-Instruct",

@@ -10,8 +10,9 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.objective import ObjectiveSection
+from tests.checkout import ROOT
 
-RECIPES = sorted(Path("run_scripts/recipes").rglob("*.toml"))
+RECIPES = sorted(Path(ROOT, "run_scripts/recipes").rglob("*.toml"))
 
 
 def write(path: Path, text: str) -> Path:

@@ -13,6 +13,8 @@ import yaml
 from mugrpo_megatron.cli import _parser
 from mugrpo_megatron.recipe import load_recipe
 
+pytestmark = pytest.mark.usefixtures("in_checkout")
+
 FOLDER = Path(__file__).parents[2] / "run_scripts" / "cluster"
 
 CONTAINER = {

@@ -13,8 +13,9 @@ from mugrpo_megatron.extras.plan.models import find_model
 from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
+from tests.checkout import ROOT
 
-RECIPES = Path("run_scripts/recipes/paper")
+RECIPES = Path(ROOT, "run_scripts/recipes/paper")
 
 
 @dataclass(frozen=True, slots=True)

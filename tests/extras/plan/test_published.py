@@ -8,6 +8,7 @@ from statistics import mean
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.extras.plan.published import (
     FITTED,
     METHODS,
@@ -25,7 +26,7 @@ from tests.extras.plan.published import (
     speedup_row,
 )
 
-PAGE = Path("docs/plan.md").read_text(encoding="utf-8")
+PAGE = Path(ROOT, "docs/plan.md").read_text(encoding="utf-8")
 WITHIN = 2.0
 """Largest factor between planned and published hours of GRPO (µ=4) and mu-GRPO, with nothing fitted."""
 SPEEDUP_WITHIN = 1.8
