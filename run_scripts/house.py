@@ -161,8 +161,7 @@ def walk(modules: Mapping[str, Module], module: str, function: str, parameter: s
                     enter(other, callee, str(passed))
             elif (
                 isinstance(call.func, ast.Attribute)
-                and isinstance(call.func.value, ast.Name)
-                and call.func.value.id == name
+                and is_name(call.func.value, name)
                 and (method := method_of(owner, node, name, call.func.attr, names))
             ):
                 enter(method[0], method[1], "self")
@@ -207,6 +206,11 @@ def walk(modules: Mapping[str, Module], module: str, function: str, parameter: s
     if entrance := definition(f"{start}.{function}"):
         enter(*entrance, parameter)
     return way
+
+
+def is_name(node: ast.expr, name: str) -> bool:
+    """Whether an expression is just this name."""
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def keys(section: Any, prefix: str = "") -> Iterator[str]:
@@ -262,6 +266,9 @@ def figures() -> dict[str, float]:
     names = Counter(module.path.name for module in files)
     lines = sum(module.lines for module in modules.values())
     train = modules[f"{PACKAGE}.train"]
+    ways = {
+        f"functions that {what} enters below {name}": walk(modules, module, name, what) for module, name, what in WALKS
+    }
     recipe = set(keys(Recipe))
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     return {

@@ -142,7 +142,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The suite fails where it costs more than `LIMIT_S`; `night` has no limit. Workers leave it to their controller."""
+    """The suite fails where it costs more than `LIMIT_S`; `night` has no limit. Workers leave it to the controller."""
     if "PYTEST_XDIST_WORKER" in os.environ or session.config.option.markexpr == "night":
         return
     total = session.config.stash[TOTAL] = cpu_seconds()
