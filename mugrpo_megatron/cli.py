@@ -12,13 +12,13 @@ from contextlib import ExitStack
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.command import Command, say
 from mugrpo_megatron.commands.table import COMMANDS
-from mugrpo_megatron.cpu.deferred import keep_freed_memory
+from mugrpo_megatron.cpu.heap import keep_freed_memory
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
 from mugrpo_megatron.observe.environment import leave_out_library_warnings, may_find_cuda
 from mugrpo_megatron.observe.streams import lasting_output, visible
 from mugrpo_megatron.recipe.other_trainers import translated
-from mugrpo_megatron.run.world import Stopped, stoppable
+from mugrpo_megatron.run.stopping import Stopped, stoppable
 
 LINE_BREAK = re.compile(r"\s*\n\s*")
 

@@ -19,7 +19,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
 from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
 from mugrpo_megatron.files.json_text import file_inside, read_json
-from mugrpo_megatron.files.torch_dist import INDEX, read_index
 
 CONFIG = "config.json"
 SHOWN = 3
@@ -253,6 +252,8 @@ def read_state(directory: Path) -> Saved:
 
 def damage(directory: Path, rank: int, world: int) -> str | None:
     """What is wrong with the files of a checkpoint assigned to `rank` of `world`; None if nothing is."""
+    from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
+
     try:
         written = read_state(directory)["files"]
         for name in sorted(written)[rank::world]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mugrpo_megatron.run import world as stopping
-from mugrpo_megatron.run.world import Stopped, StopRequest, listening, stoppable
+from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppable
 
 
 @pytest.fixture(autouse=True)
