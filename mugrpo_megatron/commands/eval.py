@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.commands.command import say
+from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import held_out_problems, spaced_of_each
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources

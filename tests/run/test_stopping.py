@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mugrpo_megatron.run import world as stopping
+from mugrpo_megatron.run import stopping
 from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppable
 
 
