@@ -36,7 +36,7 @@ def with_recipe(
     """Load the recipe and `run` it, which writes to `output`; or print it and check it for `--dry-run`."""
     recipe = load_recipe(options.recipe, options.overrides, _remark if options.dry_run else say)
     if options.dry_run:
-        from mugrpo_megatron.run.preflight import check_on_paper
+        from mugrpo_megatron.checks.preflight import check_on_paper
 
         print(dump_recipe(recipe), end="", flush=True)
         check_on_paper(recipe, _remark)

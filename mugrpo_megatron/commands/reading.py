@@ -33,7 +33,7 @@ def evaluate_arguments(parser: Parser) -> None:
 
 def evaluate(options: Options) -> int:
     """Evaluate the checkpoint on the sets."""
-    from mugrpo_megatron.run.preflight import check_evaluation
+    from mugrpo_megatron.checks.preflight import check_evaluation
 
     settings = {"eval.samples": options.samples, "eval.temperature": options.temperature}
     overrides = [

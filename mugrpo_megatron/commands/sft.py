@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from mugrpo_megatron.checks.preflight import check_warm_start
 from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
 from mugrpo_megatron.data.arithmetic import demonstration, problems
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
@@ -36,7 +37,6 @@ from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
-from mugrpo_megatron.run.preflight import check_warm_start
 from mugrpo_megatron.run.record import MARK, hub_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf

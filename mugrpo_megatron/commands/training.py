@@ -25,8 +25,8 @@ def train(options: Options) -> int:
 
             show_finished(recipe)
             return
+        from mugrpo_megatron.checks.preflight import check_run
         from mugrpo_megatron.engine.ahead import host_ahead
-        from mugrpo_megatron.run.preflight import check_run
 
         recipe, problems = check_run(recipe, say)
         with host_ahead(recipe) as warm_host:
@@ -71,8 +71,8 @@ def generate(options: Options) -> int:
         raise UserError(f"{'--shard' if options.shard else '--follow'} goes with --engine-only")
 
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.checks.preflight import check_run
         from mugrpo_megatron.engine.ahead import host_ahead
-        from mugrpo_megatron.run.preflight import check_run
 
         recipe, problems = check_run(recipe, say)
         with host_ahead(recipe) as warm_host:
@@ -92,7 +92,7 @@ def _generate_share(options: Options) -> int:
         raise UserError("--follow takes the stages as the learner offers them; omit --stage")
 
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.run.preflight import check_engine_only
+        from mugrpo_megatron.checks.preflight import check_engine_only
 
         if options.follow and not recipe.schedule.prefetch:
             raise UserError("--follow waits for what a learner offers: set schedule.prefetch, or leave out --follow")
@@ -138,8 +138,8 @@ def optimize(options: Options) -> int:
     """Take the updates of a sealed stage."""
 
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.checks.preflight import check_run
         from mugrpo_megatron.run.branch import stage_to_take
-        from mugrpo_megatron.run.preflight import check_run
 
         stage = stage_to_take(options.source, options.stage) if options.source else options.stage
         recipe, _ = check_run(recipe, say, generates=False)
@@ -155,8 +155,8 @@ def sft(options: Options) -> int:
     """Train a model on rows, or a new one on a bundled task."""
 
     def run(recipe: Recipe) -> None:
+        from mugrpo_megatron.checks.preflight import check_warm_start
         from mugrpo_megatron.commands.warm_start import is_warm_started
-        from mugrpo_megatron.run.preflight import check_warm_start
 
         is_warm_started(recipe)
         recipe = check_warm_start(recipe, say)

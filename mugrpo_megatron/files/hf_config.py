@@ -135,6 +135,22 @@ def checked(config: Any, where: str) -> ModelConfig:
     return cast(ModelConfig, config)
 
 
+def read_model_config(directory: Path) -> ModelConfig:
+    """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
+    config = read_config(
+        directory,
+        key="model.path",
+        remedy="make the bundled small model with `mugrpo sft RECIPE` or point the key at a downloaded model",
+    )
+    check_weights(directory, "model.path")
+    return config
+
+
+def experts_of(model: Mapping[str, Any]) -> int:
+    """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
+    return model.get("num_experts") or model.get("num_local_experts") or 0
+
+
 def check_weights(directory: Path, key: str) -> None:
     """UserError when a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.engines import DETERMINISTIC_ATTENTION
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine import launch
 from mugrpo_megatron.engine.launch import (
@@ -29,7 +30,6 @@ from mugrpo_megatron.engine.launch import (
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.recipe.engines import DETERMINISTIC_ATTENTION
 from tests import models
 from tests.engine.tiny import recipe
 

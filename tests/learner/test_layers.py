@@ -14,6 +14,7 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from safetensors.torch import load_file
 
+from mugrpo_megatron.checks.layouts import check_layers
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import model as layers
 from mugrpo_megatron.learner.experts import Experts
@@ -22,7 +23,6 @@ from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
-from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests import models
@@ -130,7 +130,7 @@ def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, mo
     asked = recipe(Path(dense), learner={"layers": "transformer_engine"})
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
         check_layers(asked, cuda=False)
-    monkeypatch.setattr("mugrpo_megatron.recipe.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
         check_layers(asked, cuda=True)
     for layers_ in ("local", "auto"):
