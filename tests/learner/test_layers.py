@@ -19,7 +19,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import model as layers
 from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import initialize
-from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
@@ -80,12 +79,6 @@ def parameter_names(model: str) -> list[str]:
     """Parameter names of a whole model in this process."""
     (chunk,), _ = build(Path(model), {}, enter({}))
     return [name for name, _ in chunk.named_parameters()]
-
-
-def refusal(model: str, chosen: str) -> str:
-    with pytest.raises(UserError) as refused:
-        build_learner(recipe(Path(model), learner={"layers": chosen}))
-    return str(refused.value)
 
 
 @pytest.mark.process
@@ -169,12 +162,6 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
     with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
         config = transformer_config(chosen, read_architecture(Path(model)), ranks, grouped_experts=True)
     return (config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization), row_multiple(chosen, ranks)
-
-
-@pytest.mark.process
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
-def test_a_learner_without_cuda_is_refused_them(dense: str) -> None:
-    assert "needs CUDA" in run_ranks(1, refusal, dense, "transformer_engine")[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
