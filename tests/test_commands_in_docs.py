@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.cli import _parser
+from mugrpo_megatron.cli import command_parser
 from mugrpo_megatron.recipe import Recipe, load_recipe
 
 pytestmark = pytest.mark.usefixtures("in_checkout")
@@ -142,7 +142,7 @@ def commands_of(page: str) -> Iterator[str]:
 
 def _only_named(words: Sequence[str]) -> bool:
     """Whether these words after `mugrpo` name a subcommand that needs arguments, or nothing."""
-    subcommands = next(a.choices for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    subcommands = next(a.choices for a in command_parser()._actions if isinstance(a, argparse._SubParsersAction))
     needs = {name for name, one in subcommands.items() if any(action.required for action in one._actions)}
     return not words or (len(words) == 1 and words[0] in needs)
 
@@ -178,7 +178,7 @@ def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command
     if program != "mugrpo":
         subprocess.run(["bash", "-n", program], check=True)
     ran = mugrpo_commands(command)
-    options = [_parser().parse_args(arguments) for arguments in ran]
+    options = [command_parser().parse_args(arguments) for arguments in ran]
     recipes = [load_recipe(getattr(one, "recipe", None), one.overrides) for one in options if hasattr(one, "overrides")]
     for name, value in STATED[command].items():
         assert resolved(name, options[-1], recipes) == value, name

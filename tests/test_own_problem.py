@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import check_on_paper
 from mugrpo_megatron.data.demonstrations import demonstrations
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.sections import DataSection
-from mugrpo_megatron.run.preflight import check_on_paper
 from tests.checkout import ROOT
 from tests.tiny import save_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -20,8 +21,6 @@ from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox.jail_check import check_jail
-from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.observe.environment import devices, installed, usable_cores
 from mugrpo_megatron.observe.toolchain import Tool, driver_answers, tools_here
 
@@ -112,6 +111,10 @@ PACKAGES = (
 )
 
 
+EXTRAS = ("mugrpo_megatron.extras.sandbox.finding:jail",)
+"""What extras have to say: `module:function` that returns a finding."""
+
+
 def doctor() -> int:
     """Print each part as soon as it is known; 0 when this machine has what it needs, 2 when it does not.
 
@@ -151,7 +154,9 @@ def findings() -> Generator[Finding, None, None]:
             error = next(errors) if package.module in present else ""
             yield _package(package, error, cuda)
     yield apex()
-    yield jail()
+    for door in EXTRAS:
+        module, _, function = door.partition(":")
+        yield getattr(importlib.import_module(module), function)()
 
 
 def shown(finding: Finding) -> Group:
@@ -209,27 +214,6 @@ def apex() -> Finding:
         needed=False,
         remedy=f"pip uninstall apex; {remedy}",
     )
-
-
-def jail() -> Finding:
-    """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
-    use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/code-rewards.md); until then reward.code_sandbox = "limits"'
-    if _jailed("namespaces"):
-        return Finding("code sandbox", "ok", "namespaces", use, needed=False)
-    if _jailed("limits"):
-        return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return Finding(
-        "code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/code-rewards.md"
-    )
-
-
-def _jailed(mode: Mode) -> bool:
-    try:
-        check_jail(Limits(mode))
-    except (UserError, OSError):
-        return False
-    return True
 
 
 def _machine() -> list[Finding]:

@@ -19,7 +19,6 @@ from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.pinned import HostCopy, copy_back, move_to_host
 from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
@@ -57,7 +56,6 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     cannot work.
     """
     architecture = read_architecture(recipe.model.directory)
-    check_layers(recipe, torch.cuda.is_available())
     if ranks:
         seed_generators(recipe)
     else:

@@ -27,7 +27,7 @@ from mugrpo_megatron.run.directory import RunDirectory, locked
 from mugrpo_megatron.run.following import has_begun, offered_stages
 from mugrpo_megatron.run.generator import first_start_problem
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
-from mugrpo_megatron.run.world import StopRequest, listening
+from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore

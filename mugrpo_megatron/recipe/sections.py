@@ -356,6 +356,12 @@ class Recipe(Section):
     report: ReportSection = ReportSection()
     sft: SftSection = SftSection()
 
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that training or an evaluation may sample."""
+        held_out = [self.eval.max_tokens, *(one.max_tokens for one in self.eval.sets.values())]
+        return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
+
     @model_validator(mode="before")
     @classmethod
     def _extract_what_the_prompt_asks_for(cls, given: Any) -> Any:

@@ -9,6 +9,10 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 
 from mugrpo_megatron.recipe.objective import Section
 
+BLOCK = 128
+"""Rows and columns of a weight that share an fp8 scale in an engine with `engine.quantization`."""
+FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
+"""By `learner.fp8`: all dimensions of a product are multiples of this, 16 for the tensor cores, 128 for a block."""
 Replay = Literal["off", "rollout", "learner"]
 
 

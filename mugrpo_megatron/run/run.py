@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -26,10 +27,10 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, first_start_problem, start
 from mugrpo_megatron.run.prefetch import stage_origin
-from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
+from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.run.together import join, meet, sleep_joined
-from mugrpo_megatron.run.world import StopRequest, World, listening, open_world, telling_failures
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge

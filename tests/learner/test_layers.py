@@ -14,15 +14,14 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from safetensors.torch import load_file
 
+from mugrpo_megatron.checks.layouts import check_layers
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner import model as layers
 from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import initialize
-from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
-from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests import models
@@ -82,12 +81,6 @@ def parameter_names(model: str) -> list[str]:
     return [name for name, _ in chunk.named_parameters()]
 
 
-def refusal(model: str, chosen: str) -> str:
-    with pytest.raises(UserError) as refused:
-        build_learner(recipe(Path(model), learner={"layers": chosen}))
-    return str(refused.value)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_names_are_those_of_the_modules_and_come_back(checkpoints: Path, family: str) -> None:
@@ -130,7 +123,7 @@ def test_what_the_machine_lacks_is_refused_before_anything_starts(dense: str, mo
     asked = recipe(Path(dense), learner={"layers": "transformer_engine"})
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
         check_layers(asked, cuda=False)
-    monkeypatch.setattr("mugrpo_megatron.recipe.checks.find_spec", lambda name: None)
+    monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
         check_layers(asked, cuda=True)
     for layers_ in ("local", "auto"):
@@ -169,12 +162,6 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
     with patch("megatron.core.transformer.transformer_config.is_te_min_version", lambda version: True):
         config = transformer_config(chosen, read_architecture(Path(model)), ranks, grouped_experts=True)
     return (config.fp8, config.fp8_recipe, config.moe_router_padding_for_quantization), row_multiple(chosen, ranks)
-
-
-@pytest.mark.process
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
-def test_a_learner_without_cuda_is_refused_them(dense: str) -> None:
-    assert "needs CUDA" in run_ranks(1, refusal, dense, "transformer_engine")[0]
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -31,7 +31,8 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.world import Stopped, World
+from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 

@@ -33,7 +33,8 @@ from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
 from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.world import Stopped, World
+from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import UNFINISHED, Problem, Prompt, Response
 from mugrpo_megatron.stages.unfinished import Begun
 from mugrpo_megatron.weights.sync import Bridge

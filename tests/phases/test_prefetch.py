@@ -23,7 +23,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.record import MARK
-from mugrpo_megatron.run.world import Stopped, StopRequest
+from mugrpo_megatron.run.stopping import Stopped, StopRequest
 from mugrpo_megatron.samples import Problem, Sample
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run

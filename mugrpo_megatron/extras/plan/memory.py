@@ -11,7 +11,7 @@ from mugrpo_megatron.extras.plan.case import Case
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
-from mugrpo_megatron.recipe.engines import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.architecture import Architecture
 
 FLOAT = 4

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import read_config_file
 from mugrpo_megatron.recipe import Recipe
@@ -42,11 +41,6 @@ def find_model(recipe: Recipe, config: Path | None = None) -> Model:
             f"({', '.join(sorted(table))}); pass --model-config FILE"
         )
     return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
-
-
-def bundled() -> dict[str, dict[str, Any]]:
-    """Folder name -> config of the bundled public models."""
-    return tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
 
 def _from_file(path: Path) -> Model:

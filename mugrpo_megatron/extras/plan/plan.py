@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.checks.engines import check_engine_device
+from mugrpo_megatron.checks.layouts import check_layout
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case, make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
@@ -18,8 +20,6 @@ from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split
 from mugrpo_megatron.extras.plan.search import Candidate, compare, fitting_engine, nearest_fitting, recipe_keys
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout
-from mugrpo_megatron.recipe.engines import check_engine_device
 from mugrpo_megatron.recipe.systems import ParallelSection
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"

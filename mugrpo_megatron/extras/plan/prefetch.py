@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from mugrpo_megatron.checks.layouts import layout_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case
 from mugrpo_megatron.extras.plan.hardware import Cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
 from mugrpo_megatron.extras.plan.time import Phases, decoding_seconds, evaluations, phases, scoring_seconds, sync_bytes
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import layout_problems
 
 MOST_EXTRA = 64
 """Nodes for generation beside the learner's that are tried at most."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from mugrpo_megatron.checks.layouts import candidates, distance, layout_problems
 from mugrpo_megatron.extras.plan.case import Case
 from mugrpo_megatron.extras.plan.layout import Layout
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory
 from mugrpo_megatron.extras.plan.time import update_seconds
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import candidates, distance, layout_problems
 from mugrpo_megatron.recipe.systems import ParallelSection
 
 

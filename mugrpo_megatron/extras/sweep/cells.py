@@ -15,6 +15,7 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sweep.grid import Cell
 from mugrpo_megatron.files.durable import write_json
@@ -26,7 +27,6 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.run.branch import check_branch
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import with_model
 from mugrpo_megatron.stages.manifest import Origin
 

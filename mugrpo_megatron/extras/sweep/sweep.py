@@ -23,7 +23,7 @@ from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.world import Stopped
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.train import optimize_stage
 

@@ -33,8 +33,9 @@ from mugrpo_megatron.run.generator import Generator, start
 from mugrpo_megatron.run.prefetch import stage_origin
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, restore
+from mugrpo_megatron.run.stopping import listening
 from mugrpo_megatron.run.together import join, meet
-from mugrpo_megatron.run.world import World, listening, open_world, telling_failures
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.weights.sync import Bridge
 

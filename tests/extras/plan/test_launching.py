@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.cli import _parser
+from mugrpo_megatron.cli import command_parser
 from mugrpo_megatron.extras.plan.hardware import make_cluster
 from mugrpo_megatron.extras.plan.printing import launch_commands
 from mugrpo_megatron.recipe import load_recipe
@@ -42,7 +42,7 @@ def test_commands_are_for_the_cluster_and_train_the_planned_recipe(
     assert [command.partition(" train ")[0] for command in commands] == programs
     for command in commands:
         words = shlex.split(command)
-        options = _parser().parse_args(words[words.index("train") :])
+        options = command_parser().parse_args(words[words.index("train") :])
         assert load_recipe(options.recipe, options.overrides) == load_recipe(RECIPE, SETTINGS)
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks.layouts import check_layout
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout
 
 MODEL = {
     "model_type": "qwen2",

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.checks.layouts import candidates, check_layout, describe, distance, layout_problems, nearest_layout
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import candidates, check_layout, describe, distance, layout_problems, nearest_layout
 from mugrpo_megatron.recipe.systems import ParallelSection
 
 DENSE = {

@@ -1,4 +1,4 @@
-"""Checks across sections: the layout against the number of ranks, the model and the batch."""
+"""The learner's layout against the number of ranks, the model and the batch; and the nearest one that works."""
 
 from __future__ import annotations
 
@@ -6,22 +6,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
-from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.checks.engines import engine_problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import ModelConfig, check_weights, read_config
-from mugrpo_megatron.recipe.engines import engine_problems
-from mugrpo_megatron.recipe.sections import Recipe
-from mugrpo_megatron.recipe.systems import ParallelSection
+from mugrpo_megatron.files.hf_config import experts_of
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, ParallelSection
 
 VIRTUAL = (1, 2, 4)
 """Chunks per pipeline rank to try."""
-
-
-def experts_of(model: Mapping[str, Any]) -> int:
-    """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
-    return model.get("num_experts") or model.get("num_local_experts") or 0
 
 
 def divisors(n: int) -> list[int]:
@@ -78,9 +72,6 @@ def describe(layout: ParallelSection) -> str:
     return ", ".join(keys) or "every size 1"
 
 
-FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
-"""All dimensions of an fp8 product are multiples of this: 16 for the tensor cores, 128 for a block with one scale."""
-
 LAUNCHED = "start `torchrun --nproc-per-node {block}` or shrink the layout"
 """The way out for a run whose ranks are not a multiple of `block`."""
 RECIPE_KEYS = {
@@ -89,17 +80,6 @@ RECIPE_KEYS = {
     "virtual_pipeline": "parallel.virtual_pipeline",
     "expert": "parallel.expert",
 }
-
-
-def read_model_config(directory: Path) -> ModelConfig:
-    """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
-    config = read_config(
-        directory,
-        key="model.path",
-        remedy="make the bundled small model with `mugrpo sft RECIPE` or point the key at a downloaded model",
-    )
-    check_weights(directory, "model.path")
-    return config
 
 
 def check_layout(
@@ -127,12 +107,6 @@ def check_layout(
         )
     if problems:
         raise UserError("; ".join(problems))
-
-
-def longest_response(recipe: Recipe) -> int:
-    """Tokens of the longest response that training or an evaluation may sample."""
-    held_out = [recipe.eval.max_tokens, *(one.max_tokens for one in recipe.eval.sets.values())]
-    return max(recipe.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
 
 def check_layers(recipe: Recipe, cuda: bool) -> None:
@@ -283,7 +257,7 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         )
     yield from _prefetch_problems(recipe)
     limit = model.get("max_position_embeddings")
-    response = longest_response(recipe)
+    response = recipe.longest_response
     longest = recipe.data.max_prompt_tokens + response
     if limit and longest > limit:
         key = "rollout.max_response_tokens" if response == recipe.rollout.max_response_tokens else "eval's max_tokens"

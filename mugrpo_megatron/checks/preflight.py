@@ -12,6 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.checks.engines import (
+    check_engine_device,
+    check_without_sync,
+    engine_problems,
+    needs_a_kind_of_device,
+)
+from mugrpo_megatron.checks.layouts import check_layers, check_layout, describe
+from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
@@ -20,17 +28,9 @@ from mugrpo_megatron.data.prompts import check_style, quoted, template_of
 from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.models import bundled
-from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config
+from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
 from mugrpo_megatron.observe.environment import finds_cuda, may_find_cuda
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers, check_layout, describe, read_model_config
-from mugrpo_megatron.recipe.engines import (
-    check_engine_device,
-    check_without_sync,
-    engine_problems,
-    needs_a_kind_of_device,
-)
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.scoring import CODE, MATH
 from mugrpo_megatron.run.data import check_data
@@ -63,9 +63,9 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
-    found = architecture(config, str(directory / CONFIG))
-    _check_anchor(recipe, found)
-    say(_model(found, str(directory)))
+    shape = architecture(config, str(directory / CONFIG))
+    _check_anchor(recipe, shape)
+    say(_model(shape, str(directory)))
     check_tokenizer(directory)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
@@ -99,11 +99,11 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
         return
-    found = _read(recipe, say)
-    for note in found.notes:
+    problems = _read(recipe, say)
+    for note in problems.notes:
         say(f"data: {note}")
-    if shown := _check_prompts(recipe, [*found.train, *found.held_out]):
-        say(shown)
+    if line := _check_prompts(recipe, [*problems.train, *problems.held_out]):
+        say(line)
 
 
 def _check_prompts(recipe: Recipe, problems: Sequence[Problem]) -> str:
@@ -131,11 +131,16 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     config = read_model_config(directory)
     say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
     check_tokenizer(directory)
-    if problems := list(engine_problems(recipe, config)):
-        raise UserError("; ".join(problems))
     check_without_sync(recipe)
-    _check_engine_device(recipe)
+    check_engine(recipe, config)
     return recipe, _read(recipe, say)
+
+
+def check_engine(recipe: Recipe, model: Mapping[str, Any]) -> None:
+    """Raise UserError when an engine on this machine cannot be what the recipe says; `model` is the config."""
+    if problems := list(engine_problems(recipe, model)):
+        raise UserError("; ".join(problems))
+    _check_engine_device(recipe)
 
 
 def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
@@ -177,6 +182,7 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
     say(_model(architecture(config, str(directory / CONFIG)), str(directory)))
     check_tokenizer(directory)
     check_layout(recipe, config, int(os.environ.get("WORLD_SIZE", "1")))
+    _check_layers(recipe)
     return recipe
 
 
@@ -242,16 +248,16 @@ def _check_layers(recipe: Recipe) -> None:
 def _read(recipe: Recipe, say: Say) -> Problems:
     check_style(recipe.data.prompt_style)
     template_of(recipe.data)
-    found = read_problems(recipe.data, recipe.reward)
-    recipe.reward.check_sources(problem.data_source for problem in (*found.train, *found.held_out))
-    check_data(recipe.run.dir, found)
-    say(f"data: {len(found.train):,} training and {len(found.held_out):,} held-out problems")
-    return found
+    problems = read_problems(recipe.data, recipe.reward)
+    recipe.reward.check_sources(problem.data_source for problem in (*problems.train, *problems.held_out))
+    check_data(recipe.run.dir, problems)
+    say(f"data: {len(problems.train):,} training and {len(problems.held_out):,} held-out problems")
+    return problems
 
 
-def _model(found: Architecture, source: str) -> str:
-    experts = f", {found.experts} experts" if found.experts else ""
-    return f"model: {found.family}, {found.layers} layers, hidden size {found.letters['H']}{experts} ({source})"
+def _model(model: Architecture, source: str) -> str:
+    experts = f", {model.experts} experts" if model.experts else ""
+    return f"model: {model.family}, {model.layers} layers, hidden size {model.letters['H']}{experts} ({source})"
 
 
 def _layout(recipe: Recipe, world: int) -> str:
