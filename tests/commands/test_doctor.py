@@ -58,7 +58,7 @@ def test_nvidias_apex_is_told_apart_from_the_unrelated_package(site: Path) -> No
     [
         ({"namespaces", "limits"}, "ok", "namespaces", ""),
         ({"limits"}, "broken", "limits alone", 'reward.code_sandbox = "limits"'),
-        (set(), "absent", "cannot be held", "docs/code-rewards.md"),
+        (set(), "absent", "cannot be held", "docs/rewards.md"),
     ],
 )
 def test_programs_are_held_as_well_as_this_machine_can(
