@@ -174,7 +174,8 @@ class ObjectiveSection(Section):
     """Tokens dropped from a negative response with triggers T, the first at κ: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or
     all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
-    """A token of a negative response whose ratio is below this is a trigger; 1e-4 is the paper's example."""
+    """A token of a negative response whose ratio is below this is a trigger; 1e-4, the paper's illustration, is
+    our reading of its runs."""
     trigger: Literal["token", "prefix_mean"] = "token"
     """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
     renormalise: bool = False

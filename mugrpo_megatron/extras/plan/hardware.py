@@ -113,7 +113,7 @@ class Assumptions:
     step_floor: float = 0.008
     """Seconds that a decoding step takes at least: scheduling and launches."""
     verifier: float = 545.0
-    """Responses/s of one verifier process; docs/verifier.md has a measured figure on short answers."""
+    """Responses/s of one verifier process; docs/rewards.md has a measured figure on short answers."""
     cores: float = 16.0
     """CPU cores for each device."""
     bridge: float = 20e9

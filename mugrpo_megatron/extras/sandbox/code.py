@@ -1,7 +1,7 @@
 r"""`reward.function = "code"`: runs a response's program against its row's tests, in jails without network and files.
 
 The program sees the input of one test at a time. Expected outputs stay in the worker, and test code has a jail of its
-own: see docs/code-rewards.md.
+own: see docs/rewards.md.
 """
 
 from __future__ import annotations

@@ -11,14 +11,12 @@ from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 def jail() -> Finding:
     """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
     use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/code-rewards.md); until then reward.code_sandbox = "limits"'
+    remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code_sandbox = "limits"'
     if _jailed("namespaces"):
         return Finding("code sandbox", "ok", "namespaces", use, needed=False)
     if _jailed("limits"):
         return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return Finding(
-        "code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/code-rewards.md"
-    )
+    return Finding("code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/rewards.md")
 
 
 def _jailed(mode: Mode) -> bool:

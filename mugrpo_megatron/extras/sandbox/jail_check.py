@@ -50,8 +50,8 @@ def check_jail(limits: Limits) -> None:
 
 def _way_out(limits: Limits) -> str:
     if limits.mode == "limits":
-        return "raise reward.code_memory_mb, or see docs/code-rewards.md"
+        return "raise reward.code_memory_mb, or see docs/rewards.md"
     return (
-        "allow user namespaces to this user (docs/code-rewards.md), "
+        "allow user namespaces to this user (docs/rewards.md), "
         'or accept weaker walls with reward.code_sandbox = "limits"'
     )

@@ -15,7 +15,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits
     [
         ({"namespaces", "limits"}, "ok", "namespaces", ""),
         ({"limits"}, "broken", "limits alone", 'reward.code_sandbox = "limits"'),
-        (set(), "absent", "cannot be held", "docs/code-rewards.md"),
+        (set(), "absent", "cannot be held", "docs/rewards.md"),
     ],
 )
 def test_programs_are_held_as_well_as_this_machine_can(

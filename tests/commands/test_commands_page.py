@@ -1,4 +1,4 @@
-"""The commands of docs/rollouts.md, in their order on a finished run; only the hub is left out."""
+"""The commands of docs/commands.md on rollouts and their exchange, in their order on a finished run; not the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.checkout import ROOT
 from tests.test_commands_in_docs import commands_of
 from tests.tiny import FINISHED, mugrpo
 
-PAGE = Path(ROOT, "docs/rollouts.md")
+PAGE = Path(ROOT, "docs/commands.md")
+SECTIONS = ("## Rollouts\n", "## Exchange stages\n")
 PROMPTS, GROUP = 4, 4
 """Of the finished run's recipe."""
 
@@ -38,7 +39,9 @@ def test_every_command_of_the_page_does_what_it_is_there_for(finished_run: Path,
         "IN": str(log_of_trl(tmp_path / "completions.parquet")),
     }
     ran = []
-    for command in commands_of(PAGE.read_text(encoding="utf-8")):
+    page = PAGE.read_text(encoding="utf-8")
+    sections = [page.partition(heading)[2].partition("\n## ")[0] for heading in SECTIONS]
+    for command in [command for section in sections for command in commands_of(section)]:
         program, *words = shlex.split(command)
         assert program == "mugrpo"
         if "--hub" in words:

@@ -1,4 +1,4 @@
-"""docs/own-problem.md: its files are written as the page has them, and its commands run, on a tiny model."""
+"""docs/your-problem.md: the files of its walk are as the page has them, and its commands run, on a tiny model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from tests.tiny import save_model
 
 pytestmark = pytest.mark.usefixtures("in_checkout")
 
-PAGE = Path(ROOT, "docs/own-problem.md")
+PAGE = Path(ROOT, "docs/your-problem.md")
 NAMES = {"json": ["rows.jsonl", "held_out.jsonl"], "python": ["my_rewards.py"], "toml": ["mine.toml", "real.toml"]}
-QUICKSTART = Path(ROOT, "run_scripts/recipes/quickstart.toml")
+QUICKSTART = Path("run_scripts/recipes/quickstart.toml")
+ONE_GPU = Path("run_scripts/recipes/one_gpu")
+"""Relative to the checkout."""
 
 
 def written(folder: Path) -> list[str]:
-    """Write the page's files, in the order of its blocks, next to the quickstart's recipe; the page's commands."""
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    """Write the files of the page's walk, in the order of its blocks, next to their base recipes; its commands."""
+    walk = PAGE.read_text(encoding="utf-8").partition("## Your own loss")[0]
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", walk, re.MULTILINE | re.DOTALL)
     commands: list[str] = []
     for kind, names in NAMES.items():
         texts = [text for found, text in blocks if found == kind]
@@ -39,7 +42,8 @@ def written(folder: Path) -> list[str]:
         if kind == "sh":
             commands += text.splitlines()
     (folder / QUICKSTART.parent).mkdir(parents=True)
-    shutil.copyfile(QUICKSTART, folder / QUICKSTART)
+    shutil.copyfile(ROOT / QUICKSTART, folder / QUICKSTART)
+    shutil.copytree(ROOT / ONE_GPU, folder / ONE_GPU)
     return commands
 
 
@@ -52,8 +56,8 @@ def test_the_pages_recipe_passes_a_dry_run(tmp_path: Path, monkeypatch: pytest.M
     assert "data: 6 training and 2 held-out problems" in said
     assert "data: rows: 6 rows read as GSM8K's question, answer" in said
     real = load_recipe(Path("real.toml"))
-    assert (str(real.model.path), real.data.prompt_style) == ("Qwen/Qwen2.5-0.5B-Instruct", "auto")
-    assert real.data.train == "rows.jsonl"
+    assert (str(real.model.path), real.data.prompt_style) == ("Qwen/Qwen2.5-0.5B-Instruct", "chat")
+    assert (real.data.train, real.reward.function) == ("rows.jsonl", "my_rewards:near")
     directories = [load_recipe(Path("mine.toml")).run.dir, real.run.dir, load_recipe(QUICKSTART).sft.output]
     assert len({*directories, real.sft.output}) == 4
     (tmp_path / "demonstrations.jsonl").write_text('{"prompt": "6*7=", "response": "It is 42."}\n')
