@@ -168,7 +168,7 @@ def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command
     if program != "mugrpo":
         subprocess.run(["bash", "-n", program], check=True)
     ran = mugrpo_commands(command)
-    options = [command_parser().parse_args(arguments) for arguments in ran]
+    options = [commandcommand_parser().parse_args(arguments) for arguments in ran]
     recipes = [load_recipe(getattr(one, "recipe", None), one.overrides) for one in options if hasattr(one, "overrides")]
     for name, value in STATED[command].items():
         assert resolved(name, options[-1], recipes) == value, name
@@ -187,7 +187,7 @@ def test_every_mugrpo_command_of_a_page_parses(page: str) -> None:
     for command in commands_of(Path(page).read_text(encoding="utf-8")):
         if "torchrun.sh" not in command and "COMMAND" not in command:
             for arguments in mugrpo_commands(command.replace("--nodes N", "--nodes 2")):
-                _parser().parse_args(arguments)
+                command_parser().parse_args(arguments)
 
 
 def test_no_page_has_a_command_outside_of_code() -> None:
