@@ -152,10 +152,9 @@ def ruin_table(results: Results, entries: Sequence[Entry]) -> str:
                 difference(apart) if apart else "–",
                 collapsed(results, block, name),
                 _mean(cells, "vetoed", 100, 2),
-                _mean(cells, "ratio_neg_late", 1, 3),
             ]
         )
-    head = ("Method", "Rate", "After %", "Minus no veto, points", "Collapsed", "Vetoed %", "E[ρ, A < 0], last 64")
+    head = ("Method", "Rate", "After %", "Minus no veto, points", "Collapsed", "Vetoed %")
     return markdown(head, rows) if rows else ""
 
 
