@@ -94,7 +94,7 @@ def hours_of(split: Split) -> Hours:
 
 
 def prefetch_row(model: str, method: str) -> str:
-    """docs/plan.md's row of a run with prefetch; ratios are hours without over hours with."""
+    """A row of a run with prefetch; ratios are hours without over hours with."""
     paper, plain = published(model, method).total, planned(model, method).total
     same, more = prefetched(model, method)
     on_same = hours_of(same).total
@@ -144,7 +144,7 @@ def mean_speedup_row() -> str:
 
 
 def fitted_row(model: str) -> str:
-    """docs/plan.md's row of what one fitted length predicts, as plan / paper."""
+    """A row of what one fitted length predicts, as plan / paper."""
     grpo = fitted(model, "grpo").over(published(model, "grpo"))
     mu = fitted(model, "mu_grpo").over(published(model, "mu_grpo"))
     return f"| {model} | {FITTED[model]:g} | {grpo.rollout:.2f} | {grpo.total:.2f} | {mu.total:.2f} |"
@@ -162,7 +162,7 @@ def memory_row(model: str) -> str:
 
 
 def tables() -> str:
-    """The rows of docs/plan.md's tables on the paper's runs."""
+    """The rows on the paper's runs; docs/plan.md has those of GRPO and mu-GRPO, memory and speedups."""
     runs = [hours_row(model, method) for model in PUBLISHED for method in METHODS]
     memories, speedups, fits = ([row(model) for model in PUBLISHED] for row in (memory_row, speedup_row, fitted_row))
     ahead = [prefetch_row(model, method) for model in PUBLISHED for method in ("grpo", "mu_grpo")]
