@@ -168,7 +168,7 @@ def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command
     if program != "mugrpo":
         subprocess.run(["bash", "-n", program], check=True)
     ran = mugrpo_commands(command)
-    options = [commandcommand_parser().parse_args(arguments) for arguments in ran]
+    options = [command_parser().parse_args(arguments) for arguments in ran]
     recipes = [load_recipe(getattr(one, "recipe", None), one.overrides) for one in options if hasattr(one, "overrides")]
     for name, value in STATED[command].items():
         assert resolved(name, options[-1], recipes) == value, name
