@@ -49,13 +49,6 @@ def test_the_prepared_commands_name_modules_options_and_files_that_exist() -> No
         assert (SCRIPTS.parent / name).exists(), name
 
 
-def test_everything_that_is_carried_is_pinned() -> None:
-    text = (SCRIPTS / "bench" / "carry.sh").read_text(encoding="utf-8")
-    packages = re.sub(r"\s+", " ", text.split("packages=(")[1].split(")")[0]).split()
-    pins = [line for name in ("cuda", "cpu") for line in (SCRIPTS / f"constraints-{name}.txt").read_text().splitlines()]
-    assert [package for package in packages if not any(pin.startswith(f"{package}==") for pin in pins)] == []
-
-
 @pytest.mark.process
 def test_a_part_that_fails_says_why_and_keeps_what_it_printed(tmp_path: Path) -> None:
     found = alone("no such part", How(small=True), 60, tmp_path / "gpu-logs")
