@@ -5,6 +5,7 @@ Every part takes a `How` and returns figures as JSON values.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -35,12 +36,18 @@ class How:
 
     small: bool = False
     """Tiny shapes, for a first try or a CPU."""
-    attention_backend: str = "auto"
-    """`engine.attention_backend` of the recipes."""
 
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def attention_backend() -> str:
+    """`engine.attention_backend` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
+    kernels = find_spec("sgl_kernel")
+    folders = kernels.submodule_search_locations or [] if kernels else []
+    carried = folders and not any(Path(folder).glob("flash_ops*") for folder in folders)
+    return "triton" if carried else "auto"
 
 
 def wait() -> None:
@@ -124,7 +131,7 @@ def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
         "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": how.attention_backend},
+        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": attention_backend()},
     }
     return Recipe.model_validate(table)
 
@@ -177,6 +184,7 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
     from mugrpo_megatron.learner.update import update
 
     cuda = device().type == "cuda"
+    gc.collect()  # a learner is a cycle of references: the one before would count as this one's memory
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
