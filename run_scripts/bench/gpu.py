@@ -74,9 +74,9 @@ def alone(part: str, how: How, limit_s: float, logs: Path) -> Result:
         return json.loads(ended.output.strip().splitlines()[-1])
 
 
-def obstacle(part: str, verdicts: Mapping[str, str]) -> str:
+def obstacle(part: str, probes: Mapping[str, Result]) -> str:
     """The probe of first.py without which this part has no chance, if that failed; else empty."""
-    return next((probe for probe in PARTS[part].needs if verdicts.get(probe) == "failed"), "")
+    return next((name for name in PARTS[part].needs if probes.get(name, {}).get("verdict") == "failed"), "")
 
 
 def main() -> None:
@@ -100,7 +100,7 @@ def main() -> None:
     if not torch.cuda.is_available() and not options.small:
         sys.exit("gpu: torch finds no CUDA device; --small shows that everything runs without one")
     probes = json.loads(options.after.read_text(encoding="utf-8"))["probes"] if options.after else {}
-    obstacles = {part: obstacle(part, {name: probe["verdict"] for name, probe in probes.items()}) for part in PARTS}
+    obstacles = {part: obstacle(part, probes) for part in options.parts}
     dependent = [part for part in options.parts if PARTS[part].needs]
     if dependent and all(obstacles[part] for part in dependent):
         sys.exit(f"gpu: nothing more can work: {'; '.join(failures(probes))}. The logs are beside {options.after}")

@@ -45,9 +45,9 @@ def device() -> torch.device:
 def attention_backend() -> str:
     """`engine.attention_backend` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
     kernels = find_spec("sgl_kernel")
-    folders = kernels.submodule_search_locations or [] if kernels else []
-    carried = folders and not any(Path(folder).glob("flash_ops*") for folder in folders)
-    return "triton" if carried else "auto"
+    if kernels is None or kernels.origin is None or list(Path(kernels.origin).parent.glob("flash_ops*")):
+        return "auto"
+    return "triton"
 
 
 def wait() -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from mugrpo_megatron.learner.offload import offload, reload
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
-from mugrpo_megatron.learner.offload import offload, reload
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
@@ -81,11 +82,11 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
         for version in (1, 2):
             timed("optimizer offloaded", lambda: offload(learner, "optimizer"))
             timed("engine's weights wake", lambda: engine.wake("weights"))
-            timed(f"sync {version}", lambda version=version: sync(bridge, engine, version))
+            timed(f"sync {version}", partial(sync, bridge, engine, version))
             assert timed("check of every weight", lambda: check(bridge, engine)) > 0
             timed("learner offloaded", lambda: offload(learner, "weights"))
             timed("cache wakes", lambda: engine.wake("kv_cache"))
-            samples = timed("generation", lambda version=version: generate(engine, version))
+            samples = timed("generation", partial(generate, engine, version))
             timed("sleep", engine.sleep)
             timed("learner reloaded", lambda: reload(learner))
             record_property("mismatch after the sync, nats", mismatch(learner, samples))

@@ -72,7 +72,8 @@ def _read(serialized: bytes, answers: Any) -> None:
 def test_another_process_reads_a_bucket() -> None:
     """On CUDA by IPC; without it through shared memory, in the same pickle."""
     torch.multiprocessing.set_sharing_strategy("file_system")
-    slots, expected = [], []
+    slots: list[Slot] = []
+    expected = []
     flat = torch.empty(1 << 21, dtype=torch.uint8, device=DEVICE)
     for name, shape, dtype in (("a", (3, 5), torch.bfloat16), ("b", (7,), torch.float32)):
         tensor = torch.arange(1.0, 1 + math.prod(shape), device=DEVICE).to(dtype).view(shape)

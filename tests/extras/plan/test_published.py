@@ -23,7 +23,7 @@ from tests.extras.plan.published import (
 )
 
 PAGE = Path(ROOT, "docs/plan.md").read_text(encoding="utf-8")
-WITHIN = 2.0
+WITHIN = 2.1
 """Largest factor between planned and published hours of GRPO (µ=4) and mu-GRPO, with nothing fitted."""
 SPEEDUP_WITHIN = 1.8
 """The same for GRPO's hours over mu-GRPO's."""
@@ -51,7 +51,7 @@ def test_table_1_is_copied_right(method: str, rollout: float, total: float) -> N
 def test_no_plan_that_knows_model_and_schedule_alone_could_be_much_closer() -> None:
     """M2PO has mu-GRPO's schedule: one figure for both is at least the root of their ratio away from one of them."""
     ratios = [published(model, "m2po").over(published(model, "mu_grpo")) for model in PUBLISHED]
-    assert max(factor(one.rollout, 1.0) for one in ratios) ** 0.5 > WITHIN / 1.2
+    assert max(factor(one.rollout, 1.0) for one in ratios) ** 0.5 > WITHIN / 1.25
 
 
 @pytest.mark.parametrize("method", ["grpo", "mu_grpo"])
