@@ -95,6 +95,15 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
     )
 
 
+FLOAT32_TABLES = (64, 128, 256, 512)
+"""Head dimensions for which SGLang 0.5.15 rotates with float32 tables on CUDA (layers/rotary_embedding/base.py)."""
+
+
+def table_type(cuda: bool, head_dim: int, params_dtype: torch.dtype) -> torch.dtype:
+    """The type of the rotary tables, as in the engine: float32, or the model's where SGLang rounds to that."""
+    return torch.float32 if cuda and head_dim in FLOAT32_TABLES else params_dtype
+
+
 class PolicyModel(GPTModel):
     """GPT that returns hidden states: the loss path applies the output weight itself, chunk by chunk."""
 
@@ -107,8 +116,7 @@ class PolicyModel(GPTModel):
     ) -> tuple[Any, ...]:
         """Embed, and give attention the rotation of every row's position, in place of a table for all layers."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
-        # As in SGLang 0.5.15, whose tables are float32 on CUDA and of the model's type on a CPU.
-        dtype = torch.float32 if angles.is_cuda else self.config.params_dtype
+        dtype = table_type(angles.is_cuda, 2 * len(self.frequencies), self.config.params_dtype)
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         return embedded, None, None, None, None, None

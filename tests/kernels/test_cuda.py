@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mugrpo_megatron.kernels import torch_ops
+from mugrpo_megatron.learner.operators import rotate_, rotated
 from tests.gpu.tiny import DEVICE
 from tests.kernels.problems import OBJECTIVES, Problem, distance, loss_error, make_problem, materialised, tolerance_of
 from tests.kernels.test_fused_loss import fused
@@ -60,6 +61,18 @@ def test_gradient_overwrites_logits_without_a_race(dtype: torch.dtype) -> None:
         expected = torch_ops.gradient(again.clone(), 0.7, 151_900, targets, lse, coefficient, dtype, entropy)
         found = triton_ops.gradient(again, 0.7, 151_900, targets, lse, coefficient, dtype, entropy)
         assert distance(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("heads", [28, 4])
+def test_rotation_equals_float64(heads: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Queries and keys, which are parts of wider rows."""
+    x = torch.randn(300, 36, 128, device=DEVICE).to(dtype)[:, :heads]
+    angles = 1000 * torch.rand(300, 1, 64, device=DEVICE)
+    exact = rotate_(x.double(), angles.double().cos(), angles.double().sin())
+    found = rotated(x, angles.cos(), angles.sin())
+    assert distance(found, exact) < tolerance
+    assert distance(rotated(found, angles.cos(), angles.sin(), inverse=True), x) < 2 * tolerance
 
 
 @pytest.mark.gpu

@@ -65,6 +65,25 @@ def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> Non
             assert "st.global.v4" in found
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "half"), [(28, 64), (4, 64), (16, 32)])  # Qwen2.5-7B's queries and keys; 0.5B's
+def test_rotation_compiles_for_hopper_with_wide_loads_and_stores(kind: str, heads: int, half: int) -> None:
+    from mugrpo_megatron.kernels import triton_rope
+
+    block, warps = triton_rope.tile(heads, half)
+    signature = {"x": f"*{kind}", "token_stride": "i32", "head_stride": "i32", "cos": "*fp32", "sin": "*fp32"}
+    for inverse in (False, True):
+        found = ptx(
+            triton_rope._rotate,
+            signature | {"out": f"*{kind}", "heads": "i32", "half": "i32"},
+            {"INVERSE": inverse, "HEADS": block, "HALF": half},
+            warps,
+        )
+        assert "ld.global.v4" in found
+        assert "st.global.v4" in found
+
+
 def ptx(
     kernel: Any, signature: dict[str, str], constants: dict[str, Any] | None = None, warps: int | None = None
 ) -> str:
