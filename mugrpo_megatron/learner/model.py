@@ -25,6 +25,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
 from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Rope
@@ -41,7 +42,7 @@ def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
     refused the case that it is not installed).
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
-        return LocalSpecProvider()
+        return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
     if not HAVE_TE:
         raise UserError(
             'learner.layers = "transformer_engine", but Transformer Engine does not load here: `mugrpo doctor` says '

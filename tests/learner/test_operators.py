@@ -64,9 +64,9 @@ def test_gate() -> None:
 
 def test_rotary_tables_have_the_type_of_the_engines() -> None:
     """SGLang's own condition for its fallback kernel, which rounds the tables to the type of the queries."""
-    package = find_spec("sglang")
-    base = Path(package.origin).parent / "srt" / "layers" / "rotary_embedding" / "base.py"
-    lists = re.findall(r"self\.head_size not in (\[[\d, ]+\])", base.read_text(encoding="utf-8"))
+    sglang = Path(find_spec("sglang").origin or "").parent
+    text = (sglang / "srt" / "layers" / "rotary_embedding" / "base.py").read_text(encoding="utf-8")
+    lists = re.findall(r"self\.head_size not in (\[[\d, ]+\])", text)
     assert [tuple(json.loads(each)) for each in lists] == [FLOAT32_TABLES]
     assert table_type(True, 128, torch.bfloat16) == torch.float32
     assert table_type(True, 16, torch.bfloat16) == table_type(False, 128, torch.bfloat16) == torch.bfloat16
