@@ -7,7 +7,7 @@ model       the policy as GPT chunks                       loss              hid
 layers      layer specs: local or Transformer Engine       optimizer         AdamW and its learning rate
 attention   causal attention over packed sequences         optimizer_states  master weights and moments, by parameter
 context     packed rows split over ranks                   checkpoint        save and load in any layout
-flash       variable-length flash attention of torch       experts           experts one after the other
+flash       variable-length flash attention of torch       linear            linear layers that add to main_grad
 operators   RMSNorm, SwiGLU, rotary embedding              offload           learner state to host memory and back
 cpu         stand-ins for torch.cuda                       pinned            tensors whose bytes are in host memory
 """

@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,7 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
-from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
@@ -68,8 +66,6 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
     mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
         mlp.submodules.activation_func = SwiGLU
-    if experts and mlp.submodules.experts.module is SequentialMLP:
-        mlp.submodules.experts.module = Experts
     of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -197,9 +193,9 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Megatron's fusions go through torch.compile, again for new numbers of rows. SwiGLU has kernels of its own,
-        # except in Transformer Engine's experts; without bias and dropout the other fusion is a single addition.
-        "bias_activation_fusion": cuda and experts and grouped_experts,
+        # Megatron's fusions go through torch.compile: seconds at a process's first updates. Experts have no other fused
+        # SwiGLU; without bias and dropout the other fusion is a single addition.
+        "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
         "use_te_activation_func": not experts,  # Megatron's name for taking the spec's activation
         # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give

@@ -86,7 +86,7 @@ class _SwiGLU(torch.autograd.Function):
         if x.is_cuda:
             from mugrpo_megatron.kernels.triton_swiglu import swiglu_gradient
 
-            return swiglu_gradient(grads[0], x)[0]
+            return swiglu_gradient(grads[0], x)
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         d_gate, d_up = dx.chunk(2, -1)
