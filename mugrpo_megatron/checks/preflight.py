@@ -29,7 +29,8 @@ from mugrpo_megatron.engine.extra import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
-from mugrpo_megatron.observe.environment import finds_cuda, may_find_cuda
+from mugrpo_megatron.observe.environment import driver_finds_gpu, finds_cuda, may_find_cuda
+from mugrpo_megatron.observe.toolchain import tools_here
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.scoring import CODE, MATH
@@ -70,6 +71,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
+        _check_toolkit(recipe)
         _check_engine_device(recipe)
         slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
     _check_layers(recipe)
@@ -236,6 +238,15 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 def _check_engine_device(recipe: Recipe) -> None:
     if needs_a_kind_of_device(recipe):
         check_engine_device(recipe, recipe.run.device != "cpu" and may_find_cuda() and finds_cuda())
+
+
+def _check_toolkit(recipe: Recipe) -> None:
+    """UserError when an engine on this node's GPUs could not compile its kernels; the first rank of a node looks."""
+    if recipe.run.device == "cpu" or os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
+        return
+    for tool in tools_here():
+        if not tool.fits and tool.found.startswith("not "):
+            raise UserError(f"an engine does not start on this machine's GPU: {tool.part} {tool.found}; {tool.remedy}")
 
 
 def _check_layers(recipe: Recipe) -> None:

@@ -159,7 +159,10 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
 
 
 def learner(how: How) -> Result:
-    """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed."""
+    """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed.
+
+    `share_of_matmul` is of the large product that is measured here; `mfu` of the data sheet's FLOP/s, as a run logs it.
+    """
     peak_flops = ceilings(how)["matmul_flops"]
     names = ["small"] if how.small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
@@ -182,6 +185,7 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
+    from mugrpo_megatron.observe.environment import peak_flops as peak_of_data_sheet
 
     cuda = device().type == "cuda"
     gc.collect()  # a learner is a cycle of references: the one before would count as this one's memory
@@ -198,11 +202,13 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
     trained = sum(len(sample.response_ids) for sample in samples)
     work = work_of(mine.architecture, tokens / len(samples))
     flops = 3 * (tokens * (work.layers + work.attention) + trained * work.head)
+    data_sheet = peak_of_data_sheet(torch.cuda.get_device_name()) if cuda else None
     case = make_case(recipe, mine.architecture, {}, make_cluster(1, 1, "h200" if cuda else "cpu"), Assumptions())
     return {
         "update_s": taken,
         "tokens_per_s": tokens / taken,
-        "mfu": flops / taken / peak_flops,
+        "share_of_matmul": flops / taken / peak_flops,
+        "mfu": flops / taken / data_sheet if data_sheet else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "planned_bytes": learner_memory(case, Batch(tokens, 1), pp_stage=0).total,
     }

@@ -165,7 +165,7 @@ def told_in_fp8(model: str, kind: str, asked: str) -> tuple[tuple[str, str, bool
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_swiglu_is_fused_on_cuda(checkpoints: Path, family: str) -> None:
-    """In dense layers by this project's kernels, so that nothing is compiled at the first update; in experts by Megatron."""
+    """In dense layers by this project's kernels, which need no compiler at the first update; in experts by Megatron."""
     model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
     sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size"), 1)
     ranks: Any = SimpleNamespace(device=torch.device("cuda"), **sizes)
