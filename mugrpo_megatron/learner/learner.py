@@ -71,6 +71,8 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     load_hf([policy(chunk) for chunk in chunks], recipe.model.directory, architecture)
     optimizer = build_optimizer(recipe, chunks)
     for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:  # only the last micro-batch's backward pass is followed by a reduction
+            chunk.config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunk.no_sync
         chunk.config.finalize_model_grads_func = _reduce_gradients
         chunk.config.grad_scale_func = optimizer.scale_loss if recipe.model.dtype == "float16" else None
     return Learner(recipe, ranks, architecture, chunks, optimizer)

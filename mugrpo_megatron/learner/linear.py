@@ -61,7 +61,7 @@ def _product(
 
 
 class _Product(torch.autograd.Function):
-    """x [..., in] W^T -> [..., out]; in backward W's gradient goes into `W.main_grad`, and autograd gets none."""
+    """x [..., in] W^T -> [..., out]; in backward W's gradient goes into `W.main_grad`."""
 
     @staticmethod
     def forward(
@@ -94,7 +94,37 @@ class _Product(torch.autograd.Function):
         accumulate(weight.main_grad, gemm_input(dy.flatten(0, -2)), gemm_input(whole.flatten(0, -2)))
         if reducing:
             reducing.wait()
-        return dx, None, None, None, None
+        return dx, _stand_in(weight), None, None, None
+
+
+class _Added(torch.autograd.Function):
+    """The weight; in backward the stand-in for a gradient that the loss path has added to `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> torch.Tensor | None:
+        return _stand_in(ctx.weight)
+
+
+def with_stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """A weight whose gradient goes directly into `main_grad`, so that its hook still tells when that is done."""
+    return _Added.apply(weight)
+
+
+def _stand_in(weight: torch.Tensor) -> torch.Tensor | None:
+    """Memory in place of a gradient that is in `main_grad` already, as Megatron's own fusion returns it.
+
+    Megatron's hook then adds nothing, and counts the parameter as ready to be reduced. None without Megatron's wrapper.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None, wait: bool = True) -> tuple[torch.Tensor, Any]:

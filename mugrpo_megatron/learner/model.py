@@ -122,10 +122,14 @@ class PolicyModel(GPTModel):
         """[t, 1, h] on the last pipeline stage too; t is divided by TP under sequence parallelism."""
         return hidden_states
 
+    @property
+    def shares_weight(self) -> bool:
+        """Whether the output weight is this rank's embedding."""
+        return bool(self.share_embeddings_and_output_weights and self.pre_process)
+
     def output_weight(self) -> torch.Tensor:
         """[padded vocabulary / tp, h] on the last pipeline stage: the embedding if tied and on the same rank."""
-        shared = self.share_embeddings_and_output_weights and self.pre_process
-        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
 def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> list[DistributedDataParallel]:
@@ -141,13 +145,21 @@ def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> lis
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # no hook sees an untied output weight: the loss path writes its gradient
+        overlap_grad_reduce=reduces_early(ranks),
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
     return [
         DistributedDataParallel(config, ddp, chunk.to(ranks.device), disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
+
+
+def reduces_early(ranks: Ranks) -> bool:
+    """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs.
+
+    On CPU the ranks' cores are busy with that pass.
+    """
+    return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
 def padded_vocab(architecture: Architecture, tp_size: int) -> int:
