@@ -34,15 +34,15 @@ from run_scripts.study.run import BASE, BULK, ROOT, SAME_SUMS, Interrupted, Stud
 
 GRID = Path(__file__).with_name("law_grid.toml")
 SEED = 10
-STARTS = {"start-42": 0.42, "start-62": 0.62, "start-75": 0.75, "start-88": 0.88}
+STARTS = {"start-42": 0.42, "start-58": 0.58, "start-62": 0.62, "start-88": 0.88}
 """Warm start -> the greedy accuracy at which `mugrpo sft` stops."""
-E1 = "start-42"
+E1 = "start-58"
 """The warm start whose test problems get `MANY` samples."""
 STEPS = (
     *((E1, "stale"), (E1, "fresh")),
     *((start, block) for start in ("start-88", "start-62") for block in ("stale", "fresh")),
     (E1, "stages"),
-    *(("start-75", block) for block in ("stale", "fresh")),
+    *(("start-42", block) for block in ("stale", "fresh")),
     *((E1, block) for block in ("stages_half", "fresh_half")),
 )
 """(warm start, block of law_grid.toml), in the order in which they run."""
