@@ -202,8 +202,9 @@ def read_sampled(directory: Path) -> Sampled | None:
 
 def problem_rows(sampled: Sampled | None, **key: str | float) -> Iterator[Row]:
     """The rows of law_problems.csv of one evaluation, in the order of the questions."""
-    for question, right in sorted(sampled.right.items()) if sampled else ():
-        yield {**key, "problem": question, "samples": sampled.samples, "right": right}
+    if sampled:
+        for question, right in sorted(sampled.right.items()):
+            yield {**key, "problem": question, "samples": sampled.samples, "right": right}
 
 
 def _show(studies: Mapping[str, Study]) -> None:
