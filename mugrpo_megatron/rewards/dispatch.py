@@ -25,7 +25,7 @@ from mugrpo_megatron.rewards.calls import (
     next_batch,
 )
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
-from mugrpo_megatron.rewards.literal import settle
+from mugrpo_megatron.rewards.math.literal import settle
 from mugrpo_megatron.rewards.process import start_worker
 
 START_TIMEOUT_S = 120.0

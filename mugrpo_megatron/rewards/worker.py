@@ -37,7 +37,7 @@ class TooLate(BaseException):
 def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
     """The function that the options name, and what it needs. Raises UserError for a user's that cannot be loaded."""
     if options["function"] == "math":
-        from mugrpo_megatron.rewards.math import grade
+        from mugrpo_megatron.rewards.math.grade import grade
 
         def graded_by_math(items: Sequence[Item]) -> list[Verdict]:
             found = [grade(item.response, item.gold, options["policy"]) for item in items]
