@@ -48,7 +48,7 @@ class Plan:
 
 
 class Worker:
-    """Stands for `process.WorkerProcess`: a worker without a process, which answers at once; every reward is 1."""
+    """Stands for `calls.WorkerProcess`: a worker without a process, which answers at once; every reward is 1."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan

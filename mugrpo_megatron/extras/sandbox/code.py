@@ -19,7 +19,7 @@ from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files
 from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
-from mugrpo_megatron.rewards.extract import after_thoughts
+from mugrpo_megatron.rewards.math.extract import after_thoughts
 from mugrpo_megatron.rewards.items import Item, Verdict
 
 _FENCE = re.compile(

@@ -7,10 +7,26 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-from mugrpo_megatron.rewards.extract import boxed_answer, committed
-from mugrpo_megatron.rewards.normalize import REPEATING, Unit, money, normalize, split_top, split_unit, without_words
-from mugrpo_megatron.rewards.values import PLAIN_NUMBER, Number, no_single_value, parsed, read_number, same, too_large
-from mugrpo_megatron.rewards.words import gold_text, is_words, letter_of, letters_of, listed, says_no_number, span_of
+from mugrpo_megatron.rewards.math.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, says_no_number
+from mugrpo_megatron.rewards.math.normalize import (
+    REPEATING,
+    Unit,
+    money,
+    normalize,
+    split_top,
+    split_unit,
+    without_words,
+)
+from mugrpo_megatron.rewards.math.values import (
+    PLAIN_NUMBER,
+    Number,
+    no_single_value,
+    parsed,
+    read_number,
+    same,
+    too_large,
+)
 
 _PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
 _NUMBER_AND_NAME = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?\((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,})*\)")
@@ -34,7 +50,7 @@ class Gold:
     """A gold answer: `number` takes one value only, `other` is compared as a whole, the other kinds as text."""
 
     text: str
-    kind: Literal["number", "words", "choice", "choices", "span", "base", "other"]
+    kind: Literal["number", "words", "choice", "choices", "base", "other"]
     plain: bool = False
     """Whether it is a written-out number, so that an expression counts as not worked out."""
     parsed: list[Any] = field(default_factory=list)
@@ -58,17 +74,13 @@ def read_gold(answer: str) -> Gold:
         return Gold(letter, "choice")
     if letters := letters_of(text):
         return Gold(letters, "choices")
-    if span_of(text):
-        return Gold(text, "span")
     if is_words(text):
         return Gold(text, "words")
     whole = text
     if named := _NUMBER_AND_NAME.fullmatch(text):
         text = named[1]
     elif _single_value(split_unit(text)[0]) is None:
-        text = _list_or_reduced(text, said if boxed_answer(answer) is None else "")
-    if span_of(text):
-        return Gold(text, "span")
+        text = _reduced(text, said if boxed_answer(answer) is None else "")
     if IN_BASE.fullmatch(text):
         return Gold(text, "base")
     value, unit = split_unit(text)
@@ -88,11 +100,10 @@ def read_gold(answer: str) -> Gold:
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
 
 
-def _list_or_reduced(text: str, prose: str) -> str:
-    """Quantities as a list, or the formulas and numbers of a gold in prose where it says them, or text as it is."""
-    parts = listed(text)
-    if parts != text or not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
-        return parts
+def _reduced(text: str, prose: str) -> str:
+    """The formulas and numbers of a gold in prose where it says them, or text as it is."""
+    if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
+        return text
     return normalize(committed(prose))
 
 

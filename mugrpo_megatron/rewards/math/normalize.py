@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from mugrpo_megatron.rewards.extract import in_ascii_digits
-
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
 _PLAIN = str.maketrans(
     {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
@@ -83,7 +81,7 @@ _TRAILING = _LEADING + ".。\\"
 
 def normalize(text: str) -> str:
     """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
-    text = _ELLIPSIS.sub(r"\1\\ldots ", in_ascii_digits(text)).translate(_PLAIN).rstrip(_TRAILING)
+    text = _ELLIPSIS.sub(r"\1\\ldots ", text).translate(_PLAIN).rstrip(_TRAILING)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)

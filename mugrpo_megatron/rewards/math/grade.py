@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from mugrpo_megatron.rewards.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
-from mugrpo_megatron.rewards.normalize import (
+from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.math.literal import all_chosen, chosen, same_words
+from mugrpo_megatron.rewards.math.normalize import (
     Unit,
     encloses,
     money,
@@ -17,7 +18,7 @@ from mugrpo_megatron.rewards.normalize import (
     unstyled,
     without_words,
 )
-from mugrpo_megatron.rewards.values import (
+from mugrpo_megatron.rewards.math.values import (
     PLAIN_NUMBER,
     Number,
     agree,
@@ -31,7 +32,6 @@ from mugrpo_megatron.rewards.values import (
     same,
     too_large,
 )
-from mugrpo_megatron.rewards.words import all_chosen, chosen, listed, same_span, same_words, span_of
 
 _ORDER = r"\s*(<=|>=|<|>|\\(?:le|ge|lt|gt)q?(?:slant)?(?![A-Za-z]))\s*"
 _CHAIN = re.compile(rf"([^<>]+?){_ORDER}([A-Za-z]){_ORDER}([^<>]+)")
@@ -140,18 +140,14 @@ def _same_money(sign: Unit | None, gold: Gold) -> Verdict:
 
 
 def _same_text(text: str, gold: Gold) -> bool:
-    """Choices, words, times, ranges and numbers in another base, as text. A missing "p.m." or base is no difference."""
+    """Choices, words and numbers in another base, as text. A missing base is no difference."""
     if gold.kind == "choice":
         return chosen(unstyled(text)) == gold.text
     if gold.kind == "words":
-        elements, golds = split_top(text, ","), split_top(gold.text, ",")
-        return same_words(text, gold.text) or (len(golds) > 1 and _in_any_order(elements, golds, gold)[0] == 1.0)
+        return same_words(text, gold.text)
     if gold.kind == "choices":
         return all_chosen(unstyled(_without_brackets(text))) == gold.text
     text = text if len(sides(text)) > 1 else sides(text)[0]
-    if gold.kind == "span":
-        wanted_span = span_of(gold.text)
-        return wanted_span is not None and same_span(span_of(text), wanted_span)
     found, wanted = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
     if found is None or wanted is None:
         return text == IN_BASE.sub(r"\1", gold.text)
@@ -193,7 +189,7 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
 
 def _other_verdict(text: str, gold: Gold) -> Verdict:
     """Lists, tuples, intervals, equations and expressions with variables."""
-    text, wanted = without_words(listed(text)), without_words(gold.text)
+    text, wanted = without_words(text), without_words(gold.text)
     if not text or not wanted:
         return _verdict(False)
     text, wanted = _as_intervals(without_membership(text), without_membership(wanted))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from typing import Literal, NamedTuple
 
 _PHRASE = re.compile(
     r"\b(?:final\s+answer|answers?|correct\s+(?:option|choice)s?)\s*(?:(?:is|are|would\s+be|must\s+be)\b|:|=)\s*:?\s*"
     r"|\b(?:I|we)\s+(?:choose|pick|select)\s+"
-    r"|(?:答案|答え)\s*(?:是|为|為|は|:)\s*:?\s*"
-    r"|\bответ\s*:\s*",
+    r"|(?:答案|答え)\s*(?:是|为|為|は|[:：])\s*[:：]?\s*"
+    r"|\bответ\s*[:：]\s*",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
@@ -273,18 +272,3 @@ def _boxes(text: str) -> list[_Box]:
                     found.pop()
                 found.append(_Box(opening.start(), opening.end(), token.end()))
     return found
-
-
-_DIGIT = re.compile(r"(?![0-9])\d")
-_FULL_WIDTH = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
-_ARABIC = {0x066B: ".", 0x066C: ",", 0x060C: ","}
-"""The decimal separator, the thousands separator and the comma."""
-_IDEOGRAPHIC_COMMA = {0x3001: ","}
-_SIGNS = _FULL_WIDTH | _ARABIC | _IDEOGRAPHIC_COMMA
-
-
-def in_ascii_digits(text: str) -> str:
-    """Text with every decimal digit and every full-width sign as its ASCII character; idempotent."""
-    if text.isascii():
-        return text
-    return _DIGIT.sub(lambda digit: str(unicodedata.decimal(digit[0])), text.translate(_SIGNS))
