@@ -22,8 +22,8 @@ from mugrpo_megatron.data.files import (
     recognised,
 )
 from mugrpo_megatron.files.json_text import json_value
-from mugrpo_megatron.rewards.math.extract import boxed_answer
 from mugrpo_megatron.rewards.items import Asked
+from mugrpo_megatron.rewards.math.extract import boxed_answer
 from mugrpo_megatron.samples import Message, Problem
 
 
