@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -51,9 +52,16 @@ FEW, MANY = 8, 64
 TAIL = 16
 """Updates at a stage's end whose mean says how far the stage has moved; a quarter of a shorter stage than 4 x this."""
 CSV, CURVES, PROBLEMS = "law.csv", "law_curves.csv", "law_problems.csv"
-OWN_COLUMNS = ("start", "start_sampled", "sampled", "nats_first", "nats", "nats_last", "stages", "rollout_seconds")
-"""What law.csv has besides the columns of cells.csv: the warm start and its sampled accuracy, that of the end, the nats
-that the first, the mean and the last stage moved a response, the number of stages, and `paper_seconds` of sampling."""
+OWN_COLUMNS = (
+    *("start", "start_sampled", "sampled", "gap", "gap_half"),
+    *("nats_first", "nats", "nats_last", "stages", "rollout_seconds"),
+)
+"""What law.csv has besides the columns of cells.csv: the warm start and its sampled accuracy, that of the end, by how
+much it is below GRPO's, half of that difference's 95 % interval over problems, the nats that the first, the mean and
+the last stage moved a response, the number of stages, and the seconds of `paper_seconds` that went into sampling."""
+REFERENCE = ("grpo", 4e-5)
+"""Method and rate of the cell that all of a warm start are compared with."""
+Z975 = 1.96
 PROBLEM_COLUMNS = ("start", "problem", "of", "method", "rate", "samples", "right")
 """`of` is `start` for the warm start, whose method and rate are empty, or `end`."""
 
@@ -147,11 +155,15 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
     for start, study in studies.items():
         own, own_curves = collect(study)
         before = read_sampled(study.out / f"start-{MANY if start == E1 else FEW}")
+        reference = read_sampled(study.directory(Cell(SEED, *REFERENCE)) / f"end-{FEW}")
         for row in own:
             cell = cell_of(row)
             directory = study.directory(cell)
             after = read_sampled(directory / f"end-{FEW}")
-            rows.append({"start": start} | row | _own(read_run(directory), study.stage(cell), before, after, row))
+            own_columns = _own(read_run(directory), study.stage(cell), before, after, row)
+            if reference and after and (row["method"], row["rate"]) != REFERENCE:
+                own_columns |= dict(zip(("gap", "gap_half"), difference(reference, after), strict=True))
+            rows.append({"start": start} | row | own_columns)
             if start == E1:
                 problems += problem_rows(after, start=start, of="end", method=row["method"], rate=row["rate"])
         curves += [{"start": start} | row for row in own_curves]
@@ -188,6 +200,13 @@ def nats_of(updates: Sequence[Row], tokens: float) -> list[float]:
         values = [row["kl_k3"] for row in rows]
         moved.append(tokens * statistics.fmean(values[-max(1, min(TAIL, len(values) // 4)) :]))
     return moved
+
+
+def difference(left: Sampled, right: Sampled) -> tuple[float, float]:
+    """left - right of sampled accuracy, and half of its 95 % interval over the problems, which both have."""
+    values = [left.right[name] / left.samples - right.right[name] / right.samples for name in left.right]
+    half = Z975 * statistics.stdev(values) / math.sqrt(len(values))
+    return round(statistics.fmean(values), 5), round(half, 5)
 
 
 def read_sampled(directory: Path) -> Sampled | None:

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from run_scripts.study.grid import Grid, load_grid
-from run_scripts.study.law import CSV, PROBLEMS
+from run_scripts.study.law import CSV, PROBLEMS, REFERENCE, Z975
 from run_scripts.study.results import CELLS, DOCS, Row, markdown, read_rows
 
 RESPONSES = 64
 """Responses of an update, in every cell of the study."""
 BINS = ((0.0, 0.05), (0.05, 0.3), (0.3, 1.0))
 """Pass rates of the warm start that E1 compares, each without its lower end except for the first."""
-FRESH, FRESH_RATE, STALE_RATE = "grpo", 4e-5, 2e-5
-"""The method, and the rates, of what every gap is measured from and of E3's one stage."""
-Z975 = 1.96
+FRESH, FRESH_RATE = REFERENCE
+STALE_RATE = 2e-5
+"""The rate of E3's one stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +181,8 @@ def _cells(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row, fresh: Row | None) -> list[str]:
-    def gap(column: str) -> str:
-        if fresh is None or fresh is row or row[column] is None or fresh[column] is None:
-            return "–"
-        return f"{100 * (fresh[column] - row[column]):+.1f}"
+    greedy = "–" if fresh is None or fresh is row else f"{100 * (fresh['after'] - row['after']):+.1f}"
+    sampled = "–" if row["gap"] is None else f"{100 * row['gap']:+.1f} ± {100 * row['gap_half']:.1f}"
 
     def percent(before: float | None, after: float | None) -> str:
         return "–" if before is None or after is None else f"{100 * before:.1f} → {100 * after:.1f}"
@@ -196,8 +194,8 @@ def _cell(row: Row, fresh: Row | None) -> list[str]:
         f"{row['stages']:.0f}",
         percent(row["before"], row["after"]),
         percent(row["start_sampled"], row["sampled"]),
-        gap("after"),
-        gap("sampled"),
+        greedy,
+        sampled,
         "–" if row["sampled"] is None or row["start_sampled"] is None else f"{left(row):.2f}",
         ", ".join(f"{row[name]:.2g}" for name in ("nats_first", "nats", "nats_last")),
         f"{row['rollout_seconds']:.0f}",

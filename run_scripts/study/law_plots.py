@@ -6,14 +6,14 @@ python -m run_scripts.study.law_plots
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-from run_scripts.study.law_figures import BINS, FRESH, FRESH_RATE, Bin, Point, bins_of, law_points, read
+from run_scripts.study.law_figures import BINS, Bin, Point, bins_of, law_points, read
 from run_scripts.study.results import DOCS, Row
 from run_scripts.svg import LIGHT, write_svg
 
@@ -33,9 +33,10 @@ def law(study: Sequence[Point], rows: Sequence[Row], bins: Sequence[Bin]) -> Fig
     """All cells; the law's own cells with the nats at the ends of their stages; and E1."""
     figure = Figure(figsize=(9.6, 7.2), layout="constrained", facecolor=LIGHT["paper"])
     FigureCanvasAgg(figure)
-    axes = figure.subplot_mosaic([["all", "all"], ["own", "bins"]])
+    axes = figure.subplot_mosaic([["all", "all", "all"], ["gap", "errors", "bins"]])
     _draw_all(axes["all"], study, law_points(rows))
-    _draw_own(axes["own"], rows)
+    _draw_gap(axes["gap"], rows)
+    _draw_errors(axes["errors"], rows)
     _draw_bins(axes["bins"], bins)
     return figure
 
@@ -61,43 +62,58 @@ def _draw_all(axes: Axes, study: Sequence[Point], own: Sequence[Point]) -> None:
     axes.yaxis.set_major_formatter(FixedFormatter(["-5", "0", "5", "10", "20", "40", "80"]))
     axes.yaxis.set_minor_locator(NullLocator())
     _finish(axes, "Points below GRPO, greedy, every cell", "nats a response, mean over the last 64 updates (log scale)")
-    axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=9, ncols=2, loc="upper left")
+    axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=9, ncols=2, loc="lower right")
 
 
-def _draw_own(axes: Axes, rows: Sequence[Row]) -> None:
-    """Sampled gap against the nats at the end of a stage, mean over stages, of the law's cells."""
-    fresh = {
-        row["start"]: row for row in rows if (row["method"], row["rate"]) == (FRESH, FRESH_RATE) and row["sampled"]
-    }
-    for start, color in COLORS.items():
-        own = [row for row in rows if row["start"] == start and row["sampled"] and start in fresh]
-        own.sort(key=lambda row: row["nats"])
-        xs = [row["nats"] for row in own]
-        ys = [100 * (fresh[start]["sampled"] - row["sampled"]) for row in own]
-        share = f"{100 * own[0]['start_sampled']:.0f} % sampled" if own else ""
-        same = [(x, y) for x, y, row in zip(xs, ys, own, strict=True) if row["rate"] == FRESH_RATE]
-        if len(same) > 1:
-            axes.plot(*zip(*same, strict=True), color=LIGHT[color], linewidth=1, alpha=0.6)
-        if own:
-            axes.scatter(xs, ys, s=36, color=LIGHT[color], linewidths=0, label=f"from {share}")
-        for x, y, row in zip(xs, ys, own, strict=True):
-            name = "GRPO" if row["method"] == FRESH else f"{row['stages']:.0f}"
-            axes.annotate(name, (x, y), (4, 4), textcoords="offset points", fontsize=8, color=LIGHT["soft"])
+def _draw_gap(axes: Axes, rows: Sequence[Row]) -> None:
+    """Sampled gap, with its interval over problems, against the nats at the end of a stage."""
+    for start, own in _compared(rows):
+        color, share = LIGHT[COLORS[start]], f"from {100 * own[0]['start_sampled']:.0f} % sampled"
+        xs, ys = [row["nats"] for row in own], [100 * row["gap"] for row in own]
+        halves = [100 * row["gap_half"] for row in own]
+        axes.errorbar(xs, ys, halves, color=color, linewidth=0, elinewidth=1, marker="o", markersize=5, label=share)
+        _numbers(axes, own, ys)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    _finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end (log scale)\nnumbers: stages")
+    _finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=9, loc="upper left")
+        axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="upper left")
+
+
+def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
+    """Sampled errors at the end, as a multiple of those of GRPO from the same warm start."""
+    for start, own in _compared(rows):
+        ys = [(1 - row["sampled"]) / (1 - row["sampled"] - row["gap"]) for row in own]
+        axes.scatter([row["nats"] for row in own], ys, s=28, color=LIGHT[COLORS[start]], linewidths=0)
+        _numbers(axes, own, ys)
+    axes.axhline(1, color=LIGHT["soft"], linewidth=1, linestyle="--")
+    _finish(axes, "Errors, GRPO's = 1, sampled", "nats a response at a stage's end")
+
+
+def _compared(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Warm start -> its cells that are compared with GRPO, by rising nats."""
+    for start in COLORS:
+        own = [row for row in rows if row["start"] == start and row["gap"] is not None]
+        if own:
+            yield start, sorted(own, key=lambda row: row["nats"])
+
+
+def _numbers(axes: Axes, rows: Sequence[Row], ys: Sequence[float]) -> None:
+    """The number of stages beside each point."""
+    for row, y in zip(rows, ys, strict=True):
+        place = (row["nats"], y)
+        name = f"{row['stages']:.0f}"
+        axes.annotate(name, place, (5, 3), textcoords="offset points", fontsize=8, color=LIGHT["soft"])
 
 
 def _draw_bins(axes: Axes, bins: Sequence[Bin]) -> None:
     """E1: sampled gap of one stage by the warm start's pass rate, with the interval over problems."""
     for place, one in enumerate(bins):
         axes.errorbar([place], [one.gap], [one.half], color=LIGHT["orange"], marker="o", markersize=7, linewidth=2)
-    labels = [f"{one.low:g} to {one.high:g}\n{one.problems} problems" for one in bins]
+    labels = [f"{one.low:g} to {one.high:g}\n({one.problems})" for one in bins]
     axes.set_xticks(range(len(bins)), labels)
     axes.set_xlim(-0.5, len(BINS) - 0.5)
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
-    _finish(axes, "One stage: points below GRPO", "pass rate of the warm start", log=False)
+    _finish(axes, "One stage: points, by problem", "pass rate of the warm start (problems)", log=False)
 
 
 def _finish(axes: Axes, title: str, x: str, *, log: bool = True) -> None:

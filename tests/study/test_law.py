@@ -61,3 +61,10 @@ def test_right_samples_are_counted_problem_by_problem(tmp_path: Path) -> None:
     assert sampled is not None
     assert sampled.accuracy == 0.75
     assert [(row["problem"], row["right"]) for row in law.problem_rows(sampled, of="end")] == [("a=", 2), ("b=", 1)]
+
+
+def test_a_difference_is_paired_problem_by_problem() -> None:
+    left, right = law.Sampled({"a": 8, "b": 4}, 8), law.Sampled({"b": 2, "a": 6}, 8)
+    assert law.difference(left, right) == (0.25, 0.0)
+    gap, half = law.difference(left, law.Sampled({"a": 8, "b": 0}, 8))
+    assert (gap, half) == (0.25, pytest.approx(1.96 * 0.35355 / 2**0.5, rel=1e-4))

@@ -31,6 +31,8 @@ def law_row(method: str, rate: float, after: float, **more: Any) -> Row:
         "start_sampled": 0.2,
         "sampled": after,
         "stages": 1.0,
+        "gap": 0.1,
+        "gap_half": 0.02,
         "nats_first": 1.0,
         "nats": 1.0,
         "nats_last": 1.0,
@@ -92,7 +94,7 @@ def test_the_share_of_errors_left() -> None:
 
 
 def test_unfinished_evaluations_leave_dashes() -> None:
-    rows = [law_row("grpo", 4e-5, 0.9), law_row("veto", 2e-5, 0.8, sampled=None)]
+    rows = [law_row("grpo", 4e-5, 0.9), law_row("veto", 2e-5, 0.8, sampled=None, gap=None)]
     assert "| – |" in tables(rows, [])
 
 
