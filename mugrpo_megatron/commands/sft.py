@@ -45,6 +45,9 @@ MIN_LR_SHARE = 0.1
 """The learning rate decays to this share of its peak."""
 WARMUP_UPDATES = 30
 BETA2 = 0.98
+HEAD_DIM = 16
+CHECK_EVERY = 25
+"""Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
 ROPE_THETA = 100.0
 """Questions have a dozen tokens: with the usual base of 10,000 most rotary angles would hardly change over them, and
@@ -138,10 +141,11 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
         architectures=["Qwen2ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=section.hidden,
-        intermediate_size=section.ffn,
+        intermediate_size=2 * section.hidden,
         num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
+        num_attention_heads=section.hidden // HEAD_DIM,
+        num_key_value_heads=section.hidden
+        // HEAD_DIM,  # with fewer, the bundled task needs several times as many updates,
         max_position_embeddings=1024,
         initializer_range=INIT_STD,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
@@ -189,7 +193,7 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
-            if update % section.check_every == 0:
+            if update % CHECK_EVERY == 0:
                 bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checked)
                 if accuracy >= section.target_accuracy:
                     break

@@ -172,12 +172,11 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     train = usable_problems(data.train, "train", data, reward, notes)
     # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
     made, read = ([p for p in train if (p.source in TASKS) is bundled] for bundled in (True, False))
-    if data.deduplicate:
-        distinct, disagreements = without_duplicates(read)
-        notes += _few(disagreements)
-        if len(distinct) < len(read):
-            notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
-        read = distinct
+    distinct, disagreements = without_duplicates(read)
+    notes += _few(disagreements)
+    if len(distinct) < len(read):
+        notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
+    read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
     return Problems(made + read, spaced_of_each(held_out, data.eval_problems, notes), notes)

@@ -11,7 +11,7 @@ from mugrpo_megatron.extras.plan.case import Case
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
-from mugrpo_megatron.recipe.systems import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK, BUCKET_BYTES
 from mugrpo_megatron.weights.architecture import Architecture
 
 FLOAT = 4
@@ -327,7 +327,7 @@ class Memory:
 
 def memory(case: Case, engine: EngineMemory) -> Memory:
     """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
-    recipe, layout, cluster, assumptions = case.recipe, case.layout, case.cluster, case.assumptions
+    layout, cluster, assumptions = case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
     stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
@@ -335,7 +335,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
-    bucket = max(recipe.engine.bucket_bytes, copies * largest)
+    bucket = max(BUCKET_BYTES, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max(
