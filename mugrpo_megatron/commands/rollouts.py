@@ -116,7 +116,7 @@ def print_json(console: Console, rollouts: Iterable[Rollout]) -> None:
 
 def _object(one: Rollout) -> dict[str, Any]:
     sample, stale = one.sample, one.stale
-    found = {
+    columns = {
         "update": one.update,
         "group": sample.group,
         "response": one.place,
@@ -135,12 +135,12 @@ def _object(one: Rollout) -> dict[str, Any]:
         "row": json.loads(sample.row) if sample.row else None,
     }
     if stale is not None:
-        found |= {
+        columns |= {
             "lowest_ratio": stale.lowest_ratio,
             "triggers": np.flatnonzero(stale.trigger).tolist(),
             "dropped": np.flatnonzero(stale.dropped).tolist(),
         }
-    return found
+    return columns
 
 
 def _print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
@@ -153,8 +153,8 @@ def _row_facts(row: str) -> list[tuple[str, str]]:
     """The columns of a source row, each as text."""
     if not row:
         return []
-    found = json.loads(row)
-    return [(f"row.{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in found.items()]
+    columns = json.loads(row)
+    return [(f"row.{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in columns.items()]
 
 
 def _clipped(text: str) -> str:
@@ -255,8 +255,10 @@ def browse(
     tokenizer = _tokenizer([hf, *([policy] if policy else [])])
     missing = "" if tokenizer else _without_tokenizer(run_dir, hf)
     scored = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
-    found = islice(_rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize))
-    shown = Shown(found)
+    chosen_rollouts = islice(
+        _rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize)
+    )
+    shown = Shown(chosen_rollouts)
     console = Console()
     notes = Console(stderr=True) if as_json else console
     if not console.is_terminal:
@@ -342,9 +344,9 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     sealed = [number for number, store in stages.items() if store.sealed]
     number = stage if stage is not None else max(sealed, default=0)
     if number not in sealed:
-        found = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
+        content = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
         raise UserError(
-            f"{directory.path}: stage {number} holds {found}, only sealed ones are shown: {sealed or 'none'}"
+            f"{directory.path}: stage {number} holds {content}, only sealed ones are shown: {sealed or 'none'}"
         )
     newest = max(stages)
     note = f"stage {newest} is not sealed, so stage {number} is shown" if stage is None and newest != number else ""
@@ -427,8 +429,8 @@ def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[s
 
 
 def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str | None, str]) -> bool:
-    told = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
-    if any(text is not None and pattern.search(text) for text in told):
+    texts_of_scores = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
+    if any(text is not None and pattern.search(text) for text in texts_of_scores):
         return True
     return bool(sample.row) and any(pattern.search(text) for text in _values(json.loads(sample.row)))
 

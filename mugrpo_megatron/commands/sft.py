@@ -46,6 +46,7 @@ MIN_LR_SHARE = 0.1
 WARMUP_UPDATES = 30
 BETA2 = 0.98
 HEAD_DIM = 16
+"""Of as many key/value heads as heads: with fewer, the bundled task needs several times as many updates."""
 CHECK_EVERY = 25
 """Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
@@ -90,9 +91,9 @@ def train(recipe: Recipe) -> None:
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
     """`model.path` learns the responses of a source's rows: the mean cross-entropy of their tokens alone."""
-    found = demonstrations(source, recipe.data)
+    rows_of_source = demonstrations(source, recipe.data)
     tokenizer = load_tokenizer(recipe.model.directory)
-    read = sequences(found, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
+    read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
     rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
     section = recipe.sft
     updates = min(section.max_updates, math.ceil(section.epochs * len(rows) / section.batch))
@@ -178,8 +179,8 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
         return (best == batch.targets).float()[None]
 
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
-    found = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
-    return float(np.mean([part.min().item() for part in found.split([s.trained for s in sequences])]))
+    hits_of_all = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
+    return float(np.mean([part.min().item() for part in hits_of_all.split([s.trained for s in sequences])]))
 
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:

@@ -74,15 +74,15 @@ def _own(model: Path, config: Mapping[str, Any]) -> str | None:
             return path.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}): restore it from a copy of the model") from None
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _special(config: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens that templates may name."""
-    given = {name: config.get(name) for name in SPECIAL}
-    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in given.items()}
+    tokens = {name: config.get(name) for name in SPECIAL}
+    texts = {name: one.get("content") if isinstance(one, dict) else one for name, one in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -197,15 +197,15 @@ def fitting_prompts(
 ) -> FittingPrompts:
     """Render every problem and leave out those whose prompt is longer than `max_prompt_tokens`."""
     rendered = [(problem, render(problem, tokenizer, style, template)) for problem in problems]
-    kept = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
-    if problems and not kept:
+    fitting = [(problem, ids) for problem, ids in rendered if len(ids) <= max_prompt_tokens]
+    if problems and not fitting:
         shortest = min(len(ids) for _, ids in rendered)
         sources = ", ".join(dict.fromkeys(problem.source for problem in problems))
         raise UserError(
             f"all {len(problems)} prompts of {sources} are longer than data.max_prompt_tokens={max_prompt_tokens} "
             f"(the shortest has {shortest} tokens): raise it"
         )
-    return FittingPrompts([p for p, _ in kept], [ids for _, ids in kept], len(rendered) - len(kept))
+    return FittingPrompts([p for p, _ in fitting], [ids for _, ids in fitting], len(rendered) - len(fitting))
 
 
 def fitting_prompts_of_each(

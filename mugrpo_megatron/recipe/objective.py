@@ -115,8 +115,8 @@ class Section(BaseModel):
     def _check_no_boolean_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python counts true as 1, a recipe does not."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        given = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) for one in given) and bool not in kinds and kinds & {int, float}:
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in items) and bool not in kinds and kinds & {int, float}:
             raise ValueError("is true or false, where a number belongs")
         return value
 

@@ -221,10 +221,10 @@ class ScheduleSection(Section):
     @field_validator("prefetch")
     @classmethod
     def _check_prefetch(cls, value: int, info: ValidationInfo) -> int:
-        given = info.data
-        if value > given.get("updates_per_stage", value) * given.get("passes", 1):
+        data = info.data
+        if value > data.get("updates_per_stage", value) * data.get("passes", 1):
             raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
-        if value and (given.get("min_ess", 0.0) > 0 or given.get("max_vetoed", 1.0) < 1):
+        if value and (data.get("min_ess", 0.0) > 0 or data.get("max_vetoed", 1.0) < 1):
             raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_vetoed")
         return value
 

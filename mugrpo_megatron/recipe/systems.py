@@ -121,7 +121,7 @@ class EngineSection(Section):
     @field_validator("extra")
     @classmethod
     def _check_finite(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name, given in value.items():
-            if isinstance(given, float) and not math.isfinite(given):
-                raise ValueError(f"{name} is {given}, and must be a finite number")
+        for name, number in value.items():
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name} is {number}, and must be a finite number")
         return value

@@ -81,8 +81,8 @@ def _feed_forward(
     chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
-    kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    return kept, b * chosen * 3 * (size["H"] + width)
+    activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
+    return activations, b * chosen * 3 * (size["H"] + width)
 
 
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
@@ -200,10 +200,10 @@ class LearnerMemory:
         The greatest of four moments: the loss is computed; the last layer's backward pass, after the loss path is
         freed; the embedding's gradient, after this micro-batch's activations are freed; the reduction of gradients.
         """
-        kept = self.kept[recompute]
-        others = kept * (1 - 1 / self.in_flight)
-        layer = kept + self.remade[recompute] + self.working
-        return max(kept + self.loss, layer, others + self.embedding, self.reduced)
+        stored = self.kept[recompute]
+        others = stored * (1 - 1 / self.in_flight)
+        layer = stored + self.remade[recompute] + self.working
+        return max(stored + self.loss, layer, others + self.embedding, self.reduced)
 
     @property
     def update(self) -> float:
@@ -315,14 +315,14 @@ class Memory:
     @property
     def problems(self) -> list[str]:
         """Why it does not fit; empty where it does."""
-        found = [
+        sentences = [
             f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
             for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
             if value > self.device
         ]
         if self.serving.requests < 1:
-            found.append("the engine's share of the device has no room for one response's keys and values")
-        return found
+            sentences.append("the engine's share of the device has no room for one response's keys and values")
+        return sentences
 
 
 def memory(case: Case, engine: EngineMemory) -> Memory:

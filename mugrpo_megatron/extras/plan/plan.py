@@ -148,10 +148,10 @@ def _options(recipe: Recipe, layout: ParallelSection) -> str:
 
 def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
-    said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
-    found = nearest_fitting(layouts)
-    if found is None and (tensor := fitting_engine(case)):
-        return f"{said}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
-    if found is None:
-        return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
-    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found.recipe)}"
+    sentence = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
+    nearest = nearest_fitting(layouts)
+    if nearest is None and (tensor := fitting_engine(case)):
+        return f"{sentence}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
+    if nearest is None:
+        return f"{sentence}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
+    return f"{sentence}; the nearest layout that fits is {nearest.layout}: {recipe_keys(case.recipe, nearest.recipe)}"

@@ -57,11 +57,11 @@ def best_split(case: Case) -> Split | None:
 
     Whole nodes; on one node its devices. Prefetch is the recipe's or, where that is 0, as many updates as help.
     """
-    found = []
+    splits = []
     for training, generating in _divisions(case.cluster):
         if (own := _learner(case, training)) and (split := _split(case, own, training, generating)):
-            found.append(split)
-    return min(found, key=lambda split: (split.seconds, split.generating), default=None)
+            splits.append(split)
+    return min(splits, key=lambda split: (split.seconds, split.generating), default=None)
 
 
 def hiding_split(case: Case) -> Split | None:

@@ -36,8 +36,8 @@ def compare(case: Case, engine: EngineMemory) -> list[Candidate]:
 
     Each layout has the fastest recompute choice that fits or, where none fits, the one that needs the least memory.
     """
-    found = [_best(case, parallel, engine) for parallel in _worth_trying(case)]
-    return sorted(found, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
+    options = [_best(case, parallel, engine) for parallel in _worth_trying(case)]
+    return sorted(options, key=lambda one: (bool(one.problems), one.distance if one.problems else one.seconds))
 
 
 def _worth_trying(case: Case) -> Iterator[ParallelSection]:

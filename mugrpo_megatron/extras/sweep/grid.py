@@ -157,30 +157,30 @@ def _varied() -> list[str]:
 def _values(text: str) -> list[Any]:
     """`1e-4,2e-4` or `grpo,mu_grpo` or `"a,b","c"`: TOML values where they parse as such, else words."""
     try:
-        found = parse_toml(f"values = [{text}]")
+        table = parse_toml(f"values = [{text}]")
     except ValueError:
         return [_value(word.strip()) for word in text.split(",")]
-    return list(found["values"]) if found.keys() == {"values"} else [text]
+    return list(table["values"]) if table.keys() == {"values"} else [text]
 
 
 def _value(word: str) -> Any:
     try:
-        found = parse_toml(f"value = {word}")
+        table = parse_toml(f"value = {word}")
     except (ValueError, tomllib.TOMLDecodeError):
         return word
-    return found["value"] if found.keys() == {"value"} else word
+    return table["value"] if table.keys() == {"value"} else word
 
 
 def _flat(table: Any, where: str, prefix: str = "") -> Settings:
     """Nested tables as `section.key`, so that keys may be written with or without quotation marks."""
     if not isinstance(table, dict):
         raise UserError(f'{where}: write keys and values, as in "optimizer.lr" = 1e-4')
-    found: Settings = {}
+    flat: Settings = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= _flat(value, where, f"{prefix}{key}.")
+            flat |= _flat(value, where, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    if not prefix and (bare := sorted(key for key in found if "." not in key)):
+            flat[f"{prefix}{key}"] = value
+    if not prefix and (bare := sorted(key for key in flat if "." not in key)):
         raise UserError(f"{where}: `{bare[0]}` needs its section, as in optimizer.lr")
-    return found
+    return flat
