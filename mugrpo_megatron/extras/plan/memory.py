@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.case import Case, Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
-from mugrpo_megatron.extras.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, BUCKET_BYTES
 from mugrpo_megatron.weights.architecture import Architecture

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 from mugrpo_megatron.data.problems import named_sources
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import engines_of
-from mugrpo_megatron.extras.plan.layout import Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
