@@ -18,7 +18,7 @@ test:  # what a change must pass: check and the whole suite
 night: setup  # kill and scaling harnesses, comparisons with TRL, the report in a browser
 	$(PYTHON) -m pytest -m night
 docs: setup  # the pages that are made from the code
-	$(PYTHON) -m mugrpo_megatron.recipe.reference > docs/recipe.md
+	$(PYTHON) -m run_scripts.recipe_reference > docs/recipe.md
 	$(PYTHON) -m mugrpo_megatron.observe.metrics > docs/metrics.md
 lock:  # every version of the CUDA environment; needs uv
 	uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \

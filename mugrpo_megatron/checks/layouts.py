@@ -98,11 +98,11 @@ def check_layout(
     wrong = list(layout_problems(recipe, model, world_size, way_out))
     problems = [*wrong, *_other_problems(recipe, model)]
     if wrong:
-        found = nearest_layout(recipe, model, world_size)
+        nearest = nearest_layout(recipe, model, world_size)
         rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
         problems.append(
-            f"the nearest layout that {rank} can run: {told(found)}"
-            if found
+            f"the nearest layout that {rank} can run: {told(nearest)}"
+            if nearest
             else f"no layout of this model and batch works on {rank}; change the number of ranks"
         )
     if problems:
@@ -115,22 +115,22 @@ def check_layers(recipe: Recipe, cuda: bool) -> None:
         _check_fp8(recipe)
     if recipe.learner.layers != "transformer_engine":
         return
-    asked = 'learner.layers = "transformer_engine"'
+    setting = 'learner.layers = "transformer_engine"'
     if not cuda:
-        raise UserError(f'{asked} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
+        raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
     if find_spec("transformer_engine") is None:
         raise UserError(
-            f"{asked}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
+            f"{setting}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
             'or set it to "local" or "auto"'
         )
 
 
 def _check_fp8(recipe: Recipe) -> None:
-    asked = f'learner.fp8 = "{recipe.learner.fp8}"'
+    setting = f'learner.fp8 = "{recipe.learner.fp8}"'
     if recipe.learner.layers != "transformer_engine":
-        raise UserError(f'{asked} needs Transformer Engine\'s layers: set learner.layers = "transformer_engine"')
+        raise UserError(f'{setting} needs Transformer Engine\'s layers: set learner.layers = "transformer_engine"')
     if recipe.model.dtype != "bfloat16":
-        raise UserError(f'{asked} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
+        raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
 
 
 def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
@@ -271,14 +271,14 @@ def _prefetch_problems(recipe: Recipe) -> Iterator[str]:
     """Settings that need the weights which sampled a stage at its start, where a prefetched stage has later ones."""
     if not recipe.schedule.prefetch:
         return
-    asked = f"schedule.prefetch = {recipe.schedule.prefetch}"
+    setting = f"schedule.prefetch = {recipe.schedule.prefetch}"
     if recipe.rollout.behaviour == "learner":
         yield (
-            f"{asked}: when the stage begins, the learner no longer has the weights that sampled it, so "
+            f"{setting}: when the stage begins, the learner no longer has the weights that sampled it, so "
             'rollout.behaviour = "learner" would compute the logprobs of others; set it to "engine"'
         )
     if recipe.learner.routing_replay == "learner":
         yield (
-            f"{asked}: when the stage begins, the routers no longer are those that sampled it; set "
+            f"{setting}: when the stage begins, the routers no longer are those that sampled it; set "
             'learner.routing_replay to "rollout" or "off"'
         )

@@ -70,9 +70,9 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     check_engine(recipe, read_model_config(recipe.model.directory))
     tokenizer = load_tokenizer(recipe.model.directory)
     notes: list[str] = []
-    found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
-    recipe.reward.check_sources(problem.data_source for problem in found)
-    problems = spaced_of_each(found, recipe.data.eval_problems, notes)
+    held_out = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
+    recipe.reward.check_sources(problem.data_source for problem in held_out)
+    problems = spaced_of_each(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = Record(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])

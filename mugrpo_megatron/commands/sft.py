@@ -45,6 +45,10 @@ MIN_LR_SHARE = 0.1
 """The learning rate decays to this share of its peak."""
 WARMUP_UPDATES = 30
 BETA2 = 0.98
+HEAD_DIM = 16
+"""Of as many key/value heads as heads: with fewer, the bundled task needs several times as many updates."""
+CHECK_EVERY = 25
+"""Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
 ROPE_THETA = 100.0
 """Questions have a dozen tokens: with the usual base of 10,000 most rotary angles would hardly change over them, and
@@ -87,9 +91,9 @@ def train(recipe: Recipe) -> None:
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
     """`model.path` learns the responses of a source's rows: the mean cross-entropy of their tokens alone."""
-    found = demonstrations(source, recipe.data)
+    rows_of_source = demonstrations(source, recipe.data)
     tokenizer = load_tokenizer(recipe.model.directory)
-    read = sequences(found, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
+    read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
     rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
     section = recipe.sft
     updates = min(section.max_updates, math.ceil(section.epochs * len(rows) / section.batch))
@@ -138,10 +142,11 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
         architectures=["Qwen2ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=section.hidden,
-        intermediate_size=section.ffn,
+        intermediate_size=2 * section.hidden,
         num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
+        num_attention_heads=section.hidden // HEAD_DIM,
+        num_key_value_heads=section.hidden
+        // HEAD_DIM,  # with fewer, the bundled task needs several times as many updates,
         max_position_embeddings=1024,
         initializer_range=INIT_STD,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
@@ -174,8 +179,8 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
         return (best == batch.targets).float()[None]
 
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
-    found = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
-    return float(np.mean([part.min().item() for part in found.split([s.trained for s in sequences])]))
+    hits_of_all = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
+    return float(np.mean([part.min().item() for part in hits_of_all.split([s.trained for s in sequences])]))
 
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
@@ -189,7 +194,7 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
-            if update % section.check_every == 0:
+            if update % CHECK_EVERY == 0:
                 bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checked)
                 if accuracy >= section.target_accuracy:
                     break

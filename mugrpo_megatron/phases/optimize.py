@@ -27,6 +27,9 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.stages.summary import component_means
 from mugrpo_megatron.weights.families import model_flops
 
+WANDB_SAMPLES = 16
+"""Responses of each stage in a table of Weights & Biases."""
+
 
 def record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Log a new stage: its statistics, by how much engine and learner differ on the same weights, and samples of it.
@@ -39,7 +42,7 @@ def record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) 
     same = samples[0].weight_version == cursor.updates
     run.log.stage(cursor.stage, stage.statistics() | (_mismatch(run, learner, samples, cursor) if same else {}))
     if run.is_main and run.recipe.track.wandb_project:
-        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
+        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[:WANDB_SAMPLES]))
     probe(run, learner, cursor, age=0)
 
 

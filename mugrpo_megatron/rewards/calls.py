@@ -131,9 +131,7 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
         "memory_mb": section.worker_memory_mb,
         "timeout_s": section.timeout_s,
         "alarm_s": section.timeout_s * ALARM_SHARE,
-        "code": {
-            key.removeprefix("code_"): value for key, value in section.model_dump().items() if key.startswith("code_")
-        },
+        "code": section.code.model_dump(),
         "format_pattern": section.format_pattern if section.format_weight else None,
     }
     root = str(Path(__file__).parents[2])

@@ -21,6 +21,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import BUCKET_BYTES
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
@@ -208,7 +209,7 @@ def bridge_of(learner: Learner) -> Bridge:
     return build_bridge(
         chunks,
         learner.architecture,
-        engine.bucket_bytes,
+        BUCKET_BYTES,
         engine.tensor,
         quantised=engine.quantization != "none",
         engine_nodes=engine.nodes,

@@ -264,6 +264,7 @@ def switch(how: How) -> Result:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.model import policy
+    from mugrpo_megatron.recipe.systems import BUCKET_BYTES
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
     with tempfile.TemporaryDirectory() as folder:
@@ -275,7 +276,7 @@ def switch(how: How) -> Result:
             engine.sleep()
             mine = build_learner(recipe)
             chunks = [policy(chunk) for chunk in mine.chunks]
-            bridge = build_bridge(chunks, mine.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
+            bridge = build_bridge(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
             rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
         finally:
             engine.stop()

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.evaluation.estimators import student
 from run_scripts.study.cells import Cell, Outcome
 from run_scripts.study.grid import Grid
 from run_scripts.study.search import Search, choose, tuned_rate
@@ -20,9 +21,6 @@ DOCS = Path(__file__).parents[2] / "docs" / "study"
 CELLS, CURVES, SHORT, FIRST_DRAW = "cells.csv", "curves.csv", "short.csv", "first-draw.csv"
 TEXT = {"method", "stage", "same_as", "commit", "objective", "veto"}
 WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update", "seconds", "first_trigger"}
-
-T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantile of Student's t by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +119,11 @@ def outcome_of(row: Row) -> Outcome:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Raises ValueError without values or with more than `T975` knows."""
-    if not 0 < len(values) <= len(T975):
-        raise ValueError(f"a mean needs 1 to {len(T975)} values, not {len(values)}")
+    """Raises ValueError without values."""
+    if not values:
+        raise ValueError("a mean needs a value")
     n = len(values)
-    half = T975[n - 1] * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    half = student(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
     return Mean(statistics.fmean(values), half, n)
 
 

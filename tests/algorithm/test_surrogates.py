@@ -84,7 +84,7 @@ def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
         ({"surrogate": "module:two:three"}, "there are ppo, cispo"),
         ({"surrogate": "my.losses:clip"}, "your own surrogate needs it"),
         ({"surrogate": "ppo", "surrogate_depends_on": "token"}, "leave it out"),
-        ({"reject": "sequence", "reject_low": 2.0, "reject_high": 2.0}, "above reject_low"),
+        ({"reject": "sequence", "reject_range": (2.0, 2.0)}, "above its first"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_sentence(fields: dict[str, object], words: str) -> None:
@@ -113,7 +113,7 @@ def test_decoupled_ppo_is_ppo_on_the_proximal_policy_times_a_constant() -> None:
 def test_dppo_drops_a_token_only_where_it_is_far_and_leads_away(
     now: float, before: float, divergence: str, advantage: float
 ) -> None:
-    config = ObjectiveSection(name="dppo", divergence=divergence, divergence_limit=0.1)
+    config = ObjectiveSection(name="dppo", dppo={"divergence": divergence, "limit": 0.1})
     batch = Batch([[now]], [[before]], [advantage], [[now]])
     _, gradient, metrics = loss_and_gradient(batch, config)
     p, m = math.exp(now), math.exp(before)
@@ -148,6 +148,6 @@ def test_rejection_looks_at_both_signs_and_both_sides(level: str, kept: list[boo
     batch.behaviour = [[x - mean for x in row] for row, mean in zip(batch.logprobs, means, strict=True)]
     for sign in (1.0, -1.0):
         batch.advantages = [sign] * 3
-        config = ObjectiveSection(name="grpo", reject=level, reject_low=0.9, reject_high=1.2)
+        config = ObjectiveSection(name="grpo", reject=level, reject_range=(0.9, 1.2))
         gradient = loss_and_gradient(batch, config)[1]
         assert [bool(part.any()) for part in gradient.split(8)] == kept

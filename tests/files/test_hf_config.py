@@ -17,7 +17,7 @@ from mugrpo_megatron.checks.layouts import check_layout
 from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.models import find_model
+from mugrpo_megatron.extras.plan.case import find_model
 from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config, read_model_config
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture

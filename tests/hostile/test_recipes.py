@@ -53,7 +53,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "base is empty text": (b'base = ""\n', "cannot be read as a recipe"),
     "base has a long name": (b'base = "' + b"x" * 500 + b'"\n', "cannot be read as a recipe"),
     "empty key": (b'"" = 1\n', "is not a recipe key"),
-    "kappa": (b"[objective]\nkappa = [1]\n", "trigger_ratio"),
     "set name": (b"[eval.sets.x]\nsamples = 0\n", "`eval.sets.x.samples` = 0"),
     "sets is a list": (b"[eval]\nsets = [1]\n", "`eval.sets`"),
 }
@@ -88,7 +87,7 @@ VALUES: dict[str, str] = {
     "reward.timeout_s=inf": "finite",
     "checkpoint.every_minutes=inf": "finite",
     "objective.clip_high=inf": "finite",
-    "objective.mismatch_low=3.0": "mismatch_low",
+    "objective.mismatch_range=[3.0,2.0]": "above its first",
     "objective.dual_clip=inf": "finite",
     "objective.sequence_mask=nan": "finite",
     "run.seed=1e30": "maximum size",

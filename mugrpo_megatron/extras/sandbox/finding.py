@@ -11,7 +11,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 def jail() -> Finding:
     """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
     use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code_sandbox = "limits"'
+    remedy = 'allow user namespaces to this user (docs/rewards.md); until then reward.code.sandbox = "limits"'
     if _jailed("namespaces"):
         return Finding("code sandbox", "ok", "namespaces", use, needed=False)
     if _jailed("limits"):

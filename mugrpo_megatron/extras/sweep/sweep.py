@@ -39,9 +39,9 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
         if shop.is_main:
             claim_out(sweep, origin)
             (sweep.out / "logs").mkdir(exist_ok=True)
-        left = shop.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
+        unfinished = shop.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
         for number, cell in enumerate(sweep.cells):
-            if left[number]:
+            if unfinished[number]:
                 shop.display.say(f"cell {number + 1} of {len(sweep.cells)}: {cell.name}")
                 failed += not _take(shop, sweep, cell)
                 if shop.is_main:

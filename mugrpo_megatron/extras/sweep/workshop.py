@@ -110,8 +110,10 @@ class Workshop:
         cuda = runs_on_cuda(self.recipe)
         slot = slot_of_environment(self.recipe.engine, cuda)
         tokenizer = load_tokenizer(self.recipe.model.directory)
-        found = self.problems
-        prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, found) if self.is_main and found else None
+        problems = self.problems
+        prepared = (
+            prepare(self.recipe.data, self.recipe.reward, tokenizer, problems) if self.is_main and problems else None
+        )
         read = self.world.broadcast(prepared)
         assert read is not None
         for part in PARTS:

@@ -15,6 +15,8 @@ from mugrpo_megatron.rewards.items import Verdict
 from mugrpo_megatron.rewards.math.extract import answer_of, boxed_answer, committed, is_integer, stated
 from mugrpo_megatron.rewards.math.normalize import normalize, unstyled
 
+MOST_ANSWER_CHARS = 2000
+"""A longer extracted answer scores 0 without being parsed."""
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
     r"|(?P<top>[0-9]{1,40})/(?P<under>[0-9]{1,40})"
@@ -30,8 +32,8 @@ def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
         return Verdict(float(verdict), answer, "equal" if verdict else "differs from the gold answer")
     if not answer:
         return Verdict(0.0, "", "no answer found")
-    if len(answer) > section.max_answer_chars:
-        return Verdict(0.0, answer[:200], f"answer longer than {section.max_answer_chars} characters")
+    if len(answer) > MOST_ANSWER_CHARS:
+        return Verdict(0.0, answer[:200], f"answer longer than {MOST_ANSWER_CHARS} characters")
     return answer
 
 

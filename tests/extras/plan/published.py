@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 
-from mugrpo_megatron.extras.plan.case import Case, make_case
+from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
-from mugrpo_megatron.extras.plan.models import find_model
-from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split
+from mugrpo_megatron.extras.plan.search import Split, best_split, hiding_split
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
 from tests.checkout import ROOT

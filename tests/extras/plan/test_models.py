@@ -9,8 +9,7 @@ import pytest
 
 from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.layout import parameters
-from mugrpo_megatron.extras.plan.models import find_model
+from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.recipe import Recipe
 
 PUBLISHED = {

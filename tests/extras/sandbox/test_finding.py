@@ -14,7 +14,7 @@ from mugrpo_megatron.extras.sandbox.limits import Limits
     ("works", "state", "found", "says"),
     [
         ({"namespaces", "limits"}, "ok", "namespaces", ""),
-        ({"limits"}, "broken", "limits alone", 'reward.code_sandbox = "limits"'),
+        ({"limits"}, "broken", "limits alone", 'reward.code.sandbox = "limits"'),
         (set(), "absent", "cannot be held", "docs/rewards.md"),
     ],
 )
