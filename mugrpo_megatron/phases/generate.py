@@ -9,14 +9,12 @@ from uuid import uuid4
 from mugrpo_megatron.engine.client import PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.engine.unfinished import Unfinished, sampled_with
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.saves import save_and_stop
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.generator import Generator
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
@@ -30,27 +28,24 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     """Sample and score the groups that the stage still lacks, and seal it. Collective.
 
     Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after
-    the sync that restarts it, as far as they are sampled: the stage is then not sealed. Raises EngineFailure on every
+    the sync that restarts it: the stage is then not sealed. Raises EngineFailure on every
     rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
-    with every scored group and the tokens of the others on disk, when the run was asked to stop.
+    with every scored group on disk, when the run was asked to stop.
     """
     recipe, generator = run.recipe, engines.generator
     updates = cursor.stage_updates(recipe.schedule)
     groups = range(updates * recipe.rollout.prompts_per_update)
     queue = shared_queue(run.world, sorted(set(groups) - stage.present()) if run.is_main else [])
     scorer = Scorer(generator.verifier, generator.tokenizer) if generator else None
-    held = _unfinished(run, generator, stage, cursor) if generator else None
     with (
         run.phase("generate", cursor) as facts,
         run.display.bar(f"{run.title(cursor)}: generate", queue.total, "prompts") as bar,
     ):
         if generator and scorer:
-            for group in scorer.during(_sampled(run, generator, cursor, queue, bar, held)):
-                _store(stage, group, recipe, held)
+            for group in scorer.during(_sampled(run, generator, cursor, queue, bar)):
+                stage.append(rows_of(group, recipe))
             if run.stop.asked:
                 stage.flush()  # before it waits: another rank may have died
-                if held is not None:
-                    held.save(stage.written)
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
@@ -58,12 +53,10 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         _log_loads(run, generator, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
-            _store(stage, group, recipe, held)
+            stage.append(rows_of(group, recipe))
         stage.flush()
-        left = held.save(stage.written) if held is not None else 0
         run.world.barrier()
         (stopping,) = run.world.any_rank(run.stop.asked)
-        begun = sum(run.world.gather(left))
         report_failures(run, generator)
         written = run.world.gather(stage.written)
         check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
@@ -72,8 +65,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     if any(run.world.any_rank(run.is_main and stage.sealed)):
         check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
-        kept = f"{len(stage.present())} of {len(groups)} groups of this stage are on disk"
-        save_and_stop(run, cursor, f"{kept}{f', and {begun:,} tokens of unfinished ones' if begun else ''}; ")
+        save_and_stop(run, cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; ")
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
@@ -85,21 +77,15 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
 
 
 def sampled(
-    run: Run,
-    generator: Generator,
-    queue: PromptQueue,
-    take: PromptSource,
-    n: int,
-    how: Sampling,
-    held: Unfinished | None = None,
+    run: Run, generator: Generator, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
 ) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
-    Ends early when the engine fails or the run is asked to stop; what is in flight is then left in `held`, or dropped.
+    Ends early when the engine fails or the run is asked to stop; what is in flight is then dropped.
     """
     if generator.engine.running and not run.stop.heard():
         try:
-            with closing(generator.engine.generate_from(take, n, how, held)) as groups:
+            with closing(generator.engine.generate_from(take, n, how)) as groups:
                 for group in groups:
                     yield group
                     if run.stop.heard():
@@ -128,25 +114,7 @@ def report_failures(run: Run, generator: Generator | None) -> None:
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
-def _store(stage: StageStore, group: ScoredGroup, recipe: Recipe, held: Unfinished | None) -> None:
-    stage.append(rows_of(group, recipe))
-    if held is not None:
-        held.stored(group.prompt.index)
-
-
-def _unfinished(run: Run, generator: Generator, stage: StageStore, cursor: Cursor) -> Unfinished:
-    """What earlier generations of the stage left of groups that it lacks, and all that this one will."""
-    recipe = run.recipe
-    of = sampled_with(recipe, sampling(recipe, generator.tokenizer), cursor.updates)
-    held = Unfinished(stage.directory, generator.slot.number, of, stage.named())
-    if len(held) and run.is_main:
-        run.display.say(f"{held.tokens:,} tokens of {len(held)} unfinished groups are there already.")
-    return held
-
-
-def _sampled(
-    run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue, bar: Bar, held: Unfinished | None
-) -> Iterator[Group]:
+def _sampled(run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
     """`sampled` for the stage at `cursor`; counts finished groups, and leaves the queue where the engine fails."""
     recipe = run.recipe
 
@@ -154,11 +122,10 @@ def _sampled(
         return [stage_prompt(recipe, generator.problems, cursor, g) for g in queue.take(waiting, slots)]
 
     how = sampling(recipe, generator.tokenizer)
-    for prompt, responses in sampled(run, generator, queue, take, recipe.rollout.responses_per_prompt, how, held):
+    for prompt, responses in sampled(run, generator, queue, take, recipe.rollout.responses_per_prompt, how):
         generator.failures_in_a_row = 0
         yield prompt, responses
-        had = held.had(prompt.index) if held is not None else 0
-        queue.finished(sum(len(response.ids) for response in responses) - had)
+        queue.finished(sum(len(response.ids) for response in responses))
         _show_totals(bar, queue, run.is_main)
     if not generator.engine.running:
         queue.leave()

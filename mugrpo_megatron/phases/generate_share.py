@@ -16,7 +16,6 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.engine.unfinished import Unfinished, sampled_with
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.observe.progress import Bar, Display, open_display
@@ -119,7 +118,6 @@ def _generate(
     problems = prepare(recipe.data, recipe.reward, tokenizer, found)
     log = RunDirectory(recipe.run.dir).logs / f"engine-share-{share.writer:04d}.log"
     how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
-    held = Unfinished(store.directory, share.writer, sampled_with(recipe, how, where.version), store.named())
     with _engine(recipe, share, where.weights, log, stop) as engine, Verifier(recipe.reward) as verifier:
         with display.waiting(f"waiting for the engine, see {log}"):
             if problem := first_start_problem(engine):
@@ -132,15 +130,14 @@ def _generate(
                 try:
                     engine.wait_ready()
                     engine.set_version(where.version)
-                    with closing(engine.generate(_prompts(recipe, problems, where, left), n, how, held)) as groups:
+                    with closing(engine.generate(_prompts(recipe, problems, where, left), n, how)) as groups:
                         for group in scorer.during(_until(groups, stop)):
-                            _keep(store, group, recipe, left, bar, held)
+                            _keep(store, group, recipe, left, bar)
                 except EngineFailure as error:
                     failure = error
                 for group in scorer.rest(stop.heard):
-                    _keep(store, group, recipe, left, bar, held)
+                    _keep(store, group, recipe, left, bar)
                 store.flush()
-                held.save(store.written)
                 if failure and not isinstance(failure, EngineStopped):
                     failures = failures + 1 if len(left) == before else 1
                     if failures >= recipe.engine.max_failures:
@@ -154,16 +151,15 @@ def _prompts(recipe: Recipe, problems: PreparedData, where: Standing, groups: Se
 
 
 def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
-    """The groups until the process is asked to stop; the engine then returns what is in flight as far as it is."""
+    """The groups until the process is asked to stop."""
     for group in groups:
         yield group
         if stop.heard():
             return
 
 
-def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, left: list[int], bar: Bar, held: Unfinished) -> None:
+def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, left: list[int], bar: Bar) -> None:
     store.append(rows_of(group, recipe))
-    held.stored(group.prompt.index)
     left.remove(group.prompt.index)
     bar.advance(tokens=group.tokens)
 

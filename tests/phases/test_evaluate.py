@@ -62,7 +62,7 @@ class Oracle:
     answering: Callable[[], None] = lambda: None
 
     def generate_from(
-        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling, unfinished: None
+        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling
     ) -> Iterator[tuple[Prompt, list[Response]]]:
         while prompts := take(0, 4):
             for prompt in prompts:

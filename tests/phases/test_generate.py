@@ -16,7 +16,6 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.queue import LoadRecord
-from mugrpo_megatron.engine.unfinished import Unfinished
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
@@ -34,8 +33,7 @@ from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
 from mugrpo_megatron.run.run import Engines, Run
 from mugrpo_megatron.run.world import Stopped, World
-from mugrpo_megatron.samples import UNFINISHED, Problem, Prompt, Response
-from mugrpo_megatron.stages.unfinished import Begun
+from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 
 TOKENIZER = build_arithmetic_tokenizer()
@@ -175,37 +173,6 @@ def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_ope
     stand.generate()
     assert stand.run.stage_store(CURSOR).sealed
     assert stand.engine.finished == GROUPS
-
-
-def test_what_an_engine_leaves_is_on_disk_and_the_next_generation_begins_with_it(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the stage is sealed; the tokens that were there count in the generation that sampled them."""
-    seen: list[int] = []
-    honest = stand.engine.generate_from
-
-    def leaving(take: Any, n: int, sampling: Sampling, held: Unfinished) -> Iterator[tuple[Prompt, list[Response]]]:
-        seen.append(held.tokens)
-        for prompt, responses in honest(take, n, sampling):
-            held.put(prompt.index, Begun(prompt.ids, responses))
-            if len(seen) == 1 and stand.engine.finished == 3:
-                begun = Response(np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.float32), UNFINISHED, 3)
-                held.put(GROUPS - 1, Begun([1], [begun, responses[1]]))
-                stand.run.stop.asked = True
-            yield prompt, responses
-
-    monkeypatch.setattr(stand.engine, "generate_from", leaving)
-    with pytest.raises(Stopped, match=f"3 of {GROUPS} groups of this stage are on disk, and 6 tokens of unfinished"):
-        stand.generate()
-    directory = stand.run.stage_store(CURSOR).directory
-    assert [path.name for path in directory.glob("unfinished*")] == ["unfinished-0000.npz"]
-    stand.run.stop.asked = False
-    stand.generate()
-    assert seen == [0, 6]
-    assert stand.run.stage_store(CURSOR).sealed
-    assert not list(directory.glob("unfinished*"))
-    rows = read_rows(stand.run.directory.path / FILE_NAME)
-    assert [row["tokens"] for row in rows if row.get("phase") == "generate"] == [6, 2 * (GROUPS - 3) - 6]
 
 
 class SlowVerifier:
