@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from mugrpo_megatron import __version__
@@ -22,22 +23,24 @@ from mugrpo_megatron.recipe import Recipe
 
 def _train(options: Options) -> int:
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.run.directory import is_finished
+        from mugrpo_megatron.run.directory import RunDirectory, is_finished
 
         if is_finished(recipe):
             from mugrpo_megatron.phases.finish import show_finished
 
-            show_finished(recipe)
+            show_finished(RunDirectory(recipe.run.dir))
             return
         from mugrpo_megatron.engine.ahead import host_ahead
         from mugrpo_megatron.run.preflight import check_run
 
-        recipe, found = check_run(recipe, say)
-        with host_ahead(recipe) as ahead:
+        recipe, problems = check_run(recipe, say)
+        with host_ahead(recipe) as warm_host:
             say(IMPORTING)
-            from mugrpo_megatron.train import train
+            from mugrpo_megatron.run.run import open_run
+            from mugrpo_megatron.train import train_stages
 
-            train(recipe, found, ahead)
+            with open_run(recipe, problems, warm_host) as opened:
+                train_stages(*opened)
 
     return with_recipe(options, run)
 
@@ -62,7 +65,7 @@ def _takes_generate(parser: Parser) -> None:
     parser.add_argument(
         "--follow",
         action="store_true",
-        help="with --engine-only: every stage that a learner with schedule.prefetch offers, until the run's last",
+        help="with --engine-only: with schedule.max_sample_age, every stage ahead of the learner, until the run's last",
     )
 
 
@@ -76,37 +79,36 @@ def _generate(options: Options) -> int:
         from mugrpo_megatron.engine.ahead import host_ahead
         from mugrpo_megatron.run.preflight import check_run
 
-        recipe, found = check_run(recipe, say)
-        with host_ahead(recipe) as ahead:
+        recipe, problems = check_run(recipe, say)
+        with host_ahead(recipe) as warm_host:
             say(IMPORTING)
             from mugrpo_megatron.commands.separate import generate_alone
 
-            generate_alone(recipe, options.stage, found, ahead)
+            generate_alone(recipe, options.stage, problems, warm_host)
 
     return with_recipe(options, run)
 
 
 def _generate_share(options: Options) -> int:
-    from mugrpo_megatron.run.batch import parse_share
-
-    share = parse_share(options.shard or "0/1")
+    share = import_module("mugrpo_megatron.extras.prefetch.shares").parse_share(options.shard or "0/1")
     if options.follow and options.stage is not None:
-        raise UserError("--follow takes the stages as the learner offers them; omit --stage")
+        raise UserError("--follow takes the stages as the learner comes to them; omit --stage")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.run.preflight import check_engine_only
 
-        if options.follow and not recipe.schedule.prefetch:
-            raise UserError("--follow waits for what a learner offers: set schedule.prefetch, or leave out --follow")
-        recipe, found = check_engine_only(recipe, say)
-        from mugrpo_megatron.phases.generate_share import follow, generate_share
-
-        if options.follow:
-            say(
-                f"share {share}: no stage is left to offer, and the {follow(recipe, share, found)} before are generated"
+        if options.follow and not recipe.schedule.max_sample_age:
+            raise UserError(
+                "--follow generates stages that a learner accepts ahead: set schedule.max_sample_age, or leave out "
+                "--follow"
             )
+        recipe, problems = check_engine_only(recipe, say)
+        engine_only = import_module("mugrpo_megatron.extras.prefetch.engine_only")
+        if options.follow:
+            stages = engine_only.follow(recipe, share, problems)
+            say(f"share {share}: the run has no further stage; {stages} were generated ahead")
             return
-        groups = generate_share(recipe, share, options.stage, found)
+        groups = engine_only.generate_share(recipe, share, options.stage, problems)
         say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
 
     return with_recipe(options, run)
@@ -117,9 +119,8 @@ def _takes_seal(parser: Parser) -> None:
 
 
 def _seal(options: Options) -> int:
-    from mugrpo_megatron.commands.seal import seal
-
-    say(visible(seal(options.run_dir)))
+    sealing = import_module("mugrpo_megatron.extras.prefetch.sealing")
+    say(visible(sealing.seal(options.run_dir)))
     return 0
 
 

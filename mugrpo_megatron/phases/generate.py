@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
@@ -16,12 +17,44 @@ from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.directory import InUse, locked
+from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
+
+LOOK_S = 1.0
+"""How often a learner that waits for other processes looks for them."""
+
+
+def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
+    """The cursor's stage on disk, sealed or not.
+
+    With `schedule.max_sample_age` other processes may be generating it ahead: waits while they do. Collective; raises
+    Stopped, with the learner saved, when the run is asked to stop meanwhile.
+    """
+    stage = run.stage_store(cursor, engines.writer)
+    if stage.sealed or not run.recipe.schedule.max_sample_age:
+        return stage
+    if run.is_main:
+        _wait_for_others(run, cursor)
+    run.world.barrier()
+    if any(run.world.any_rank(run.stop.asked)):
+        save_and_stop(run, cursor)
+    return run.stage_store(cursor, engines.writer)
+
+
+def _wait_for_others(run: Run, cursor: Cursor) -> None:
+    path = run.directory.stage_lock(cursor.stage)
+    with run.phase("generate", cursor), run.display.waiting(f"waiting for those that generate stage {cursor.stage}"):
+        while path.exists() and not run.stop.heard():
+            try:
+                with locked(path):
+                    return
+            except InUse:
+                time.sleep(LOOK_S)
 
 
 def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> None:
@@ -32,32 +65,32 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
     with every scored group on disk, when the run was asked to stop.
     """
-    recipe, generator = run.recipe, engines.generator
+    recipe, leader = run.recipe, engines.leader
     updates = cursor.stage_updates(recipe.schedule)
     groups = range(updates * recipe.rollout.prompts_per_update)
     queue = shared_queue(run.world, sorted(set(groups) - stage.present()) if run.is_main else [])
-    scorer = Scorer(generator.verifier, generator.tokenizer) if generator else None
+    scorer = Scorer(leader.verifier, leader.tokenizer) if leader else None
     with (
         run.phase("generate", cursor) as facts,
         run.display.bar(f"{run.title(cursor)}: generate", queue.total, "prompts") as bar,
     ):
-        if generator and scorer:
-            for group in scorer.during(_sampled(run, generator, cursor, queue, bar)):
+        if leader and scorer:
+            for group in scorer.during(_sampled(run, leader, cursor, queue, bar)):
                 stage.append(rows_of(group, recipe))
             if run.stop.asked:
                 stage.flush()  # before it waits: another rank may have died
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
-        facts["engine_memory"] = max(run.world.gather(_engine_memory(generator)))
-        _log_loads(run, generator, cursor)
+        facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
+        _log_loads(run, leader, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
             stage.append(rows_of(group, recipe))
         stage.flush()
         run.world.barrier()
         (stopping,) = run.world.any_rank(run.stop.asked)
-        report_failures(run, generator)
+        report_failures(run, leader)
         written = run.world.gather(stage.written)
         check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
         if run.is_main and not stopping and stage.named().issuperset(groups):
@@ -77,33 +110,33 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
 
 
 def sampled(
-    run: Run, generator: Generator, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
+    run: Run, leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
 ) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
     Ends early when the engine fails or the run is asked to stop; what is in flight is then dropped.
     """
-    if generator.engine.running and not run.stop.heard():
+    if leader.engine.running and not run.stop.heard():
         try:
-            with closing(generator.engine.generate_from(take, n, how)) as groups:
+            with closing(leader.engine.generate_from(take, n, how)) as groups:
                 for group in groups:
                     yield group
                     if run.stop.heard():
                         break
         except EngineFailure as failure:
-            generator.failed(failure)
+            leader.failed(failure)
     if run.stop.asked:
         queue.close()
 
 
-def report_failures(run: Run, generator: Generator | None) -> None:
+def report_failures(run: Run, leader: EngineLeader | None) -> None:
     """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
     Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
     """
     mine = None
-    if generator and generator.failure:
-        mine, generator.failure = (str(generator.failure), generator.failures_in_a_row), None
+    if leader and leader.failure:
+        mine, leader.failure = (str(leader.failure), leader.failures_in_a_row), None
     for rank, report in enumerate(run.world.gather(mine)):
         if report is None:
             continue
@@ -114,33 +147,33 @@ def report_failures(run: Run, generator: Generator | None) -> None:
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
-def _sampled(run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
+def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
     """`sampled` for the stage at `cursor`; counts finished groups, and leaves the queue where the engine fails."""
     recipe = run.recipe
 
     def take(waiting: int, slots: int) -> list[Prompt]:
-        return [stage_prompt(recipe, generator.problems, cursor, g) for g in queue.take(waiting, slots)]
+        return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
-    how = sampling(recipe, generator.tokenizer)
-    for prompt, responses in sampled(run, generator, queue, take, recipe.rollout.responses_per_prompt, how):
-        generator.failures_in_a_row = 0
+    how = sampling(recipe, leader.tokenizer)
+    for prompt, responses in sampled(run, leader, queue, take, recipe.rollout.responses_per_prompt, how):
+        leader.failures_in_a_row = 0
         yield prompt, responses
         queue.finished(sum(len(response.ids) for response in responses))
         _show_totals(bar, queue, run.is_main)
-    if not generator.engine.running:
+    if not leader.engine.running:
         queue.leave()
 
 
-def _engine_memory(generator: Generator | None) -> float:
+def _engine_memory(leader: EngineLeader | None) -> float:
     """Bytes of this rank's engine, as the metric `engine_memory` counts them; 0 without an engine."""
-    if generator is None:
+    if leader is None:
         return 0.0
-    return device_memory_in_use() or generator.engine.memory
+    return device_memory_in_use() or leader.engine.memory
 
 
-def _log_loads(run: Run, generator: Generator | None, cursor: Cursor) -> None:
+def _log_loads(run: Run, leader: EngineLeader | None, cursor: Cursor) -> None:
     """Log the engines' loads during the generation that has just ended. Collective."""
-    mine = (generator.slot.number, generator.engine.record.loads) if generator else (0, [])
+    mine = (leader.slot.number, leader.engine.record.loads) if leader else (0, [])
     for engine, loads in run.world.gather(mine):
         for load in loads:
             run.log.engine(cursor.stage, engine, load.time, load.metrics())

@@ -28,7 +28,7 @@ from mugrpo_megatron.run.record import (
     with_model,
     write_record,
 )
-from mugrpo_megatron.stages.logprobs import sums
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -39,7 +39,7 @@ FREE_TO_BRANCH = (
     "rollout.behaviour",
     "schedule.stages",
     "schedule.passes",
-    "schedule.prefetch",
+    "schedule.max_sample_age",
     "schedule.min_ess",
     "schedule.max_vetoed",
     "run.dir",
@@ -86,7 +86,7 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
 def _of_other_routes(recipe: Recipe, source: Recipe, logprobs: Path) -> list[str]:
     """Names of the behaviour logprobs' files, if the source computed them with other experts than the branch takes."""
     same = source.learner.routing_replay == recipe.learner.routing_replay
-    return [] if same else [logprobs.name, sums(logprobs).name]
+    return [] if same else [logprobs.name, LogprobColumn(logprobs, {}).index.name]
 
 
 def stage_to_take(source: Path, stage: int | None) -> int:

@@ -13,7 +13,7 @@ class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
     `age` counts the updates already taken on the stage's responses, so it is also how stale they are, but for those
-    that were sampled before the stage began (`schedule.prefetch`). Each of the stage's µ updates is taken
+    that were sampled before the stage began (`schedule.max_sample_age`). Each of the stage's µ updates is taken
     `schedule.passes` times. A run is finished after S µ x passes updates; where stages end early, it takes more than S
     stages to get there.
     """
@@ -59,19 +59,14 @@ class Cursor:
         length = self.stage_length(schedule, held)
         return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - held))
 
-    def offers(self, schedule: ScheduleSection, held: int) -> Cursor | None:
-        """The start of the next stage, if the weights at this cursor may sample it: `schedule.prefetch`; else None.
+    def samples_next(self, schedule: ScheduleSection) -> bool:
+        """Whether the weights here are the first that may sample the next stage: `schedule.max_sample_age`.
 
-        They may from that many updates before the stage's end on, from its start where it is shorter.
+        They are of that many updates before the stage's end, or of its start where it is shorter.
         """
-        following = self.next_stage(schedule, held)
-        due = following.updates - self.updates <= schedule.prefetch
-        return following if due and not following.finished(schedule) else None
-
-    def begins_offer(self, schedule: ScheduleSection, held: int) -> bool:
-        """Whether this is the first cursor of the stage at which `offers` names the next one."""
-        left = self.stage_length(schedule, held) - self.age
-        return left == schedule.prefetch or (self.age == 0 and left < schedule.prefetch)
+        length = self.stage_length(schedule, self.stage_updates(schedule))
+        last = self._before_stage + length >= schedule.total_updates
+        return not last and length - self.age == min(schedule.max_sample_age, length) > 0
 
     def of_stage(self, schedule: ScheduleSection, held: int) -> float:
         """The part of the stage's updates that are taken, from 0 to below 1."""

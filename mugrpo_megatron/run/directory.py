@@ -67,6 +67,10 @@ class RunDirectory:
     def stage(self, stage: int) -> Path:
         return self.path / "stages" / f"{stage:05d}"
 
+    def stage_lock(self, stage: int) -> Path:
+        """Held by processes that generate the stage ahead of the learner, which waits for them."""
+        return self.path / "stages" / f"{stage:05d}.lock"
+
     def stages(self) -> dict[int, Path]:
         """The directories of stages, by number; others next to them, such as a backup, are left out."""
         found = sorted((self.path / "stages").glob("[0-9]" * 5))
@@ -219,7 +223,7 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    allowed = {"schedule.prefetch_patience_s", "run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
+    allowed = {"run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
     if new.schedule.growth == 1.0:  # else the lengths of stages depend on their number
         allowed.add("schedule.stages")
     if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):

@@ -164,16 +164,10 @@ def check_hf(run_dir: Path) -> None:
         raise UserError(f"{hf / foreign[0]} was not written by this run, which replaces {hf}; move it elsewhere")
 
 
-def mark(
-    record: Record, cursor: Mapping[str, int] | None = None, samples: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """The content of `MARK`: the run, the model of the hub that it started from, and the cursor of these weights.
-
-    `samples` is the start of the later stage that these weights sample, where `schedule.prefetch` asks for that.
-    """
+def mark(record: Record, cursor: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The content of `MARK`: the run, the model of the hub that it started from, and the cursor of these weights."""
     from_hub = {"model": asdict(record.model)} if record.model else {}
-    places = {"cursor": cursor, "samples": samples}
-    return {"run": record.id, **from_hub} | {name: dict(place) for name, place in places.items() if place}
+    return {"run": record.id, **from_hub} | ({"cursor": dict(cursor)} if cursor else {})
 
 
 def _real(path: Path) -> Path:

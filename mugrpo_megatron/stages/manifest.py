@@ -80,8 +80,8 @@ class Origin:
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer by
-    `schedule.prefetch`."""
+    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer where it was
+    generated ahead (`schedule.max_sample_age`)."""
 
 
 @dataclass(frozen=True, slots=True)

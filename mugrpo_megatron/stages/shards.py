@@ -11,7 +11,7 @@ from typing import IO, Final
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.samples import HeldRoutes, Sample
-from mugrpo_megatron.stages.route_column import add_routes
+from mugrpo_megatron.stages.routes import add_routes
 from mugrpo_megatron.stages.schema import to_table
 
 SHARD_TOKENS = 1 << 20

@@ -45,8 +45,7 @@ from mugrpo_megatron.stages.manifest import (
     verify,
     write_manifest,
 )
-from mugrpo_megatron.stages.route_column import take_routes, without_routes
-from mugrpo_megatron.stages.routes import routes_path, with_routes, write_routes
+from mugrpo_megatron.stages.routes import route_column, take_routes, with_routes, without_routes
 from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, training_columns
 from mugrpo_megatron.stages.shards import COMPRESSION, Waiting, write_shard
 from mugrpo_megatron.stages.summary import StageStatistics
@@ -235,10 +234,10 @@ class StageStore:
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
         shards = covering(self.directory, named, wanted)
         path = self.directory / SEALED_NAME
-        found = pq.read_schema(self.directory / shards[0].file)
-        schema, of = without_routes(found), dict[str, str]()
+        stored = pq.read_schema(self.directory / shards[0].file)
+        schema, of = without_routes(stored), dict[str, str]()
         statistics = StageStatistics()
-        with write_routes(routes_path(self.directory, "rollout"), of, write=found != schema) as append_routes:
+        with route_column(self.directory, "rollout", of).write(stored != schema) as append_routes:
             with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
                 for whole in in_order(self.directory, shards, updates, prompts_per_update):
                     table, routes = take_routes(whole)

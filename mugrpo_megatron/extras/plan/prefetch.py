@@ -1,4 +1,4 @@
-"""What `schedule.prefetch` saves: engines on other devices sample the next stage while the learner trains on this one.
+"""What sampling the next stage ahead saves (`schedule.max_sample_age`): other devices do it while the learner trains.
 
 A stage then takes the longer of two things: its own updates, or the sampling of the next stage, which begins `prefetch`
 updates before this one ends. The first stage is sampled by the learner's own engines, as without prefetch.
@@ -79,7 +79,7 @@ def hiding_split(case: Case) -> Split | None:
 def _possible(recipe: Recipe) -> bool:
     """Whether a recipe has a next stage, ends its stages at known updates and takes logprobs from the engine.
 
-    The recipe's own checks refuse `schedule.prefetch` otherwise.
+    The recipe's own checks refuse `schedule.max_sample_age` otherwise.
     """
     schedule = recipe.schedule
     sampled = recipe.rollout.behaviour == "engine" and recipe.learner.routing_replay != "learner"
@@ -122,7 +122,7 @@ def _split(case: Case, own: Phases, training: Cluster, generating: Cluster) -> S
     except UserError:
         return None
     update = own.optimize / schedule.updates_on_stage
-    prefetch = schedule.prefetch or min(schedule.updates_on_stage, math.ceil(sampling / update))
+    prefetch = schedule.max_sample_age or min(schedule.updates_on_stage, math.ceil(sampling / update))
     wait = max(0.0, sampling - prefetch * update)
     before, _ = evaluations(case.recipe)
     first = own.switch + own.sync + own.generate + own.score

@@ -30,7 +30,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.generator import Generator, start
-from mugrpo_megatron.run.prefetch import stage_origin
+from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, restore
 from mugrpo_megatron.run.together import join, meet

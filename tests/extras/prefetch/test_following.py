@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mugrpo_megatron.run.batch import Standing, begin, standing
+from mugrpo_megatron.run.following import offered_stages
+from mugrpo_megatron.run.prefetch import read_mark, stage_origin
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection
-from mugrpo_megatron.run.batch import Standing, begin, standing
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.following import offered_stages
-from mugrpo_megatron.run.prefetch import read_mark, stage_origin
 from mugrpo_megatron.run.record import MARK, Branch, Record, claim, mark, read_record
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.stages.manifest import Manifest, Origin, manifest_name, write_manifest

@@ -30,15 +30,15 @@ Chosen = list[tuple[int, Sample, float]]
 """Responses with their update and their advantage."""
 
 
-def probe(run: Run, learner: Learner, cursor: Cursor, age: int) -> None:
-    """Score the probed responses of the cursor's stage after `age` of its updates, if the recipe asks. Collective."""
+def probe(run: Run, learner: Learner, stage: StageStore, cursor: Cursor, age: int) -> None:
+    """Score the probed responses of the stage after `age` of its updates, if the recipe asks. Collective."""
     schedule = run.recipe.schedule
     length = cursor.stage_length(schedule, cursor.stage_updates(schedule))
     if not run.recipe.report.probe_responses or age not in probe_ages(length):
         return
     directory = run.directory.probe(cursor.stage)
     with run.log.phase("probe", cursor.stage):
-        chosen = probed(run.stage_store(cursor), run.recipe)
+        chosen = probed(stage, run.recipe)
         logprobs = token_logprobs(learner, [sample for _, sample, _ in chosen])
         if run.is_main and age == 0:
             write_responses(directory, _described(chosen, run.recipe))

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mugrpo_megatron.run.batch import Share, begin, mark_share, parse_share, shares_of, standing
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.batch import Share, begin, mark_share, parse_share, shares_of, standing
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import InUse, RunDirectory, locked
 from mugrpo_megatron.run.record import MARK, claim, mark, read_record
