@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
-from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.update import update
-from mugrpo_megatron.phases import (
-    evaluate_if_due,
-    finish,
-    generate,
-    open_stage,
-    save_if_due,
-    sleep_engines,
-    stage_to_generate,
-    sync_weights,
-)
+from mugrpo_megatron.phases.evaluate import evaluate_if_due
+from mugrpo_megatron.phases.finish import finish
+from mugrpo_megatron.phases.generate import generate, sleep_engines, stage_to_generate, sync_weights
+from mugrpo_megatron.phases.saves import save_if_due
+from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.leader import Engines
-from mugrpo_megatron.run.run import Run, open_run
+from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run
 
 
 def train(recipe: Recipe) -> None:

@@ -10,9 +10,8 @@ from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
+from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.phases.saves import save_and_stop
-from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept

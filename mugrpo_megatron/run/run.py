@@ -33,6 +33,8 @@ from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
 
+__all__ = ["Cursor", "Engines", "Learner", "Run", "open_run"]
+
 
 @dataclass(frozen=True)
 class Run:
