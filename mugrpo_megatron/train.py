@@ -7,7 +7,6 @@ from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
 from mugrpo_megatron.phases.finish import finish
 from mugrpo_megatron.phases.generate import generate, sleep_engines, stage_to_generate, sync_weights
-from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.phases.stage import open_stage
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.run import Cursor, Engines, Learner, Run, open_run
@@ -56,5 +55,5 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
             advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective)
             metrics = update(learner, batch.samples, advantages, batch.progress)
             stage.record(cursor, batch, metrics)
-            save_if_due(run, stage.cursor)
+            stage.save_if_due()
     return stage.cursor

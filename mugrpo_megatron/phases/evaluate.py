@@ -11,7 +11,6 @@ from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_o
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
-from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept
@@ -68,7 +67,7 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
         done = _evaluate(run, engines.leader, cursor)
         sleep_engines(run, learner, engines)
         if any(run.world.any_rank(not done and run.stop.asked)):
-            save_and_stop(run, cursor, "the evaluation is dropped, to be made when the run goes on; ")
+            raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:

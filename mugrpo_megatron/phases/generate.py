@@ -19,7 +19,6 @@ from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.learner.learner import Learner, offload, reload
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
@@ -48,7 +47,7 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
         _wait_for_others(run, cursor)
     run.world.barrier()
     if any(run.world.any_rank(run.stop.asked)):
-        save_and_stop(run, cursor)
+        raise run.stop.all_stopped(cursor)
     return run.stage_store(cursor, engines.writer)
 
 
@@ -186,7 +185,9 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     if any(run.world.any_rank(run.is_main and stage.sealed)):
         check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
-        save_and_stop(run, cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; ")
+        raise run.stop.all_stopped(
+            cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; "
+        )
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:

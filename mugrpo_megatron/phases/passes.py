@@ -11,7 +11,6 @@ from mugrpo_megatron.learner.learner import Learner, holding
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import StageUpdates, anchor_weights
-from mugrpo_megatron.phases.saves import save_and_stop
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import check_begun
@@ -46,7 +45,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
         ):
             yield each(bar)
     except _StopAsked:
-        save_and_stop(run, cursor)
+        raise run.stop.all_stopped(cursor) from None
     run.world.barrier()
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import NoReturn
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import MARK, check_hf, mark
 from mugrpo_megatron.run.run import Run
@@ -36,25 +34,7 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
             if exports:
                 write_hf(run, cursor)
     if stopping:
-        save_and_stop(run, cursor)
-
-
-def save_now(run: Run, cursor: Cursor) -> None:
-    """Save the learner, durably, unless it is saved at `cursor`, where the run will resume. Collective."""
-    run.saver.wait()
-    if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
-        with run.log.phase("save", cursor.stage):
-            run.saver.save(cursor)
-        run.saver.wait()
-
-
-def save_and_stop(run: Run, cursor: Cursor, also: str = "") -> NoReturn:
-    """`save_now`, and raise Stopped. Collective.
-
-    `also` says what else is kept or dropped.
-    """
-    save_now(run, cursor)
-    raise run.stop.stopped(f"{also}the learner is saved at update {cursor.updates} of the run")
+        raise run.stop.all_stopped(cursor)
 
 
 def write_hf(run: Run, cursor: Cursor) -> None:

@@ -22,6 +22,7 @@ from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
 from mugrpo_megatron.phases.passes import compute_anchor, record_behaviour, refresh_reference
 from mugrpo_megatron.phases.probes import probe
+from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
@@ -95,6 +96,10 @@ class Stage:
         exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(metrics, schedule))[0]
         probe(run, learner, self._updates.store, cursor, age=cursor.age + 1)
         self.cursor = cursor.advanced(schedule, length, exhausted)
+
+    def save_if_due(self) -> None:
+        """Save the learner, from which the run would resume at `self.cursor`, where that is due (`saves`). Collective."""
+        save_if_due(self._run, self.cursor)
 
 
 def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:

@@ -118,7 +118,8 @@ def open_run(
             record = world.broadcast(files.record)
             assert record is not None
             cursor = restore(learner, files.directory, record, files.log, files.display)
-            saver = stack.enter_context(open_saver(learner, files.directory.checkpoints, recipe.checkpoint, record.id))
+            place = files.directory.checkpoints
+            saver = stack.enter_context(open_saver(learner, place, recipe.checkpoint, record.id, files.log))
             engines = stack.enter_context(open_engines(learner, world, files, seat, prepared))
         greet(files, cursor, recipe, prepared)
         with telling_failures(learner.ranks):

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks, named_phase
 from mugrpo_megatron.learner.heartbeat import named
+from mugrpo_megatron.run.cursor import Cursor
 
 HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOOK_EVERY_S = 1.0
@@ -39,6 +40,14 @@ class Stopped(Exception):
         super().__init__(kept)
         self.code = code
         """Exit code of the command: 130 after Ctrl-C, so that a script does not go on, else 0."""
+
+
+class AllStopped(Stopped):
+    """Every rank has stopped at one place: the learner is saved at `cursor` on the way out (`checkpoints.open_saver`)."""
+
+    def __init__(self, kept: str, code: int, cursor: Cursor) -> None:
+        super().__init__(f"{kept}the learner is saved at update {cursor.updates} of the run", code)
+        self.cursor = cursor
 
 
 def no_others(tell: bool) -> bool:
@@ -82,7 +91,15 @@ class StopRequest:
 
     def stopped(self, kept: str) -> Stopped:
         """What ends the run, with what it keeps."""
-        return Stopped(kept, 130 if self.interrupted else 0)
+        return Stopped(kept, self._code)
+
+    def all_stopped(self, cursor: Cursor, also: str = "") -> AllStopped:
+        """What ends the run where all ranks have agreed to stop; `also` says what is kept or dropped, the learner aside."""
+        return AllStopped(also, self._code, cursor)
+
+    @property
+    def _code(self) -> int:
+        return 130 if self.interrupted else 0
 
     @contextmanager
     def at_once(self, kept: str) -> Iterator[None]:
