@@ -98,7 +98,7 @@ class Stage:
         self.cursor = cursor.advanced(schedule, length, exhausted)
 
     def save_if_due(self) -> None:
-        """Save the learner, from which the run would resume at `self.cursor`, where that is due (`saves`). Collective."""
+        """Save the learner where that is due, so that the run would resume at `self.cursor`. Collective."""
         save_if_due(self._run, self.cursor)
 
 

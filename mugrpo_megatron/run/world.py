@@ -43,7 +43,7 @@ class Stopped(Exception):
 
 
 class AllStopped(Stopped):
-    """Every rank has stopped at one place: the learner is saved at `cursor` on the way out (`checkpoints.open_saver`)."""
+    """Every rank has stopped at one place: `checkpoints.open_saver` saves the learner at `cursor` on the way out."""
 
     def __init__(self, kept: str, code: int, cursor: Cursor) -> None:
         super().__init__(f"{kept}the learner is saved at update {cursor.updates} of the run", code)
@@ -94,7 +94,7 @@ class StopRequest:
         return Stopped(kept, self._code)
 
     def all_stopped(self, cursor: Cursor, also: str = "") -> AllStopped:
-        """What ends the run where all ranks have agreed to stop; `also` says what is kept or dropped, the learner aside."""
+        """What ends the run where all ranks agree to stop; `also` says what is kept or dropped, the learner aside."""
         return AllStopped(also, self._code, cursor)
 
     @property

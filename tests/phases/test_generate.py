@@ -28,10 +28,10 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import Stopped, World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
@@ -106,7 +106,7 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
     engine = Oracle()
     problems: Any = SimpleNamespace(train=FittingPrompts(PROBLEMS, [[1]] * len(PROBLEMS), 0))
     slot: Any = SimpleNamespace(number=0)
-    generator = Generator(slot, cast(Any, engine), verifier, TOKENIZER, problems)
+    generator = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, problems)
     ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
     saver = cast(Saver, SimpleNamespace(wait=lambda: None, save=lambda cursor: None))
     world = World(ranks, None, engines=1)
@@ -119,7 +119,7 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
     stage = stand.run.stage_store(CURSOR)
     samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, whole=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
-    generator = stand.engines.generator
+    generator = stand.engines.leader
     assert generator
     prompts = [stage_prompt(RECIPE, generator.problems, CURSOR, group) for group in range(GROUPS)]
     assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]
@@ -192,8 +192,8 @@ class SlowVerifier:
 
 def test_a_request_to_stop_does_not_wait_for_scores(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group that is scored by then goes to disk, those behind an unscored one too."""
-    assert stand.engines.generator
-    monkeypatch.setattr(stand.engines.generator, "verifier", SlowVerifier())
+    assert stand.engines.leader
+    monkeypatch.setattr(stand.engines.leader, "verifier", SlowVerifier())
     stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped, match=f"{GROUPS // 2} of {GROUPS} groups of this stage are on disk"):
         stand.generate()
@@ -210,8 +210,8 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
     with pytest.raises(Stopped):
         stand.generate()
     assert stand.failures == 0
-    assert stand.engines.generator
-    assert stand.engines.generator.failures_in_a_row == 0
+    assert stand.engines.leader
+    assert stand.engines.leader.failures_in_a_row == 0
 
 
 def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:

@@ -24,7 +24,7 @@ from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, locked
-from mugrpo_megatron.run.generator import first_start_problem
+from mugrpo_megatron.run.leader import first_start_problem
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.world import StopRequest, listening
 from mugrpo_megatron.samples import Prompt

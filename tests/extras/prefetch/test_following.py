@@ -1,31 +1,33 @@
-"""Which stage is offered when, which weights sample it, and what a process that follows does."""
+"""Stages generated ahead: which, with which weights, and what the learner makes of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from itertools import groupby, pairwise
+from itertools import groupby
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mugrpo_megatron.run.batch import Standing, begin, standing
-from mugrpo_megatron.run.following import offered_stages
-from mugrpo_megatron.run.prefetch import read_mark, stage_origin
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.prefetch.following import ahead, claimed, seal_ahead, stages_ahead
+from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share, position
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.record import MARK, Branch, Record, claim, mark, read_record
-from mugrpo_megatron.samples import Problem
-from mugrpo_megatron.stages.manifest import Manifest, Origin, manifest_name, write_manifest
+from mugrpo_megatron.run.origin import hf_cursor, stage_origin
+from mugrpo_megatron.run.record import MARK, Branch, Record, claim, mark
+from mugrpo_megatron.samples import Problem, Sample
+from mugrpo_megatron.stages.manifest import Manifest, Origin, write_manifest
+from mugrpo_megatron.stages.store import StageStore
 
-FOUND = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
+PROBLEMS = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
 
 
 @st.composite
@@ -36,7 +38,7 @@ def schedules(draw: st.DrawFn) -> ScheduleSection:
         updates_per_stage=updates,
         passes=passes,
         growth=draw(st.sampled_from([1.0, 0.5, 2.0])),
-        prefetch=draw(st.integers(0, updates * passes)),
+        max_sample_age=draw(st.integers(0, updates * passes)),
     )
 
 
@@ -49,161 +51,206 @@ def visited(schedule: ScheduleSection) -> list[Cursor]:
 
 
 @given(schedules())
-def test_every_stage_but_the_first_is_offered_once_as_early_as_asked(schedule: ScheduleSection) -> None:
-    cursors = visited(schedule)
-    starts = [cursor for cursor in cursors if cursor.age == 0]
-    stages = [list(rows) for _, rows in groupby(cursors[:-1], key=lambda cursor: cursor.stage)]
-    for own, (start, following) in zip(stages, pairwise(starts), strict=True):
-        held = start.stage_updates(schedule)
-        assert {cursor.next_stage(schedule, held) for cursor in own} == {following}
-        offering = [cursor for cursor in own if cursor.offers(schedule, held)]
-        begins = [cursor for cursor in own if cursor.begins_offer(schedule, held)]
-        if not schedule.prefetch:
-            assert not offering
-            assert not begins
-            continue
-        assert len(begins) == 1
-        assert following.updates - begins[0].updates == min(schedule.prefetch, len(own)), "the staleness of its start"
-        if following.finished(schedule):
-            assert not offering
-        else:
-            assert offering == own[begins[0].age :]
-            assert {cursor.offers(schedule, held) for cursor in offering} == {following}
+def test_hf_is_written_once_in_every_stage_but_the_last_as_early_as_it_may_sample_the_next(
+    schedule: ScheduleSection,
+) -> None:
+    stages = [list(rows) for _, rows in groupby(visited(schedule)[:-1], key=lambda cursor: cursor.stage)]
+    for number, cursors in enumerate(stages):
+        first = [cursor for cursor in cursors if cursor.samples_next(schedule)]
+        assert len(first) == (schedule.max_sample_age > 0 and number < len(stages) - 1)
+        for cursor in first:
+            following = cursor.next_stage(schedule, cursor.stage_updates(schedule))
+            assert following == stages[number + 1][0]
+            assert following.updates - cursor.updates == min(schedule.max_sample_age, len(cursors))
 
 
-@given(schedules())
-def test_prefetch_0_is_the_schedule_without_the_key(schedule: ScheduleSection) -> None:
-    zero = schedule.model_copy(update={"prefetch": 0})
-    absent = ScheduleSection.model_validate(schedule.model_dump(exclude={"prefetch"}))
-    assert zero == absent
-    assert visited(zero) == visited(absent) == visited(schedule), "prefetch moves no update"
-    for cursor in visited(zero)[:-1]:
-        held = cursor.stage_updates(zero)
-        assert (cursor.offers(zero, held), cursor.begins_offer(zero, held)) == (None, False)
-
-
-def test_prefetch_0_is_the_recipe_without_the_key(tmp_path: Path) -> None:
+def test_max_sample_age_0_is_the_recipe_without_the_key(tmp_path: Path) -> None:
     """Byte by byte where a run keeps its recipe, and the run of one is continued with the other."""
-    zero = recipe_of(tmp_path, prefetch=0)
+    zero = recipe_of(tmp_path, age=0)
     table = zero.model_dump(mode="json")
-    del table["schedule"]["prefetch"]
+    del table["schedule"]["max_sample_age"]
     absent = Recipe.model_validate(table)
     assert dump_recipe(zero) == dump_recipe(absent)
-    begun = begin(absent, FOUND)
-    assert begin(zero, FOUND) == begun
-    kept = RunDirectory(zero.run.dir).recipe
-    lines = kept.read_text().splitlines(keepends=True)
-    kept.write_text("".join(line for line in lines if not line.startswith("prefetch = ")))
-    assert begin(zero, FOUND) == begun, "a run that was begun before the key was there"
+    first = begin(absent, PROBLEMS)
+    assert begin(zero, PROBLEMS) == first
+    path = RunDirectory(zero.run.dir).recipe
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if not line.startswith("max_sample_age = ")))
+    assert begin(zero, PROBLEMS) == first, "a run that was begun before the key was there"
 
 
-def recipe_of(tmp_path: Path, prefetch: int = 2, stages: int = 3) -> Recipe:
+def recipe_of(tmp_path: Path, age: int = 2, stages: int = 3) -> Recipe:
     weights = tmp_path / "model"
     weights.mkdir(exist_ok=True)
     (weights / "model.safetensors").write_bytes(b"weights")
-    schedule = {"stages": stages, "updates_per_stage": 4, "prefetch": prefetch}
     return Recipe.model_validate(
-        {"run": {"dir": str(tmp_path / "run")}, "model": {"path": str(weights)}, "schedule": schedule}
+        {
+            "run": {"dir": str(tmp_path / "run")},
+            "model": {"path": str(weights)},
+            "schedule": {"stages": stages, "updates_per_stage": 4, "max_sample_age": age},
+            "rollout": {"prompts_per_update": 1, "responses_per_prompt": 2},
+        }
     )
 
 
-def write_mark(directory: RunDirectory, record: Record, cursor: Cursor, samples: Cursor | None = None) -> None:
+def write_hf(recipe: Recipe, cursor: Cursor) -> None:
+    """As the learner does at the cursor."""
+    directory = RunDirectory(recipe.run.dir)
     directory.hf.mkdir(exist_ok=True)
-    write_json(directory.hf / MARK, mark(record, asdict(cursor), asdict(samples) if samples else None))
+    weights = directory.hf / "model.safetensors"
+    weights.unlink(missing_ok=True)  # hf/ is replaced, never written into
+    weights.write_bytes(b"after %d" % cursor.updates)
+    (directory.hf / MARK).unlink(missing_ok=True)
+    write_json(directory.hf / MARK, mark(claim(recipe.run.dir), asdict(cursor)))
 
 
-def test_a_stage_is_of_the_weights_that_were_offered_for_it(tmp_path: Path) -> None:
-    """By the mark until something of the stage is on disk, then by that; never of weights outside the window."""
+def fill(stage: Path, origin: Origin, writer: int, groups: range) -> StageStore:
+    store = StageStore(stage, writer, origin)
+    ids, logprobs = np.arange(3, dtype=np.int32), -np.arange(3, dtype=np.float32)
+    for group in groups:
+        store.append([Sample(group, "p", ids, ids, logprobs, float(r), origin.updates, "stop") for r in range(2)])
+    store.flush()
+    return store
+
+
+def sealed(recipe: Recipe, stage: int) -> None:
+    """The run's stage as the learner generates it."""
+    directory = RunDirectory(recipe.run.dir)
+    fill(directory.stage(stage), Origin(claim(recipe.run.dir).id, stage, 4 * stage), 0, range(4)).seal(4, 1)
+
+
+def test_a_sealed_stage_may_be_of_weights_of_the_stated_age_and_no_older(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    directory, record = RunDirectory(recipe.run.dir), begin(recipe, FOUND).record
+    directory, record = RunDirectory(recipe.run.dir), begin(recipe, PROBLEMS).record
     start = Cursor(1, 0, 4)
 
-    def version(cursor: Cursor = start, prefetch: int = 2, of: Record = record) -> int:
-        return stage_origin(directory, of, cursor, ScheduleSection(updates_per_stage=4, prefetch=prefetch)).updates
+    def version(cursor: Cursor = start, age: int = 2, of: Record = record) -> int:
+        return stage_origin(directory, of, cursor, ScheduleSection(updates_per_stage=4, max_sample_age=age)).updates
 
-    assert read_mark(directory, record) is None
     assert version() == 4
-    write_mark(directory, record, Cursor(0, 3, 3), start)
-    assert standing(directory, recipe).origin == Origin(record.id, 1, 3)
-    assert standing(directory, recipe).offered
-    assert [version(), version(Cursor(1, 3, 7)), version(Cursor(2, 0, 8)), version(prefetch=0)] == [3, 3, 8, 4]
     stage = directory.stage(1)
     stage.mkdir()
-    write_manifest(stage, Manifest([], origin=Origin(record.id, 1, 2)), manifest_name(2))
-    assert [version(), version(prefetch=1), version(prefetch=0)] == [2, 3, 4]
-    write_mark(directory, record, Cursor(1, 2, 6), Cursor(2, 0, 8))
-    assert [version(), version(Cursor(2, 0, 8))] == [2, 6]
+    write_manifest(stage, Manifest([], origin=Origin(record.id, 1, 2)))
+    assert version() == 4, "what is not sealed is generated with the weights at the stage's start"
+    (stage / "manifest.json").unlink()
+    stage.rmdir()
+    fill(stage, Origin(record.id, 1, 2), 0, range(4)).seal(4, 1)
+    assert [version(), version(Cursor(1, 3, 7)), version(age=1), version(age=0)] == [2, 2, 4, 4]
+    assert version(Cursor(2, 0, 8)) == 8
     branch = Record("b", Branch("elsewhere", 1, record.id))
-    (directory.hf / MARK).unlink()
-    directory.hf.rmdir()
-    assert [version(prefetch=0, of=branch), version(Cursor(2, 0, 8), 0, of=branch)] == [2, 8]
-    write_manifest(stage, Manifest([], origin=Origin("another", 1, 3)), manifest_name(2))
-    assert version() == 4, "another run's says nothing"
+    assert [version(age=0, of=branch), version(Cursor(2, 0, 8), 0, of=branch)] == [2, 8]
+    assert version(of=Record("another")) == 4, "another run's says nothing"
 
 
-def following(recipe: Recipe, *changes: Callable[[], object]) -> list[Standing]:
+def following(recipe: Recipe, *changes: Callable[[], object]) -> list[Position]:
     """The stages that a process which follows is given, where `changes` happen between its looks."""
-    left = list(changes)
+    remaining = list(changes)
 
     def wait() -> bool:
-        if left:
-            left.pop(0)()
+        if remaining:
+            remaining.pop(0)()
             return True
         return False
 
-    return [where for where, _ in offered_stages(recipe, FOUND, wait)]
+    return [where for where, _ in stages_ahead(recipe, PROBLEMS, wait)]
 
 
-def test_who_follows_gets_each_offered_stage_once_until_the_last(tmp_path: Path) -> None:
+def test_who_follows_gets_each_stage_ahead_once_until_the_last(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     directory = RunDirectory(recipe.run.dir)
-    first, last = Cursor(1, 0, 4), Cursor(2, 0, 8)
 
-    def offer(cursor: Cursor, samples: Cursor | None = None) -> Callable[[], None]:
-        return lambda: write_mark(directory, claim(recipe.run.dir), cursor, samples)
+    def hf(cursor: Cursor) -> Callable[[], None]:
+        return lambda: write_hf(recipe, cursor)
 
     assert following(recipe) == [], "there is no run yet, and it was asked to stop"
-    found = following(
+    positions = following(
         recipe,
-        lambda: begin(recipe, FOUND),
-        lambda: None,
-        offer(Cursor(0, 2, 2), first),
-        lambda: None,
-        offer(Cursor(1, 2, 6), last),
-        lambda: pytest.fail("the last stage was offered"),
+        lambda: begin(recipe, PROBLEMS),
+        lambda: sealed(recipe, 0),  # the model's weights would be four updates old
+        hf(Cursor(0, 1, 1)),  # three
+        hf(Cursor(0, 2, 2)),
+        hf(Cursor(1, 0, 4)),  # stage 1 is the learner's to generate: it has no stage to train on
+        lambda: sealed(recipe, 1),
+        hf(Cursor(1, 2, 6)),
+        lambda: pytest.fail("the last stage was given"),
     )
-    record = read_record(recipe.run.dir)
-    assert record is not None
-    assert found == [Standing(record, first, directory.hf, 2), Standing(record, last, directory.hf, 6)]
-    assert following(recipe, lambda: pytest.fail("it is offered")) == found[1:], "as after a kill"
-    offer(Cursor(3, 0, 12))()
+    assert [(where.cursor, where.version) for where in positions] == [(Cursor(1, 0, 4), 2), (Cursor(2, 0, 8), 6)]
+    assert [where.stage for where in positions] == [ahead(directory, 1) / "stage", ahead(directory, 2) / "stage"]
+    sealed(recipe, 2)
+    assert following(recipe, lambda: None) == [], "the learner has it"
+    write_hf(recipe, Cursor(3, 0, 12))
     assert following(recipe, lambda: pytest.fail("the run is finished")) == []
-    (directory.path / "recipe.toml").write_text(
-        (directory.path / "recipe.toml").read_text().replace("stages = 3", "stages = 4")
-    )
-    assert following(recipe, offer(Cursor(2, 2, 10), Cursor(3, 0, 12)))[0].cursor.stage == 3, "the run was continued"
+
+
+def test_the_first_who_claims_a_stage_chooses_its_weights_and_the_last_seals_it(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    directory = RunDirectory(recipe.run.dir)
+    begin(recipe, PROBLEMS)
+    sealed(recipe, 0)
+    write_hf(recipe, Cursor(0, 2, 2))
+    (where,) = following(recipe)
+    first = claimed(directory, recipe, where)
+    write_hf(recipe, Cursor(1, 0, 4))
+    second = claimed(directory, recipe, where)
+    assert first == second
+    assert (first.weights / "model.safetensors").read_bytes() == b"after 2", "hf/ has gone on"
+    for number, one in enumerate((first, second)):
+        mark_share(Share(number, 2), one, PROBLEMS)
+        assert not seal_ahead(directory, recipe, one)
+        fill(one.stage, one.origin, number + 1, range(number, 4, 2))
+    assert seal_ahead(directory, recipe, first)
+    assert seal_ahead(directory, recipe, second), "it is done"
+    origin = stage_origin(directory, where.record, Cursor(1, 0, 4), recipe.schedule)
+    stage = StageStore(directory.stage(1), 0, origin)
+    assert stage.sealed
+    assert [sample.weight_version for sample in stage.read_update(3)] == [2, 2]
+    assert not list((directory.path / "ahead").iterdir())
+
+
+def test_what_was_begun_ahead_gives_way_to_the_learners_own(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    directory = RunDirectory(recipe.run.dir)
+    begin(recipe, PROBLEMS)
+    sealed(recipe, 0)
+    write_hf(recipe, Cursor(0, 2, 2))
+    (where,) = following(recipe)
+    where = claimed(directory, recipe, where)
+    mark_share(Share(0, 1), where, PROBLEMS)
+    fill(where.stage, where.origin, 1, range(4))
+    sealed(recipe, 1)
+    bits = (directory.stage(1) / "stage.parquet").read_bytes()
+    assert seal_ahead(directory, recipe, where)
+    assert (directory.stage(1) / "stage.parquet").read_bytes() == bits
+    assert not list((directory.path / "ahead").iterdir())
+
+
+def test_weights_inside_a_stage_begin_no_stage_without_follow(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path)
+    begin(recipe, PROBLEMS)
+    write_hf(recipe, Cursor(0, 2, 2))
+    with pytest.raises(UserError, match="holds stage00000-age00002: finish the stage .* ahead with `--follow`"):
+        position(RunDirectory(recipe.run.dir), recipe)
 
 
 def test_who_follows_another_run_or_other_problems_is_told(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    begin(recipe, FOUND)
-    with pytest.raises(UserError, match=r"other values of schedule.prefetch"):
-        following(recipe_of(tmp_path, prefetch=1))
+    begin(recipe, PROBLEMS)
+    with pytest.raises(UserError, match=r"other values of schedule.max_sample_age"):
+        following(recipe_of(tmp_path, age=1))
     with pytest.raises(UserError, match="other problems"):
-        list(offered_stages(recipe, Problems([Problem("p", "1 + 2", "3", "p")], [], []), lambda: False))
+        list(stages_ahead(recipe, Problems([Problem("p", "1 + 2", "3", "p")], [], []), lambda: False))
 
 
 def test_a_mark_that_comes_between_two_looks_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file system cannot swap two directories, hf/ has no name for a moment."""
-    directory, record = RunDirectory(tmp_path), claim(tmp_path)
+    recipe = recipe_of(tmp_path)
+    directory, record = RunDirectory(recipe.run.dir), begin(recipe, PROBLEMS).record
     exists = Path.exists
 
     def comes(path: Path, **options: bool) -> bool:
         if path == directory.hf and not exists(path):
-            write_mark(directory, record, Cursor(1, 0, 4))
+            write_hf(recipe, Cursor(1, 0, 4))
         return exists(path, **options)
 
     monkeypatch.setattr(Path, "exists", comes)
-    found = read_mark(directory, record)
-    assert found
-    assert found.cursor == Cursor(1, 0, 4)
+    assert hf_cursor(directory, record) == Cursor(1, 0, 4)
