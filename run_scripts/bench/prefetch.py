@@ -4,7 +4,7 @@
 
 Both are runs on a random Qwen2 of 100k parameters; one by `mugrpo train` alone, the other by `mugrpo train` and, beside
 it on the same machine, `--shares` processes with `--engine-only --follow`. Prints Markdown: seconds by phase of the
-learner's process, and how stale the data of each stage were. Phases lie in one another: the `save` that writes hf/ is in
+learner's process, and how stale the data of each stage were. Phases lie in one another: the `save` of hf/ is in
 `optimize`. `generate` of a stage that others generate is the wait for it.
 """
 

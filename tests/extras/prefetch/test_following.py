@@ -228,7 +228,7 @@ def test_weights_inside_a_stage_begin_no_stage_without_follow(tmp_path: Path) ->
     recipe = recipe_of(tmp_path)
     begin(recipe, PROBLEMS)
     write_hf(recipe, Cursor(0, 2, 2))
-    with pytest.raises(UserError, match="holds stage00000-age00002: finish the stage .* ahead with `--follow`"):
+    with pytest.raises(UserError, match=r"holds stage00000-age00002: finish the stage .* ahead with `--follow`"):
         position(RunDirectory(recipe.run.dir), recipe)
 
 
