@@ -124,9 +124,9 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
     tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
-    kept = [answers[place].kept for place in sorted(answers)]
-    if run.is_main and any(kept):
-        write_kept(run.directory.samples(cursor.updates), [one for one in kept if one])
+    shown = [answers[place].kept for place in sorted(answers)]
+    if run.is_main and any(shown):
+        write_kept(run.directory.samples(cursor.updates), [one for one in shown if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -142,10 +142,10 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
         queue = shared_queue(run.world, missing)
         own = _answered(run, leader, name, queue, bar) if leader else {}
         run.world.barrier()
-        found = {place: one for part in run.world.gather(own) for place, one in part.items()}
-        answers |= found
+        gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
+        answers |= gathered
         bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
-        if not found or any(run.world.any_rank(run.stop.asked)):
+        if not gathered or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
 
@@ -156,15 +156,17 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-    kept = set(chosen_places(names, run.recipe.report.eval_problems))
+    shown = set(chosen_places(names, run.recipe.report.eval_problems))
     answers: ByPlace = {}
 
-    def take(held: int, slots: int) -> list[Prompt]:
-        return [Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(held, slots)]
+    def take(waiting: int, slots: int) -> list[Prompt]:
+        return [
+            Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
+        ]
 
     groups = sampled(run, leader, queue, take, samples, how)
     for group in scored(groups, leader.verifier, leader.tokenizer, run.stop.heard):
-        answers[group.prompt.index] = _answers(group, group.prompt.index in kept)
+        answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers
 

@@ -192,10 +192,10 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
     """The main rank's `groups` as one queue for all engines. Collective; the other ranks' `groups` do not count."""
-    name, wanted = world.broadcast((uuid4().hex, groups))
+    name, missing = world.broadcast((uuid4().hex, groups))
     if world.ranks.world == 1:
-        return PromptQueue(wanted)
-    return PromptQueue(wanted, world.engines, lambda counter, amount: world.count(f"queue/{name}/{counter}", amount))
+        return PromptQueue(missing)
+    return PromptQueue(missing, world.engines, lambda counter, amount: world.count(f"queue/{name}/{counter}", amount))
 
 
 def sampled(

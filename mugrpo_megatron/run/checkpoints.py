@@ -181,10 +181,10 @@ def restore_newest(learner: Learner, directory: Path, record: Record, say: Calla
         for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # of a save or a removal that was killed
             shutil.rmtree(leftover)
         remove_leftovers(directory, CHECKPOINTS)
-    found = [named(directory) if is_main else []]
-    dist.broadcast_object_list(found)
+    candidates = [named(directory) if is_main else []]
+    dist.broadcast_object_list(candidates)
     damaged: list[tuple[Path, str]] = []
-    for candidate in reversed(found[0]):
+    for candidate in reversed(candidates[0]):
         damage = checkpoint.find_damage(learner, candidate)
         if damage is None:
             break

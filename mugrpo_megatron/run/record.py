@@ -90,8 +90,8 @@ def read_record(run_dir: Path) -> Record | None:
     try:
         body = read_sealed(path, "run")
         branch, model = body["branch"], body.get("model")
-        begun = Branch(**branch) if branch else None, HubModel(**model) if model else None
-        return Record(body["id"], *begun, body.get("weights", ""))
+        origin = Branch(**branch) if branch else None, HubModel(**model) if model else None
+        return Record(body["id"], *origin, body.get("weights", ""))
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged, so this run cannot be identified; restore the file from a copy") from None
 
@@ -229,8 +229,8 @@ def check_begun(record: Record, recipe: Recipe, what: str) -> None:
 
 def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Recipe:
     record = read_record(run_dir) if run_dir else None
-    begun = record.model if record else None
-    revision = begun.commit if begun and begun.name == name else recipe.model.revision
+    first = record.model if record else None
+    revision = first.commit if first and first.name == name else recipe.model.revision
     snapshot = download_model(name, revision, cached)
     return recipe.model_copy(update={"model": recipe.model.at(snapshot)})
 
@@ -252,7 +252,7 @@ def own_files(recipe: Recipe) -> dict[str, str]:
     }
     sums = {key: source_sum(name) for key, name in named.items()}
     sums["data.chat_template"] = file_sum(recipe.data.chat_template)
-    return {key: found for key, found in sums.items() if found}
+    return {key: digest for key, digest in sums.items() if digest}
 
 
 def file_sum(path: Path | None) -> str:

@@ -38,8 +38,8 @@ from mugrpo_megatron.stages.manifest import of_stage
 NAMES = {"rollout": "routes.bin", "learner": "learner_routes.bin"}
 """By whose routers chose: the engine's, which sampled the tokens, or the learner's before the stage's first update."""
 REPAIRS = {
-    "rollout": "restore both of its files from a copy, or remove the stage's directory to generate the stage again with "
-    'learner.routing_replay = "rollout"',
+    "rollout": "restore both of its files from a copy, or remove the stage's directory to generate the stage again "
+    'with learner.routing_replay = "rollout"',
     "learner": computed_again("inside this stage"),
 }
 

@@ -13,7 +13,7 @@ import pytest
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of, training_rewards
-from mugrpo_megatron.phases.passes import compute_anchor
+from mugrpo_megatron.phases.column_passes import compute_anchor
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor

@@ -12,10 +12,10 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import STATE
-from mugrpo_megatron.phases import passes as learner_passes
+from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases import stage as module
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of
-from mugrpo_megatron.phases.passes import refresh_reference
+from mugrpo_megatron.phases.column_passes import refresh_reference
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory

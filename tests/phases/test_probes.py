@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.phases import probes as module
-from mugrpo_megatron.phases.probes import PLACES, probe, probed
+from mugrpo_megatron.phases import stage as module
+from mugrpo_megatron.phases.stage import PLACES, probe, probed
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import passes as learner_passes
+from mugrpo_megatron.phases import column_passes as learner_passes
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of
-from mugrpo_megatron.phases.passes import record_behaviour
+from mugrpo_megatron.phases.column_passes import record_behaviour
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
