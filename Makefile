@@ -6,10 +6,11 @@ QUICK = not process and not slow and not night
 
 setup:
 	run_scripts/setup.sh
-check: setup  # linter, formatter, type checker
+check: setup  # linter, formatter, type checker, the size of the house
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	$(PYTHON) -m run_scripts.house --check
 test-quick: setup  # starts no process, under 90 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite
@@ -17,7 +18,7 @@ test:  # what a change must pass: check and the whole suite
 night: setup  # kill and scaling harnesses, comparisons with TRL, the report in a browser
 	$(PYTHON) -m pytest -m night
 docs: setup  # the pages that are made from the code
-	$(PYTHON) -m mugrpo_megatron.recipe.reference > docs/recipe.md
+	$(PYTHON) -m run_scripts.recipe_reference > docs/recipe.md
 	$(PYTHON) -m mugrpo_megatron.observe.metrics > docs/metrics.md
 lock:  # every version of the CUDA environment; needs uv
 	uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \

@@ -21,10 +21,10 @@ from checkpoints_convert.distributed_checkpoint import (
     write_part,
 )
 from checkpoints_convert.output import checked_output, open_output
+from mugrpo_megatron.checks.layouts import split_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import read_config
 from mugrpo_megatron.observe.progress import open_display
-from mugrpo_megatron.recipe.checks import split_problems
 from mugrpo_megatron.recipe.systems import ParallelSection
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture

@@ -33,8 +33,15 @@ fi
 
 pins=$(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -c1-12)
 stamp="$device${with_te:+ te}${with_apex:+ apex} $pins"
-is_ready() { [ "$(cat "$1/.ready" 2>/dev/null)" = "$stamp" ]; }
+here=$(pwd -P)
+# An environment names its own place: one that was copied or moved with its checkout would run the other checkout's code.
+is_ready() { [ "$(cat "$1/.ready" 2>/dev/null)" = "$stamp
+$here" ]; }
 if is_ready .venv; then exit 0; fi
+made_for=$(sed -n 2p .venv/.ready 2>/dev/null || true)
+if [ -n "$made_for" ] && [ "$made_for" != "$here" ]; then
+  echo "setup: .venv was made for $made_for, and this checkout is $here: installing again"
+fi
 
 python=
 for candidate in python3.11 python3.12 python3; do
@@ -131,7 +138,7 @@ if [ -n "$with_apex" ]; then
   }
 fi
 
-echo "$stamp" > "$venv/.ready"
+printf '%s\n' "$stamp" "$here" > "$venv/.ready"
 use
 # The former environment stays, as runs on other machines may use it, and older ones that a process here uses.
 for other in .venvs/*/; do

@@ -21,6 +21,7 @@ import torch
 from filelock import FileLock
 from hypothesis import settings
 
+from tests.checkout import ROOT
 from tests.cpu_seconds import cpu_seconds
 from tests.forked import STARTED
 
@@ -36,12 +37,29 @@ torch.set_num_threads(1)
 
 SLOW_S = 30.0
 SLOWEST = 10
+BUDGET_S = 600.0
+"""CPU seconds of the whole suite, all processes together: the goal."""
+LIMIT_S = 900.0
+"""Above it the suite fails: processors differ, so it is higher than the goal."""
 PROGRAMS = ("python", "bash", "sh", "mugrpo", "node", "chrom", "ip", "mount")
 """What counts as a process of a test; libraries ask others (ldconfig, fc-list) something at their first import."""
 
 CPU_SECONDS = "CPU seconds"
+TOTAL = pytest.StashKey[float]()
 STARTS = pytest.StashKey[list[str]]()
 """What the current test has started."""
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test meets what a command left in the checkout: each begins in an empty directory."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("cwd"))
+
+
+@pytest.fixture
+def in_checkout(monkeypatch: pytest.MonkeyPatch, _own_directory: None) -> None:
+    """For what a page says to type in the checkout; it reads only."""
+    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture(scope="session")
@@ -122,8 +140,21 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return result
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The tests that took the most CPU seconds."""
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The suite fails where it costs more than `LIMIT_S`; `night` has no limit. Workers leave it to the controller."""
+    if "PYTEST_XDIST_WORKER" in os.environ or session.config.option.markexpr == "night":
+        return
+    total = session.config.stash[TOTAL] = cpu_seconds()
+    if total > LIMIT_S and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """The suite's CPU seconds, and the tests that took the most."""
+    if total := config.stash.get(TOTAL, 0.0):
+        over = f": over the limit of {LIMIT_S:.0f}, so the suite fails" if total > LIMIT_S else ""
+        terminalreporter.write_line(f"{total:.0f} CPU seconds in all processes (goal {BUDGET_S:.0f}){over}")
     spent = [
         (value, report.nodeid, value > SLOW_S and not {"slow", "night"} & report.keywords.keys())
         for reports in terminalreporter.stats.values()

@@ -19,7 +19,7 @@ import pytest
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
-from mugrpo_megatron.commands import table_training
+from mugrpo_megatron.commands import training
 from mugrpo_megatron.engine import ahead
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
 from tests.tiny import save_model, write_recipe
@@ -307,7 +307,7 @@ def test_a_command_that_is_stopped_while_it_starts_ends_with_0(
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the signal was not heard")
 
-    monkeypatch.setattr(table_training, "with_recipe", start)
+    monkeypatch.setattr(training, "with_recipe", start)
     monkeypatch.setattr(sweep_grid, "read_grid", start)
     with pytest.raises(SystemExit) as ended:
         main(words)

@@ -1,4 +1,4 @@
-"""Links between the pages lead to files and headings that exist."""
+"""Links between the pages lead to files and headings that exist, and so do the tests and scripts that they name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-PAGES = sorted([*Path().glob("*.md"), *Path("docs").glob("*.md")])
+from tests.checkout import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *Path(ROOT, "docs").rglob("*.md")])
+NAMED = re.compile(r"(?<![\w/.])(?:tests|run_scripts)/[\w/.-]*\w/?")
 LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset)=\"([^\"]+)\"")
 
 
@@ -27,6 +30,12 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert there.exists(), f"{path}: {found[0]}"
         if anchor:
             assert anchor in anchors(there.read_text(encoding="utf-8")), f"{path}: {found[0]}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_the_tests_and_scripts_that_a_page_names_exist(path: Path) -> None:
+    named = NAMED.findall(path.read_text(encoding="utf-8"))
+    assert [one for one in named if "MODEL" not in one and not Path(ROOT, one.rstrip("/")).exists()] == []
 
 
 def test_an_anchor_is_githubs() -> None:

@@ -37,13 +37,13 @@ def save_model(directory: Path, family: str = "qwen2") -> Path:
     return directory
 
 
-def write_recipe(path: Path, model: Path, run_dir: Path, **sections: dict[str, Any]) -> Path:
+def write_recipe(path: Path, model_dir: Path, run_dir: Path, /, **sections: dict[str, Any]) -> Path:
     """A recipe of two stages of two updates on the bundled task; `sections` are merged over it."""
     import tomli_w
 
     table: dict[str, dict[str, Any]] = {
         "run": {"dir": str(run_dir)},
-        "model": {"path": str(model), "dtype": "float32"},
+        "model": {"path": str(model_dir), "dtype": "float32"},
         "data": {"eval_problems": 16, "max_prompt_tokens": 32},
         "schedule": {"stages": 2, "updates_per_stage": 2},
         "rollout": {"prompts_per_update": 4, "responses_per_prompt": 4, "max_response_tokens": 6},

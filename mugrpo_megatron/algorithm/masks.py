@@ -43,7 +43,7 @@ def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -
     """bool [T]: the ratio of the response, or its geometric mean a token, is in bounds (verl: rejection sampling)."""
     level = (response_sum if config.reject == "sequence" else response_mean)(log_ratio, segments)
     ratio = level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    return ((ratio >= config.reject_low) & (ratio <= config.reject_high))[segments.ids]
+    return ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
 
 
 def _off_policy(log_ratio: Tensor, advantage: Tensor, segments: Segments, delta: float) -> Tensor:
@@ -65,8 +65,8 @@ def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSectio
         return None
     weight = (learner.float() - engine.float()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     if config.mismatch == "truncate":
-        return weight.clamp(config.mismatch_low, config.mismatch_high)
-    inside = (weight >= config.mismatch_low) & (weight <= config.mismatch_high)
+        return weight.clamp(*config.mismatch_range)
+    inside = (weight >= config.mismatch_range[0]) & (weight <= config.mismatch_range[1])
     return torch.where(inside, weight, 0.0)
 
 

@@ -137,13 +137,13 @@ def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     now, before = tokens.logprobs.detach().clamp(max=0), tokens.behaviour.clamp(max=0)
     probability, sampled = now.exp(), before.exp()
-    if config.divergence == "tv":
+    if config.dppo.divergence == "tv":
         distance = (probability - sampled).abs()
     else:
         others = (-before.expm1()).clamp(min=1e-8).log() - (-now.expm1()).clamp(min=1e-8).log()
         distance = sampled * (before - now) + (1 - sampled) * others
     away = torch.where(advantage > 0, probability > sampled, (advantage < 0) & (probability < sampled))
-    outside = away & (distance > config.divergence_limit)
+    outside = away & (distance > config.dppo.limit)
     loss = -ratio.clamp(tokens.low, tokens.high) * advantage * tokens.logprobs
     return Terms(torch.where(outside, 0.0, loss), outside)
 
@@ -151,7 +151,7 @@ def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
 def sapo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the advantage's sign (SAPO, arXiv 2511.20347): no token is clipped."""
     positive = tokens.advantage > 0
-    tau = _by_sign(positive, config.sapo_tau_positive, config.sapo_tau_negative, tokens.ratio)
+    tau = _by_sign(positive, config.sapo.positive, config.sapo.negative, tokens.ratio)
     gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
     return Terms(-gate * tokens.advantage, torch.zeros_like(positive))
 
@@ -175,8 +175,8 @@ def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
     """
     ratio, positive = tokens.ratio.detach(), tokens.advantage > 0
-    power = _by_sign(positive, config.vespo_k_positive, config.vespo_k_negative, ratio)
-    decay = _by_sign(positive, config.vespo_lambda_positive, config.vespo_lambda_negative, ratio)
+    power = _by_sign(positive, config.vespo.positive[0], config.vespo.negative[0], ratio)
+    decay = _by_sign(positive, config.vespo.positive[1], config.vespo.negative[1], ratio)
     weight = (decay * (1 - ratio) + power * ratio.log()).exp()
     return Terms(-weight * tokens.advantage * tokens.logprobs, torch.zeros_like(positive))
 

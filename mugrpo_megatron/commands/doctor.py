@@ -9,10 +9,9 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import psutil
 from rich.console import Console, Group, RenderableType
@@ -20,28 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox.jail_check import check_jail
-from mugrpo_megatron.extras.sandbox.limits import Limits, Mode
 from mugrpo_megatron.observe.environment import devices, installed, usable_cores
 from mugrpo_megatron.observe.toolchain import Tool, driver_answers, tools_here
 
 SETUP = "run_scripts/setup.sh"
-
 State = Literal["ok", "absent", "broken"]
-
-MARKS: dict[tuple[State, bool], Text] = {
-    ("ok", True): Text("✓", style="bold green"),
-    ("ok", False): Text("✓", style="bold green"),
-    ("absent", False): Text("·", style="dim"),
-    ("absent", True): Text("✗", style="bold red"),
-    ("broken", False): Text("!", style="bold yellow"),
-    ("broken", True): Text("✗", style="bold red"),
-}
-"""By state and whether this machine needs the part."""
-
+MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "broken": ("!", "yellow")}
+"""By state; what this machine needs and has not got is a red cross."""
 WIDTHS = (1, 18, 25, 33)
 """Columns of mark, name, what was found and use; with a space between them they fill 80."""
-
 IMPORT_ALL = """
 import contextlib, importlib, json, os, sys
 with contextlib.suppress(BaseException):
@@ -57,10 +43,11 @@ for module in sys.argv[1:]:
         print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
 """Runs in a process of its own: an import may crash, and Megatron and SGLang are not made to share one."""
+EXTRAS = ("mugrpo_megatron.extras.sandbox.finding:jail",)
+"""What extras have to say: `module:function` that returns a finding."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """One part of the machine or of the software."""
 
     part: str
@@ -74,8 +61,7 @@ class Finding:
     """How to get it, when it is not ok."""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(NamedTuple):
     """A Python package to look for."""
 
     distribution: str
@@ -85,6 +71,8 @@ class Package:
     needed: Literal["always", "on CUDA", "never"]
 
 
+_TE = f"CUDA only: {SETUP} --cuda --with-te"
+_FLASH = "CUDA only: pip install --no-build-isolation flash-attn"
 PACKAGES = (
     Package("megatron-core", "megatron.core", "learner: model, parallel layouts, optimizer", SETUP, "always"),
     Package("sglang", "sglang.srt.entrypoints.engine", "engine: samples the responses", SETUP, "always"),
@@ -94,20 +82,8 @@ PACKAGES = (
     Package("triton", "triton", "fused loss kernels on CUDA; imported by SGLang", SETUP, "always"),
     Package("psutil", "psutil", "imported by SGLang; finds and ends child processes", SETUP, "always"),
     Package("sglang-kernel", "sgl_kernel", "SGLang's CUDA kernels", f"{SETUP} --cuda", "on CUDA"),
-    Package(
-        "transformer-engine",
-        "transformer_engine",
-        "context parallelism, fused Adam",
-        f"CUDA only: {SETUP} --cuda --with-te",
-        "never",
-    ),
-    Package(
-        "flash-attn",
-        "flash_attn",
-        "attention inside Transformer Engine; the learner's own comes with torch",
-        "CUDA only: pip install --no-build-isolation flash-attn",
-        "never",
-    ),
+    Package("transformer-engine", "transformer_engine", "context parallelism, fused Adam", _TE, "never"),
+    Package("flash-attn", "flash_attn", "inside Transformer Engine; the learner's comes with torch", _FLASH, "never"),
     Package("wandb", "wandb", "only with track.wandb_project", 'pip install "mugrpo-megatron[wandb]"', "never"),
 )
 
@@ -119,20 +95,17 @@ def doctor() -> int:
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(f"torch is not installed in {sys.prefix}; {SETUP} makes .venv with the build for this machine")
-    console = Console()
+    console, lacking = Console(), []
     console.print("mugrpo doctor: importing what training needs takes some seconds", style="bold")
-    found = []
     with console.status("importing torch, Megatron, SGLang and the others"):
         for finding in findings():
             console.print(shown(finding))
-            found.append(finding)
-    lacking = [finding for finding in found if finding.needed and finding.state != "ok"]
-    if not lacking:
-        console.print("This machine has what training needs.", style="green")
-        return 0
-    names = ", ".join(finding.part for finding in lacking)
-    console.print(f"Training cannot start without: {names}.", style="red")
-    return 2
+            lacking += [finding.part] * (finding.needed and finding.state != "ok")
+    if lacking:
+        console.print(f"Training cannot start without: {', '.join(lacking)}.", style="red")
+        return 2
+    console.print("This machine has what training needs.", style="green")
+    return 0
 
 
 def findings() -> Generator[Finding, None, None]:
@@ -148,28 +121,31 @@ def findings() -> Generator[Finding, None, None]:
         if torch.version.cuda or has_gpu:
             yield from (_tool(tool, needed=has_gpu) for tool in tools_here())
         for package in PACKAGES:
-            error = next(errors) if package.module in present else ""
-            yield _package(package, error, cuda)
+            yield _package(package, next(errors) if package.module in present else "", cuda)
     yield apex()
-    yield jail()
+    for door in EXTRAS:
+        module, _, function = door.partition(":")
+        yield getattr(importlib.import_module(module), function)()
 
 
 def shown(finding: Finding) -> Group:
-    """A part in lines of at most 80 columns: mark, name, what was found, its use; then how to get what is not there."""
+    """A part in lines of at most 80 columns: mark, name, finding, use; then how to get what is not there."""
+    missing = finding.state != "ok"
+    mark, colour = ("✗", "bold red") if missing and finding.needed else MARKS[finding.state]
     style = "dim" if finding.state == "absent" and not finding.needed else ""
-    columns = Table.grid(padding=(0, 1))
-    for width in WIDTHS:
-        columns.add_column(width=width, overflow="fold")
-    mark = MARKS[finding.state, finding.needed]
-    columns.add_row(mark, Text(finding.part, style="bold"), Text(finding.found), Text(finding.use), style=style)
-    lines: list[RenderableType] = [columns]
-    if finding.state != "ok" and finding.remedy:
-        remedy = Table.grid(padding=(0, 1))
-        for width in (WIDTHS[0], sum(WIDTHS[1:]) + 2):
-            remedy.add_column(width=width, overflow="fold")
-        remedy.add_row("", Text(f"get it: {finding.remedy}"), style=style)
-        lines.append(remedy)
+    cells = [Text(mark, colour), Text(finding.part, "bold"), Text(finding.found), Text(finding.use)]
+    lines: list[RenderableType] = [_line(WIDTHS, cells, style)]
+    if missing and finding.remedy:
+        lines.append(_line((WIDTHS[0], sum(WIDTHS[1:]) + 2), [Text(), Text(f"get it: {finding.remedy}")], style))
     return Group(*lines)
+
+
+def _line(widths: Sequence[int], cells: Sequence[Text], style: str) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for width in widths:
+        grid.add_column(width=width, overflow="fold")
+    grid.add_row(*cells, style=style)
+    return grid
 
 
 @contextmanager
@@ -178,58 +154,31 @@ def importing(modules: Sequence[str]) -> Iterator[Iterator[str]]:
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, *modules]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
-            yield _told(process)
+            yield _errors(process)
         finally:
             process.kill()
 
 
-def _told(process: subprocess.Popen[str]) -> Iterator[str]:
+def _errors(process: subprocess.Popen[str]) -> Iterator[str]:
     assert process.stdout
     for line in process.stdout:
         yield json.loads(line)
-    crash = f"the import ended the interpreter with status {process.wait()}"
-    yield from repeat(crash)
+    yield from repeat(f"the import ended the interpreter with status {process.wait()}")
 
 
 def apex() -> Finding:
     """NVIDIA's apex, told apart from the unrelated package that the registry calls `apex`."""
-    use = "fused Adam of Megatron's optimizer; torch's is used without"
-    remedy = f"CUDA only: {SETUP} --cuda --with-apex"
+    use, remedy = (
+        "fused Adam of Megatron's optimizer; torch's is used without",
+        f"CUDA only: {SETUP} --cuda --with-apex",
+    )
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return Finding("apex", "absent", "not installed", use, needed=False, remedy=remedy)
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    if any((folder / "multi_tensor_apply").is_dir() for folder in folders):
-        return Finding("apex", "ok", installed("apex") or "found", use, needed=False)
-    return Finding(
-        "apex",
-        "broken",
-        "an unrelated package of that name, not NVIDIA's",
-        use,
-        needed=False,
-        remedy=f"pip uninstall apex; {remedy}",
-    )
-
-
-def jail() -> Finding:
-    """In what programs of `reward.function = "code"` run here: the way in which one of a line has just run."""
-    use = 'reward.function = "code": programs of responses'
-    remedy = 'allow user namespaces to this user (docs/code-rewards.md); until then reward.code_sandbox = "limits"'
-    if _jailed("namespaces"):
-        return Finding("code sandbox", "ok", "namespaces", use, needed=False)
-    if _jailed("limits"):
-        return Finding("code sandbox", "broken", "no namespaces, limits alone", use, needed=False, remedy=remedy)
-    return Finding(
-        "code sandbox", "absent", "programs cannot be held", use, needed=False, remedy="docs/code-rewards.md"
-    )
-
-
-def _jailed(mode: Mode) -> bool:
-    try:
-        check_jail(Limits(mode))
-    except (UserError, OSError):
-        return False
-    return True
+        return Finding("apex", "absent", "not installed", use, False, remedy)
+    if any((Path(folder) / "multi_tensor_apply").is_dir() for folder in spec.submodule_search_locations or ()):
+        return Finding("apex", "ok", installed("apex") or "found", use, False)
+    unrelated = "an unrelated package of that name, not NVIDIA's"
+    return Finding("apex", "broken", unrelated, use, False, f"pip uninstall apex; {remedy}")
 
 
 def _machine() -> list[Finding]:
@@ -238,9 +187,9 @@ def _machine() -> list[Finding]:
     supported: State = "ok" if (3, 11) <= sys.version_info[:2] <= (3, 12) else "broken"
     free = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
     return [
-        Finding("Python", supported, version, "3.11 or 3.12", needed=True, remedy="python3.11 -m venv .venv"),
-        Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}", "verifier, engine on CPU", needed=True),
-        Finding("memory", "ok", free, "optimizer state, engine, verifier", needed=True),
+        Finding("Python", supported, version, "3.11 or 3.12", True, "python3.11 -m venv .venv"),
+        Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}", "verifier, engine on CPU", True),
+        Finding("memory", "ok", free, "optimizer state, engine, verifier", True),
     ]
 
 
@@ -250,19 +199,14 @@ def _torch(cuda: bool) -> list[Finding]:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     gloo: State = "ok" if torch.distributed.is_gloo_available() else "absent"
     nccl: State = "ok" if torch.distributed.is_nccl_available() else "absent"
-    nccl_found = ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda and nccl == "ok" else "not in torch"
+    version = ".".join(str(part) for part in torch.cuda.nccl.version()) if cuda and nccl == "ok" else "not in torch"
+    use = "learner and engine take turns on them; CPU does without"
+    remedy = "a CUDA driver that fits torch's build" if torch.version.cuda else f"{SETUP} --cuda, given a GPU"
     return [
-        Finding(
-            "devices",
-            "ok" if cuda else "absent",
-            devices(),
-            "learner and engine take turns on them; CPU does without",
-            needed=False,
-            remedy="a CUDA driver that fits torch's build" if torch.version.cuda else f"{SETUP} --cuda, given a GPU",
-        ),
-        Finding("torch", "ok", f"{torch.__version__} ({built})", "learner", needed=True),
-        Finding("gloo", gloo, "in torch" if gloo == "ok" else "not in torch", "collectives on CPU", needed=True),
-        Finding("NCCL", nccl, nccl_found, "collectives on CUDA", needed=cuda, remedy=f"{SETUP} --cuda"),
+        Finding("devices", "ok" if cuda else "absent", devices(), use, False, remedy),
+        Finding("torch", "ok", f"{torch.__version__} ({built})", "learner", True),
+        Finding("gloo", gloo, "in torch" if gloo == "ok" else "not in torch", "collectives on CPU", True),
+        Finding("NCCL", nccl, version, "collectives on CUDA", cuda, f"{SETUP} --cuda"),
     ]
 
 
@@ -274,8 +218,6 @@ def _tool(tool: Tool, needed: bool) -> Finding:
 def _package(package: Package, error: str, cuda: bool) -> Finding:
     needed = package.needed == "always" or (package.needed == "on CUDA" and cuda)
     version = installed(package.distribution)
-    if version is None:
-        return Finding(package.distribution, "absent", "not installed", package.use, needed, package.remedy)
-    if error:
-        return Finding(package.distribution, "broken", f"{version}: {error}", package.use, needed, package.remedy)
-    return Finding(package.distribution, "ok", version, package.use, needed)
+    state: State = "absent" if version is None else "broken" if error else "ok"
+    text = "not installed" if version is None else f"{version}: {error}" if error else version
+    return Finding(package.distribution, state, text, package.use, needed, package.remedy)

@@ -12,7 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mugrpo_megatron.commands.command import say
+from mugrpo_megatron.checks.preflight import check_engine
+from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.data.files import rows
 from mugrpo_megatron.data.prepare import held_out_problems, spaced_of_each
 from mugrpo_megatron.data.problems import check_sets, held_out_sets, named_sources
@@ -24,11 +25,11 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Interval, Measure, macro_average
 from mugrpo_megatron.evaluation.scoring import Graded, Summary, grade, measure_of, prompts_of, scored, summarize
 from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
+from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import json_value, read_json
 from mugrpo_megatron.files.outputs import check_output, make_directory
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import sums_by_set
@@ -66,12 +67,12 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     # A run's recipe may have settings of sets that this evaluation does not include.
     check_sets(recipe.eval, names.keys() | named_sources(recipe.data.eval).keys(), "--data and data.eval")
     recipe = with_model(recipe, say)
-    read_model_config(recipe.model.directory)
+    check_engine(recipe, read_model_config(recipe.model.directory))
     tokenizer = load_tokenizer(recipe.model.directory)
     notes: list[str] = []
-    found = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
-    recipe.reward.check_sources(problem.data_source for problem in found)
-    problems = spaced_of_each(found, recipe.data.eval_problems, notes)
+    held_out = held_out_problems(",".join(sources), recipe.data, recipe.reward, notes, "--data")
+    recipe.reward.check_sources(problem.data_source for problem in held_out)
+    problems = spaced_of_each(held_out, recipe.data.eval_problems, notes)
     style, template = recipe.data.prompt_style, template_of(recipe.data)
     prompts = prompts_of(problems, tokenizer, style, recipe.data.max_prompt_tokens, template)
     record = Record(output, settings_of(recipe, names, problems), inputs=[Path(one) for one in names.values()])

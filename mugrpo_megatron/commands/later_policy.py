@@ -94,8 +94,8 @@ def _of_response(sample: Sample, logits: torch.Tensor) -> np.ndarray:
     chosen = logits.gather(1, ids[:, None])[:, 0]
     if sample.kept is None:
         return np.asarray((chosen - logits.logsumexp(-1)).cpu().numpy())
-    kept = torch.from_numpy(sample.kept.astype(np.int64)).to(logits.device)
-    possible = logits.gather(1, kept.clamp(min=0)).masked_fill(kept < 0, -torch.inf)
+    support = torch.from_numpy(sample.kept.astype(np.int64)).to(logits.device)
+    possible = logits.gather(1, support.clamp(min=0)).masked_fill(support < 0, -torch.inf)
     return np.asarray((chosen - possible.logsumexp(-1)).cpu().numpy())
 
 
@@ -104,9 +104,9 @@ def _scattered(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropp
     inside = np.ones(len(sample.response_ids), dtype=bool) if sample.loss_mask is None else sample.loss_mask
 
     def whole(part: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(inside), dtype=part.dtype)
-        found[inside] = part
-        return found
+        values = np.zeros(len(inside), dtype=part.dtype)
+        values[inside] = part
+        return values
 
     lowest = float(np.exp(log_ratio.min())) if len(log_ratio) else None
     return Stale(whole(log_ratio), whole(trigger), whole(dropped), lowest)
@@ -129,7 +129,7 @@ def _load(checkpoint: Path) -> Any:
     except Exception as error:  # of many kinds, by what is wrong with the checkpoint's files
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"--policy {checkpoint} cannot be loaded ({reason})") from None
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
         raise UserError(f"--policy {checkpoint} lacks {len(missing)} weights, {missing[0]} among them")
     return model

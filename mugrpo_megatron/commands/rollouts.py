@@ -13,15 +13,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.commands.later_policy import LaterPolicy, Stale
+from mugrpo_megatron.commands.rollout_views import Rollout, legend, print_in_full, print_json, print_table
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import check_tokenizer
@@ -34,169 +31,6 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, of_stage
 from mugrpo_megatron.stages.store import StageStore
-
-WIDE = 120
-"""Columns from which the table has room for prompts and for when a response ended."""
-CLIP = 48
-"""Characters of a prompt and of a response in a wide table."""
-SHORT = 12
-"""Characters of a gold and of an extracted answer in a table."""
-LONG = 400
-"""Characters of one value of a source row, and of a reason; --json has all of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """A response, its place in its group and update, its advantage, and its texts."""
-
-    update: int
-    place: int
-    """In the group, from 0."""
-    sample: Sample
-    advantage: float
-    prompt: str | None
-    """None without a tokenizer."""
-    text: str
-    stale: Stale | None
-    """None without a later policy."""
-
-
-def print_table(console: Console, title: str, rollouts: Iterable[Rollout], vetoed: ObjectiveSection | None) -> None:
-    """One line a response; `vetoed` is the objective whose veto was applied, None without a later policy."""
-    wide = console.width >= WIDE
-    table = Table(title=escape(visible(title)), caption=legend(vetoed), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    numbers = ["update", "group", "reward", "advantage", "tokens"] if wide else ["group", "reward", "A"]
-    for name in (*numbers, *(["lowest ratio" if wide else "ratio", "dropped"] if vetoed else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in (*(["finish"] if wide else []), "gold", "answer"):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=SHORT)
-    for name in ("prompt", "response") if wide else ("response",):
-        table.add_column(name, overflow="ellipsis", no_wrap=True, max_width=CLIP if wide else None, ratio=None)
-    for one in rollouts:
-        sample, stale = one.sample, one.stale
-        facts = [str(one.update)] if wide else []
-        facts += [str(sample.group), f"{sample.reward:g}", f"{one.advantage:+.2f}"]
-        facts += [str(len(sample.response_ids))] if wide else []
-        if stale is not None:
-            lowest = "–" if stale.lowest_ratio is None else f"{stale.lowest_ratio:.1e}"
-            facts += [lowest, str(int(stale.dropped.sum()))]
-        facts += [sample.finish_reason] if wide else []
-        texts = [sample.gold, sample.extracted, *([one.prompt or ""] if wide else []), one.text]
-        table.add_row(*facts, *(_line(text) for text in texts), style="" if one.advantage >= 0 else "dim")
-    console.print(table)
-
-
-def print_in_full(console: Console, rollouts: Iterable[Rollout], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Prompt and source row of each group, then its responses with what is known of their scores.
-
-    Without a tokenizer responses are their stored texts, in which no token can be marked.
-    """
-    group = None
-    for one in rollouts:
-        sample = one.sample
-        if sample.group != group:
-            group = sample.group
-            console.rule(f"group {group}, {escape(visible(sample.problem))}")
-            if one.prompt is not None:
-                console.print(Text(visible(one.prompt), style="dim"))
-            _print_facts(console, [("gold", sample.gold), *_row_facts(sample.row)])
-        console.rule(f"response {one.place}: reward {sample.reward:g}, advantage {one.advantage:+.2f}", align="left")
-        parts = ", ".join(f"{name} {value:g}" for name, value in sample.components.items())
-        facts = [("answer", sample.extracted), ("why", sample.why), ("components", parts)]
-        _print_facts(console, [*facts, ("end", f"{sample.finish_reason}, after {len(sample.response_ids)} tokens")])
-        console.print(_response(one, tokenizer))
-
-
-def print_json(console: Console, rollouts: Iterable[Rollout]) -> None:
-    """One object a line, in ASCII."""
-    for one in rollouts:
-        line = json.dumps(_object(one)).replace("\x7f", "\\u007f")
-        console.file.write(line + "\n")
-
-
-def _object(one: Rollout) -> dict[str, Any]:
-    sample, stale = one.sample, one.stale
-    found = {
-        "update": one.update,
-        "group": sample.group,
-        "response": one.place,
-        "problem": sample.problem,
-        "prompt": one.prompt,
-        "text": one.text,
-        "gold": sample.gold,
-        "extracted": sample.extracted,
-        "why": sample.why,
-        "reward": sample.reward,
-        "components": dict(sample.components),
-        "advantage": one.advantage,
-        "tokens": len(sample.response_ids),
-        "finish_reason": sample.finish_reason,
-        "weight_version": sample.weight_version,
-        "row": json.loads(sample.row) if sample.row else None,
-    }
-    if stale is not None:
-        found |= {
-            "lowest_ratio": stale.lowest_ratio,
-            "triggers": np.flatnonzero(stale.trigger).tolist(),
-            "dropped": np.flatnonzero(stale.dropped).tolist(),
-        }
-    return found
-
-
-def _print_facts(console: Console, facts: Iterable[tuple[str, str]]) -> None:
-    for name, value in facts:
-        if value:
-            console.print(Text.assemble((f"{visible(name)}: ", "bold"), visible(_clipped(value))))
-
-
-def _row_facts(row: str) -> list[tuple[str, str]]:
-    """The columns of a source row, each as text."""
-    if not row:
-        return []
-    found = json.loads(row)
-    return [(f"row.{key}", value if isinstance(value, str) else json.dumps(value)) for key, value in found.items()]
-
-
-def _clipped(text: str) -> str:
-    return text if len(text) <= LONG else f"{text[:LONG]}… ({len(text):,} characters, --json shows all)"
-
-
-def _line(text: str) -> str:
-    """Text on one line of the table, as long as any column."""
-    return escape(visible(text[: 4 * CLIP]).replace("\n", "⏎").replace("\t", " "))
-
-
-def legend(objective: ObjectiveSection | None) -> str | None:
-    """The caption that says what a trigger is and what is dropped."""
-    if objective is None:
-        return None
-    measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
-    return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
-
-
-def _response(one: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    if tokenizer is None:
-        return Text(visible(one.text))
-    return Text(_decoded(tokenizer, one.sample.response_ids)) if one.stale is None else _marked(one, tokenizer)
-
-
-def _marked(rollout: Rollout, tokenizer: PreTrainedTokenizerBase) -> Text:
-    assert rollout.stale is not None
-    text, inside = Text(), False
-    stale = rollout.stale
-    for token, trigger, dropped in zip(rollout.sample.response_ids, stale.trigger, stale.dropped, strict=True):
-        if dropped != inside:
-            text.append("⟦" if dropped else "⟧", style="red")
-            inside = bool(dropped)
-        piece = _decoded(tokenizer, np.array([token]))
-        text.append(f"«{piece}»" if trigger else piece, style="bold red" if trigger else "red" if dropped else "")
-    return text.append("⟧", style="red") if inside else text
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: np.ndarray) -> str:
-    """The tokens' text, special ones too, with control characters shown as escapes."""
-    return visible(str(tokenizer.decode(ids.tolist())))
-
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
@@ -255,8 +89,10 @@ def browse(
     tokenizer = _tokenizer([hf, *([policy] if policy else [])])
     missing = "" if tokenizer else _without_tokenizer(run_dir, hf)
     scored = directory.behaviour(number) if later and recipe.rollout.behaviour == "learner" else None
-    found = islice(_rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize))
-    shown = Shown(found)
+    chosen_rollouts = islice(
+        _rollouts(store, selection, later, recipe, tokenizer, scored), min(selection.limit, sys.maxsize)
+    )
+    shown = Shown(chosen_rollouts)
     console = Console()
     notes = Console(stderr=True) if as_json else console
     if not console.is_terminal:
@@ -342,9 +178,9 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     sealed = [number for number, store in stages.items() if store.sealed]
     number = stage if stage is not None else max(sealed, default=0)
     if number not in sealed:
-        found = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
+        content = f"{len(stages[number].present())} groups so far" if number in stages else "nothing"
         raise UserError(
-            f"{directory.path}: stage {number} holds {found}, only sealed ones are shown: {sealed or 'none'}"
+            f"{directory.path}: stage {number} holds {content}, only sealed ones are shown: {sealed or 'none'}"
         )
     newest = max(stages)
     note = f"stage {newest} is not sealed, so stage {number} is shown" if stage is None and newest != number else ""
@@ -427,8 +263,8 @@ def _texts(sample: Sample, tokenizer: PreTrainedTokenizerBase | None) -> tuple[s
 
 
 def _matches(pattern: re.Pattern[str], sample: Sample, texts: tuple[str | None, str]) -> bool:
-    told = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
-    if any(text is not None and pattern.search(text) for text in told):
+    texts_of_scores = (*texts, sample.gold, sample.extracted, sample.why, sample.problem)
+    if any(text is not None and pattern.search(text) for text in texts_of_scores):
         return True
     return bool(sample.row) and any(pattern.search(text) for text in _values(json.loads(sample.row)))
 

@@ -99,9 +99,9 @@ def run(
     make_directory(output_path.parent, f"--out {output_path}")
     with durable_file(output_path) as output, Verifier(section) as verifier:
         for row, score in _scored(chain([first], source), verifier):
-            found = {name: value for name, value in asdict(score).items() if value is not None}
-            replaced.update(name for name in row if name in found)
-            output.write(json.dumps(row | json_value(found)).encode() + b"\n")
+            columns = {name: value for name, value in asdict(score).items() if value is not None}
+            replaced.update(name for name in row if name in columns)
+            output.write(json.dumps(row | json_value(columns)).encode() + b"\n")
             total += 1
             reward += score.reward
             without_answer += not score.extracted and section.finds_answers
@@ -171,9 +171,9 @@ def _asked(row: Row | str, section: RewardSection) -> _Asked:
         raise ValueError(row)
     if not isinstance(row.get("response"), str):
         raise ValueError(f"field 'response' is missing or not text {found_in(row)}")
-    kept = kept_row(row)
+    columns = kept_row(row)
     if section.any_gold(data_source_of(row)):
-        return _Asked(kept, any_answer(kept.get("answer")))
+        return _Asked(columns, any_answer(columns.get("answer")))
     if "answer" not in row:
         raise ValueError(f"field 'answer' is missing {found_in(row)}")
-    return _Asked(kept, verifiable_answer(row["answer"], "answer"))
+    return _Asked(columns, verifiable_answer(row["answer"], "answer"))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,16 +16,15 @@ import torch
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from mugrpo_megatron.checks.preflight import check_warm_start
+from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
 from mugrpo_megatron.data.arithmetic import demonstration, problems
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import problem_at
 from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.placement import rank_of_environment
-from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import remove_leftovers, write_text
-from mugrpo_megatron.files.hf_config import CONFIG
-from mugrpo_megatron.files.outputs import check_output, make_directory
+from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, predicting
@@ -36,80 +34,21 @@ from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_sha
 from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
-from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import ModelSection
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
-from mugrpo_megatron.run.directory import locked
-from mugrpo_megatron.run.preflight import check_warm_start
 from mugrpo_megatron.run.record import MARK, hub_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
-
-RECIPE = "recipe.toml"
-"""Written before training starts, so that an hf/ without it is not a warm start's."""
-
-
-def is_warm_started(recipe: Recipe) -> bool:
-    """Whether `sft.output` holds this recipe's warm start.
-
-    Raises UserError when it holds the warm start of another recipe or an hf/ that no warm start wrote, or cannot be
-    written.
-    """
-    out = recipe.sft.output
-    remedy = "remove it, or choose another sft.output"
-    check_output(out, f"sft.output = {out}", kind="directory", own=True)
-    if not (out / RECIPE).exists():
-        check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"no warm start wrote it; {remedy}")
-        return False
-    before = load_recipe(out / RECIPE)
-    if _computed(before) != _computed(recipe):
-        raise UserError(f"{out} holds the warm start of another recipe; {remedy}")
-    if (out / "hf" / CONFIG).is_file():
-        return True
-    check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"it is not a warm start; {remedy}")
-    return False
-
-
-def _computed(recipe: Recipe) -> tuple[object, ...]:
-    """What makes a warm start another one.
-
-    Not the seed on a bundled task: runs of several seeds begin from one warm start.
-    """
-    section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
-    if section.train is None:
-        return section, recipe.data.train, recipe.model.dtype
-    data = recipe.data
-    rendering = (
-        data.prompt_style,
-        data.question_template,
-        data.system_prompt,
-        data.chat_template,
-        data.template_arguments,
-    )
-    limits = data.max_prompt_tokens, recipe.rollout.max_response_tokens
-    return section, recipe.model.path, recipe.model.revision, recipe.model.dtype, recipe.run.seed, rendering, limits
-
-
-@contextmanager
-def locked_warm_start(out: Path) -> Iterator[None]:
-    """Hold the directory's lock on the first rank: two commands never write one warm start.
-
-    What a killed one has left is removed.
-    """
-    if rank_of_environment() != 0:
-        yield
-        return
-    make_directory(out, f"sft.output = {out}")
-    with locked(out / ".lock"):
-        for name in (RECIPE, "hf"):
-            remove_leftovers(out, name)
-        yield
-
 
 MIN_LR_SHARE = 0.1
 """The learning rate decays to this share of its peak."""
 WARMUP_UPDATES = 30
 BETA2 = 0.98
+HEAD_DIM = 16
+"""Of as many key/value heads as heads: with fewer, the bundled task needs several times as many updates."""
+CHECK_EVERY = 25
+"""Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
 ROPE_THETA = 100.0
 """Questions have a dozen tokens: with the usual base of 10,000 most rotary angles would hardly change over them, and
@@ -152,9 +91,9 @@ def train(recipe: Recipe) -> None:
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
     """`model.path` learns the responses of a source's rows: the mean cross-entropy of their tokens alone."""
-    found = demonstrations(source, recipe.data)
+    rows_of_source = demonstrations(source, recipe.data)
     tokenizer = load_tokenizer(recipe.model.directory)
-    read = sequences(found, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
+    read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
     rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
     section = recipe.sft
     updates = min(section.max_updates, math.ceil(section.epochs * len(rows) / section.batch))
@@ -203,10 +142,11 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Qwen2Con
         architectures=["Qwen2ForCausalLM"],
         vocab_size=len(tokenizer),
         hidden_size=section.hidden,
-        intermediate_size=section.ffn,
+        intermediate_size=2 * section.hidden,
         num_hidden_layers=section.layers,
-        num_attention_heads=section.heads,
-        num_key_value_heads=section.kv_heads,
+        num_attention_heads=section.hidden // HEAD_DIM,
+        num_key_value_heads=section.hidden
+        // HEAD_DIM,  # with fewer, the bundled task needs several times as many updates,
         max_position_embeddings=1024,
         initializer_range=INIT_STD,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
@@ -239,8 +179,8 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
         return (best == batch.targets).float()[None]
 
     batches = pack_share(learner, sequences, plan_update(learner, sequences))
-    found = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
-    return float(np.mean([part.min().item() for part in found.split([s.trained for s in sequences])]))
+    hits_of_all = gather_tokens(learner, sequences, batches, forward_only(learner, batches, hits), k=1)[0]
+    return float(np.mean([part.min().item() for part in hits_of_all.split([s.trained for s in sequences])]))
 
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
@@ -254,7 +194,7 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
-            if update % section.check_every == 0:
+            if update % CHECK_EVERY == 0:
                 bar.values["accuracy"] = accuracy = greedy_accuracy(learner, checked)
                 if accuracy >= section.target_accuracy:
                     break

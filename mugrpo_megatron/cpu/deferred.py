@@ -6,8 +6,6 @@ dozens of functions when they are imported, of which a run on CPU calls few or n
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -48,23 +46,3 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
         return made(*arguments, **named)
 
     return call
-
-
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
-"""Parameters of mallopt(3), by the numbers in glibc's malloc.h."""
-
-
-def keep_freed_memory() -> None:
-    """From here on one heap serves all threads and keeps what they free; does nothing without glibc.
-
-    Call it first of all: heaps that other threads have by then stay in use, as that of the thread which PyArrow starts
-    when it is imported.
-    """
-    if sys.platform != "linux":
-        return
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "mallopt"):  # another C library than glibc
-        return
-    library.mallopt(M_ARENA_MAX, 1)
-    library.mallopt(M_MMAP_MAX, 0)
-    library.mallopt(M_TRIM_THRESHOLD, -1)

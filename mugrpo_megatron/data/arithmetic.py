@@ -74,15 +74,15 @@ def problems(seed: int, split: Split, n: int, task: str = "arithmetic") -> list[
         raise UserError(f"{task!r} is not a bundled task: choose one of {', '.join(TASKS)}")
     rng = np.random.default_rng([seed, 0 if split == "train" else 1])
     kind = TASKS[task]
-    found: list[Problem] = []
-    asked: set[str] = set()
+    drawn: list[Problem] = []
+    questions: set[str] = set()
     for question, answer, key in kind.draw(rng):
-        if len(found) == n:
+        if len(drawn) == n:
             break
-        if kind.holds(split, _part(key)) and (split == "train" or question not in asked):
-            found.append(Problem(f"{task}-{split}-{seed}:{len(found) + 1}", question, answer, task))
-            asked.add(question)
-    return found
+        if kind.holds(split, _part(key)) and (split == "train" or question not in questions):
+            drawn.append(Problem(f"{task}-{split}-{seed}:{len(drawn) + 1}", question, answer, task))
+            questions.add(question)
+    return drawn
 
 
 def demonstration(problem: Problem) -> str:
@@ -107,12 +107,12 @@ def _short(rng: np.random.Generator) -> Iterator[Drawn]:
     while True:
         for choice in rng.choice(len(MIX), size=1024, p=weights / weights.sum()):
             kind = MIX[choice]
-            left, right = _number(rng, kind.left_digits), _number(rng, kind.right_digits)
+            first, second = _number(rng, kind.left_digits), _number(rng, kind.right_digits)
             if kind.operator == "-":
-                left, right = max(left, right), min(left, right)
-            question = f"{left}{kind.operator}{right}="
-            value = {"+": left + right, "-": left - right, "*": left * right}[kind.operator]
-            yield question, str(value), f"{kind.operator}{min(left, right)},{max(left, right)}"
+                first, second = max(first, second), min(first, second)
+            question = f"{first}{kind.operator}{second}="
+            value = {"+": first + second, "-": first - second, "*": first * second}[kind.operator]
+            yield question, str(value), f"{kind.operator}{min(first, second)},{max(first, second)}"
 
 
 def _long(rng: np.random.Generator) -> Iterator[Drawn]:

@@ -46,22 +46,22 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. Raises
     UserError that names malformed rows, unless `data.strict` is false, and for a source without any row.
     """
-    found: list[Demonstration] = []
+    rows_read: list[Demonstration] = []
     malformed: list[str] = []
     for name, one in named_sources(source).items():
         for path in resolve(one, section, "train").files:
             for line, row in rows(path):
                 try:
-                    found.append(_demonstration(row, name, f"{path}:{line}"))
+                    rows_read.append(_demonstration(row, name, f"{path}:{line}"))
                 except ValueError as error:
                     malformed.append(f"{path}:{line}: {error}")
     if malformed and section.strict:
         hidden = len(malformed) - SHOWN_ROWS
         shown = "; ".join(malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
         raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
-    if not found:
+    if not rows_read:
         raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
-    return found
+    return rows_read
 
 
 def sequences(
@@ -73,21 +73,21 @@ def sequences(
     UserError when all are.
     """
     template = template_of(section)
-    kept = Sequences()
+    fitting = Sequences()
     too_long = 0
     for one in found:
         prompt = render(one.problem, tokenizer, section.prompt_style, template)
         response = [*tokenizer.encode(one.response, add_special_tokens=False), tokenizer.eos_token_id]
         if 0 < len(prompt) <= section.max_prompt_tokens and len(response) <= max_response_tokens:
-            kept.pairs.append((prompt, response))
+            fitting.pairs.append((prompt, response))
         else:
             too_long += 1
-    if not kept.pairs:
+    if not fitting.pairs:
         raise UserError(
             f"all {too_long:,} rows are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
             f"rollout.max_response_tokens = {max_response_tokens}: raise them"
         )
-    return Sequences(kept.pairs, too_long)
+    return Sequences(fitting.pairs, too_long)
 
 
 def _demonstration(row: dict[str, Any] | str, source: str, place: str) -> Demonstration:

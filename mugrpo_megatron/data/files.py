@@ -93,10 +93,10 @@ def _is_array(path: Path) -> bool:
 
 def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     try:
-        found = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
+        value = parse_json(path.read_bytes().removeprefix(codecs.BOM_UTF8))
     except ValueError as error:
         raise UserError(f"{path} is not a JSON array ({error})") from None
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(value, start=1):
         yield number, row if isinstance(row, dict) else f"expected a JSON object, found {type(row).__name__}"
 
 

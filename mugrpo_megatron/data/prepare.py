@@ -55,8 +55,8 @@ class Contamination:
 
 def words(text: str) -> tuple[str, ...]:
     """The words of a question without case, punctuation and LaTeX layout; operators and digits stay."""
-    found = _WORD.findall(_LATEX.sub(" ", text.lower()))
-    return tuple(word for word in found if word not in _PUNCTUATION)
+    tokens = _WORD.findall(_LATEX.sub(" ", text.lower()))
+    return tuple(word for word in tokens if word not in _PUNCTUATION)
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
@@ -66,19 +66,19 @@ def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list
     `f(x)` have the same words, and their answers tell them apart.
     """
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
-    kept: list[Problem] = []
+    first_ones: list[Problem] = []
     disagreements: list[str] = []
     for problem in problems:
         others = alike[words(problem.question)]
         first = next((one for one in others if _is_copy(problem, one)), None)
         if first is None:
             others.append(problem)
-            kept.append(problem)
+            first_ones.append(problem)
         elif first.answer != problem.answer:
             disagreements.append(
                 f"{problem.id}: same question as {first.id} but answer {problem.answer!r}, not {first.answer!r}"
             )
-    return kept, disagreements
+    return first_ones, disagreements
 
 
 def _is_copy(problem: Problem, other: Problem) -> bool:
@@ -100,14 +100,14 @@ def contamination(train: Sequence[Problem], held_out: Sequence[Problem]) -> list
     for place, own in enumerate(grams):
         for gram in own:
             holders[gram].append(place)
-    found = []
+    overlaps = []
     for problem in train:
         hits = Counter(place for gram in _ngrams(words(problem.question)) for place in holders.get(gram, ()))
         shares = [(count / len(grams[place]), -place) for place, count in hits.items()]
         if shares and max(shares)[0] >= OVERLAP:
             share, place = max(shares)
-            found.append(Contamination(problem, held_out[-place], share))
-    return found
+            overlaps.append(Contamination(problem, held_out[-place], share))
+    return overlaps
 
 
 def _ngrams(text: tuple[str, ...]) -> set[tuple[str, ...]]:
@@ -172,12 +172,11 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     train = usable_problems(data.train, "train", data, reward, notes)
     # A bundled task repeats training questions on purpose, and its splits are disjoint by construction.
     made, read = ([p for p in train if (p.source in TASKS) is bundled] for bundled in (True, False))
-    if data.deduplicate:
-        distinct, disagreements = without_duplicates(read)
-        notes += _few(disagreements)
-        if len(distinct) < len(read):
-            notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
-        read = distinct
+    distinct, disagreements = without_duplicates(read)
+    notes += _few(disagreements)
+    if len(distinct) < len(read):
+        notes.append(f"{len(read) - len(distinct)} training problems repeat another one's question: left out")
+    read = distinct
     if data.contamination != "off":
         read = _uncontaminated(read, held_out, data.contamination == "drop", notes)
     return Problems(made + read, spaced_of_each(held_out, data.eval_problems, notes), notes)
@@ -188,12 +187,12 @@ def held_out_problems(
 ) -> list[Problem]:
     """The usable problems of every held-out set; UserError for a set without any, or a set named twice."""
     names = held_out_sets(sources, key)
-    found = usable_problems(sources, "eval", data, reward, notes)
-    for name in names.keys() - {problem.source for problem in found}:
+    problems = usable_problems(sources, "eval", data, reward, notes)
+    for name in names.keys() - {problem.source for problem in problems}:
         raise UserError(
             f"{key}: {names[name]} has no usable problem; data.strict=true says what is wrong with its rows"
         )
-    return found
+    return problems
 
 
 def spaced_of_each(problems: list[Problem], limit: int, notes: list[str]) -> list[Problem]:
@@ -209,13 +208,13 @@ def spaced_of_each(problems: list[Problem], limit: int, notes: list[str]) -> lis
                 "data.eval_problems sets how many"
             )
     seen = Counter[str]()
-    kept = []
+    sample = []
     for problem in problems:
         size, place = sizes[problem.source], seen[problem.source]
         seen[problem.source] += 1
         if size <= limit or (place * limit) // size != ((place - 1) * limit) // size:
-            kept.append(problem)
-    return kept
+            sample.append(problem)
+    return sample
 
 
 def usable_problems(
@@ -236,16 +235,16 @@ def usable_problems(
 
 
 def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, notes: list[str]) -> list[Problem]:
-    found = contamination(train, held_out)
-    if found:
+    overlaps = contamination(train, held_out)
+    if overlaps:
         notes.append(
-            f"{len(found)} training problems share half of their wording with a held-out problem: "
+            f"{len(overlaps)} training problems share half of their wording with a held-out problem: "
             + ("left out" if drop else "kept; data.contamination=drop leaves them out")
         )
-        notes += _few([f"{c.train.id} is {c.overlap:.0%} of {c.held_out.id}" for c in found])
+        notes += _few([f"{c.train.id} is {c.overlap:.0%} of {c.held_out.id}" for c in overlaps])
     if not drop:
         return train
-    contaminated = {entry.train.id for entry in found}
+    contaminated = {entry.train.id for entry in overlaps}
     return [problem for problem in train if problem.id not in contaminated]
 
 

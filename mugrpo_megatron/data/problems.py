@@ -58,8 +58,8 @@ def held_out_sets(sources: str, key: str = "data.eval") -> dict[str, str]:
     for source in named.values():
         path = Path(source.rpartition("@")[2])
         if path.is_file():
-            found = path.stat()
-            other = files.setdefault((found.st_dev, found.st_ino), source)
+            status = path.stat()
+            other = files.setdefault((status.st_dev, status.st_ino), source)
             if other != source:
                 raise UserError(f"{key} names one file as {other} and as {source}: name it once")
     return named
@@ -222,11 +222,11 @@ def load(
     that it has (`columns.recognised`). Raises UserError for a source that cannot be read or is
     empty, and with `data.strict` when rows are malformed.
     """
-    found = Read()
+    result = Read()
     for name, one in named_sources(source).items():
         if one in arithmetic.TASKS:
             count = section.generated_problems if split == "train" else section.eval_problems
-            found.problems.extend(arithmetic.problems(seed, split, count, one))
+            result.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
         read = read_source(replace(resolve(one, section, split), name=name), any_gold)
         if not read.problems and read.malformed and read.without_field == read.malformed:
@@ -236,19 +236,19 @@ def load(
             )
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(f"data source {one!r} holds no usable problem ({len(read.malformed)} malformed rows)")
-        found.problems.extend(read.problems)
-        found.malformed.extend(read.malformed)
-        found.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
-        found.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
-    if found.malformed and section.strict:
-        hidden = len(found.malformed) - SHOWN_ROWS
-        shown = "; ".join(found.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
+        result.problems.extend(read.problems)
+        result.malformed.extend(read.malformed)
+        result.notes.extend(f"{name}: {count:,} rows read as {what}" for what, count in read.recognised.items())
+        result.notes.extend(_unseen(name, what, count) for what, count in read.unseen.items())
+    if result.malformed and section.strict:
+        hidden = len(result.malformed) - SHOWN_ROWS
+        shown = "; ".join(result.malformed[:SHOWN_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
         raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
-    if not found.problems:
+    if not result.problems:
         raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
     if section.system_prompt:
-        found.problems[:] = [_with_system(problem, section.system_prompt) for problem in found.problems]
-    return found
+        result.problems[:] = [_with_system(problem, section.system_prompt) for problem in result.problems]
+    return result
 
 
 def absent(source: str) -> list[str]:
@@ -272,14 +272,14 @@ def check_files(source: str) -> None:
 
 def _files_of(source: str) -> dict[str, Path | None]:
     """The parts of a source but for bundled tasks -> the file that each names, None for a set of the hub."""
-    found = {}
+    splits = {}
     for part in filter(None, (part.strip() for part in source.split(","))):
         if part in arithmetic.TASKS:
             continue
-        found[part] = _file_of(part)
-        if found[part] is None and part not in PRESETS and (Path(part).is_dir() or not _HUB_NAME.fullmatch(part)):
+        splits[part] = _file_of(part)
+        if splits[part] is None and part not in PRESETS and (Path(part).is_dir() or not _HUB_NAME.fullmatch(part)):
             raise _unknown(part)
-    return found
+    return splits
 
 
 def _file_of(source: str) -> Path | None:
@@ -296,8 +296,8 @@ def _unknown(source: str) -> UserError:
     if path.is_dir():
         files = sorted(str(one) for one in path.rglob("*") if one.suffix in SUFFIXES)
         hub = f", or {source}:SPLIT for the hub's" if _HUB_NAME.fullmatch(source) else ""
-        held = f"such as {files[0]}" if files else f"of which it has none with {', '.join(SUFFIXES)}"
-        return UserError(f"data source {source!r} is a directory: name the files in it, {held}, with commas{hub}")
+        examples = f"such as {files[0]}" if files else f"of which it has none with {', '.join(SUFFIXES)}"
+        return UserError(f"data source {source!r} is a directory: name the files in it, {examples}, with commas{hub}")
     known = [*arithmetic.TASKS, *PRESETS]
     close = [*difflib.get_close_matches(source, known, n=1, cutoff=ALIKE), *map(str, names_alike(path))]
     hint = f"; did you mean {' or '.join(close)}?" if close else ": check the spelling"

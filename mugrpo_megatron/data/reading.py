@@ -22,8 +22,8 @@ from mugrpo_megatron.data.files import (
     recognised,
 )
 from mugrpo_megatron.files.json_text import json_value
-from mugrpo_megatron.rewards.extract import boxed_answer
 from mugrpo_megatron.rewards.items import Asked
+from mugrpo_megatron.rewards.math.extract import boxed_answer
 from mugrpo_megatron.samples import Message, Problem
 
 
@@ -41,8 +41,8 @@ def columns_of(
     for columns in readings:
         if has(row, columns.question) and has(row, columns.answer):
             return columns, False
-    found = recognised(row, any_gold) if recognises else None
-    return (found, True) if found else (readings[0], False)
+    recognition = recognised(row, any_gold) if recognises else None
+    return (recognition, True) if recognition else (readings[0], False)
 
 
 def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, any_gold: bool = False) -> Problem:
@@ -53,8 +53,8 @@ def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, a
     """
     asked = _value(row, columns.question)
     messages = _messages(asked, columns) if isinstance(asked, list) else ()
-    said = messages[-1][1] if messages and columns.answer == CONVERSATION else None
-    if messages and (said is not None or columns.question == "messages"):
+    reply = messages[-1][1] if messages and columns.answer == CONVERSATION else None
+    if messages and (reply is not None or columns.question == "messages"):
         messages = messages[:-1] if messages[-1][0] == "assistant" else messages
     if messages and messages[-1][0] == "assistant":
         raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
@@ -62,15 +62,15 @@ def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, a
     if not question.strip():
         raise ValueError(f"field {columns.question!r} is empty")
     question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)
-    kept = kept_row(row)
-    gold = said if said is not None else None if columns.answer == NOTHING else _found(kept, columns.answer)
+    columns_of_row = kept_row(row)
+    gold = reply if reply is not None else None if columns.answer == NOTHING else _found(columns_of_row, columns.answer)
     if any_gold:
         answer = any_answer(gold)
-    elif said is not None:
-        answer = _verifiable(said, columns.answer)
+    elif reply is not None:
+        answer = _verifiable(reply, columns.answer)
     else:
         answer = verifiable_answer(_found(row, columns.answer), columns.answer)
-    return Problem(place, question, answer, source, messages, gold, data_source_of(row), kept)
+    return Problem(place, question, answer, source, messages, gold, data_source_of(row), columns_of_row)
 
 
 def asked_in(row: Mapping[str, Any]) -> Asked:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import experts_of, read_model_config
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import experts_of, longest_response, read_model_config
-from mugrpo_megatron.recipe.engines import BLOCK, check_engine_device, tied_problem
+from mugrpo_megatron.recipe.systems import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,14 +58,11 @@ def runs_on_cuda(recipe: Recipe) -> bool:
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
-    Raises UserError when `model_dir` is not a checkpoint or one whose output layer the engine would not compute, when
-    prompt and response exceed the model's positions, or when an engine on this device cannot do what the recipe asks.
+    Raises UserError when `model_dir` is not a checkpoint, or when prompt and response exceed the model's positions.
+    What else an engine cannot do is checked before (`checks.engines`).
     """
-    check_engine_device(recipe, cuda)
     config = read_model_config(model_dir)
-    if problem := tied_problem(config):
-        raise UserError(problem)
-    response = longest_response(recipe)
+    response = recipe.longest_response
     limits = recipe.data.max_prompt_tokens + response
     positions = config.get("max_position_embeddings") or limits + LENGTH_MARGIN
     if limits > positions:

@@ -19,7 +19,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files import durable
 from mugrpo_megatron.files.durable import digest, read_sealed, write_sealed
 from mugrpo_megatron.files.json_text import file_inside, read_json
-from mugrpo_megatron.files.torch_dist import INDEX, read_index
 
 CONFIG = "config.json"
 SHOWN = 3
@@ -134,6 +133,22 @@ def checked(config: Any, where: str) -> ModelConfig:
     if experts > MOST_EXPERTS:
         raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
     return cast(ModelConfig, config)
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """The config of the recipe's model; UserError when `model.path` is not a checkpoint with safetensors weights."""
+    config = read_config(
+        directory,
+        key="model.path",
+        remedy="make the bundled small model with `mugrpo sft RECIPE` or point the key at a downloaded model",
+    )
+    check_weights(directory, "model.path")
+    return config
+
+
+def experts_of(model: Mapping[str, Any]) -> int:
+    """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
+    return model.get("num_experts") or model.get("num_local_experts") or 0
 
 
 def check_weights(directory: Path, key: str) -> None:
@@ -253,6 +268,8 @@ def read_state(directory: Path) -> Saved:
 
 def damage(directory: Path, rank: int, world: int) -> str | None:
     """What is wrong with the files of a checkpoint assigned to `rank` of `world`; None if nothing is."""
+    from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
+
     try:
         written = read_state(directory)["files"]
         for name in sorted(written)[rank::world]:

@@ -1,4 +1,4 @@
-"""Output layer, log-probabilities and loss, with the logits of one chunk of tokens at a time; SwiGLU on CUDA.
+"""Output layer, log-probabilities and loss, with the logits of one chunk of tokens at a time; SwiGLU and rope on CUDA.
 
 fused_loss        fused_policy_loss: loss and gradients of an objective, in one pass where it allows that
 linear_logprob    token_logprobs: log-probability and entropy of tokens; without gradients 1 GEMM
@@ -6,4 +6,5 @@ head              the output layer of one rank: chunked scan and gradient, vocab
 torch_ops         row-wise operations on a chunk's logits, on any device (PyTorch)
 triton_ops        the same on CUDA (Triton); reads each logit's 4 bytes twice, writes 2
 triton_swiglu     SwiGLU of the layers on CUDA (Triton), forward and backward
+triton_rope       the rotary embedding of the layers on CUDA (Triton), forward and backward
 """

@@ -131,7 +131,7 @@ def head_backward(
         logits, head.scale, head.valid, targets - head.first, lse, coefficient, head.weight.dtype, entropy
     )
     if d_weight is not None:
-        _accumulate(d_weight, slope, gemm_input(hidden))
+        accumulate(d_weight, slope, gemm_input(hidden))
     return slope @ head.weight
 
 
@@ -164,8 +164,8 @@ def project(head: Head, hidden: Tensor, kept: Tensor | None = None) -> Tensor:
     return logits
 
 
-def _accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
-    """total += slope^T hidden, in float32."""
+def accumulate(total: Tensor, slope: Tensor, hidden: Tensor) -> None:
+    """total [m, n] += slope [t, m]^T hidden [t, n], in float32; both inputs of one type, as from `gemm_input`."""
     if slope.dtype == torch.float32:
         total.addmm_(slope.T, hidden)
     else:

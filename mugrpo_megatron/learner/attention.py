@@ -20,7 +20,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mugrpo_megatron.learner.context import Split, attend, flash_attention, split_segments, takes_flash
-from mugrpo_megatron.learner.operators import rotate_
+from mugrpo_megatron.learner.operators import rotate_, rotated
 
 _WASTE = 1.25  # a bucket takes segments while its padded area stays below this multiple of its tokens
 
@@ -128,12 +128,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotate_(x.clone(), cos, sin)
+        return rotated(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return rotate_(grads[0].clone(), cos, -sin), None, None
+        return rotated(grads[0], cos, sin, inverse=True), None, None
 
 
 class _Unpad(torch.autograd.Function):

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right
 
 
@@ -46,11 +48,26 @@ def flash_attention(
     """
     from torch.nn.attention.varlen import varlen_attn  # loads without CUDA, runs only with it
 
+    fastest_flash()
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
     if q.shape[1] != k.shape[1] and _asks_for_groups(varlen_attn):
         options["enable_gqa"] = True
     out = varlen_attn(q, k, v, cu_queries, cu_keys, *longest, **options)
     return cast(torch.Tensor, out)  # a pair only when asked for the log-sum-exp
+
+
+@cache
+def fastest_flash() -> str:
+    """The flash attention of this process: version 3 on Hopper where it is installed, else torch's own, version 2.
+
+    torch has the calls of version 3 and finds its kernels in the package `flash_attn_interface`.
+    """
+    name = "FA3"
+    hopper = torch.cuda.get_device_capability()[0] == 9
+    if not hopper or name not in attention.list_flash_attention_impls() or not find_spec("flash_attn_interface"):
+        return "FA2"
+    attention.activate_flash_attention_impl(name)
+    return name
 
 
 @cache

@@ -19,7 +19,6 @@ from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.pinned import HostCopy, copy_back, move_to_host
 from mugrpo_megatron.learner.routing import install
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layers
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
@@ -57,7 +56,6 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     cannot work.
     """
     architecture = read_architecture(recipe.model.directory)
-    check_layers(recipe, torch.cuda.is_available())
     if ranks:
         seed_generators(recipe)
     else:
@@ -73,6 +71,8 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     load_hf([policy(chunk) for chunk in chunks], recipe.model.directory, architecture)
     optimizer = build_optimizer(recipe, chunks)
     for chunk in chunks:
+        if chunk.ddp_config.overlap_grad_reduce:  # only the last micro-batch's backward pass is followed by a reduction
+            chunk.config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunk.no_sync
         chunk.config.finalize_model_grads_func = _reduce_gradients
         chunk.config.grad_scale_func = optimizer.scale_loss if recipe.model.dtype == "float16" else None
     return Learner(recipe, ranks, architecture, chunks, optimizer)

@@ -24,6 +24,7 @@ from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
 from mugrpo_megatron.learner.context import gather_rows
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.learner.linear import with_stand_in
 from mugrpo_megatron.learner.model import PolicyModel, gather_sequence
 from mugrpo_megatron.learner.optimizer import loss_scale
 from mugrpo_megatron.learner.packing import MicroBatch
@@ -64,6 +65,9 @@ class Objective:
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             weight = model.output_weight()
+            main_grad = weight.main_grad if direct else None  # type: ignore[attr-defined]  # Megatron's buffer
+            if direct and not model.shares_weight:  # an embedding has a gradient of its own
+                weight = with_stand_in(weight)
             segments, tokens = select_responses(self.segments, batch.responses, len(batch.targets))
             found = fused_policy_loss(
                 predicting(model, hidden, batch),
@@ -78,7 +82,7 @@ class Objective:
                 statistics=statistics,
                 reference=None if self.reference is None else self.reference[tokens],
                 anchor=None if self.anchor is None else self.anchor[tokens],
-                main_grad=weight.main_grad if direct else None,  # type: ignore[attr-defined]  # Megatron's buffer
+                main_grad=main_grad,
                 grad_scale=scale,
             )
             return found.loss, torch.stack([found.logprobs, found.entropy])

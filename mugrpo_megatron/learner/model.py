@@ -15,7 +15,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -23,8 +22,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
-from mugrpo_megatron.learner.experts import Experts
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Rope
@@ -41,7 +40,7 @@ def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
     refused the case that it is not installed).
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
-        return LocalSpecProvider()
+        return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
     if not HAVE_TE:
         raise UserError(
             'learner.layers = "transformer_engine", but Transformer Engine does not load here: `mugrpo doctor` says '
@@ -67,8 +66,6 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
     mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
     if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
         mlp.submodules.activation_func = SwiGLU
-    if experts and mlp.submodules.experts.module is SequentialMLP:
-        mlp.submodules.experts.module = Experts
     of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
@@ -95,6 +92,15 @@ def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> Modul
     )
 
 
+FLOAT32_TABLES = (64, 128, 256, 512)
+"""Head dimensions for which SGLang 0.5.15 rotates with float32 tables on CUDA (layers/rotary_embedding/base.py)."""
+
+
+def table_type(cuda: bool, head_dim: int, params_dtype: torch.dtype) -> torch.dtype:
+    """The type of the rotary tables, as in the engine: float32, or the model's where SGLang rounds to that."""
+    return torch.float32 if cuda and head_dim in FLOAT32_TABLES else params_dtype
+
+
 class PolicyModel(GPTModel):
     """GPT that returns hidden states: the loss path applies the output weight itself, chunk by chunk."""
 
@@ -107,8 +113,7 @@ class PolicyModel(GPTModel):
     ) -> tuple[Any, ...]:
         """Embed, and give attention the rotation of every row's position, in place of a table for all layers."""
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
-        # As in SGLang 0.5.15, whose tables are float32 on CUDA and of the model's type on a CPU.
-        dtype = torch.float32 if angles.is_cuda else self.config.params_dtype
+        dtype = table_type(angles.is_cuda, 2 * len(self.frequencies), self.config.params_dtype)
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         return embedded, None, None, None, None, None
@@ -117,10 +122,14 @@ class PolicyModel(GPTModel):
         """[t, 1, h] on the last pipeline stage too; t is divided by TP under sequence parallelism."""
         return hidden_states
 
+    @property
+    def shares_weight(self) -> bool:
+        """Whether the output weight is this rank's embedding."""
+        return bool(self.share_embeddings_and_output_weights and self.pre_process)
+
     def output_weight(self) -> torch.Tensor:
         """[padded vocabulary / tp, h] on the last pipeline stage: the embedding if tied and on the same rank."""
-        shared = self.share_embeddings_and_output_weights and self.pre_process
-        return self.shared_embedding_or_output_weight() if shared else self.output_layer.weight
+        return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
 def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> list[DistributedDataParallel]:
@@ -136,13 +145,21 @@ def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> lis
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,  # no hook sees an untied output weight: the loss path writes its gradient
+        overlap_grad_reduce=reduces_early(ranks),
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
     return [
         DistributedDataParallel(config, ddp, chunk.to(ranks.device), disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)
     ]
+
+
+def reduces_early(ranks: Ranks) -> bool:
+    """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs.
+
+    On CPU the ranks' cores are busy with that pass.
+    """
+    return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
 def padded_vocab(architecture: Architecture, tp_size: int) -> int:
@@ -188,9 +205,9 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Megatron's fusions go through torch.compile, again for new numbers of rows. SwiGLU has kernels of its own,
-        # except in Transformer Engine's experts; without bias and dropout the other fusion is a single addition.
-        "bias_activation_fusion": cuda and experts and grouped_experts,
+        # Megatron's fusions go through torch.compile: seconds at a process's first updates. Experts have no other fused
+        # SwiGLU; without bias and dropout the other fusion is a single addition.
+        "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
         "use_te_activation_func": not experts,  # Megatron's name for taking the spec's activation
         # Interleaving with batched sends silently trains on wrong gradients; overlapped sends with freed outputs give

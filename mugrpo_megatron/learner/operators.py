@@ -1,8 +1,9 @@
 """RMSNorm, SwiGLU and rotary embedding with hand-written backward passes.
 
 Without a compiler each of them runs as a dozen passes over memory, which on small models cost as much as the matrix
-products. Written by hand they take a few passes, most of them in place; on CUDA the norm is one kernel of torch and
-SwiGLU one of `kernels.triton_swiglu`. Megatron's own fusions would compile at the first update of every rank.
+products. Written by hand they take a few passes, most of them in place; on CUDA the norm is one kernel of torch, and
+SwiGLU and the rotation are kernels of this project. Megatron's own fusions would compile at the first update of every
+rank.
 """
 
 from __future__ import annotations
@@ -85,13 +86,22 @@ class _SwiGLU(torch.autograd.Function):
         if x.is_cuda:
             from mugrpo_megatron.kernels.triton_swiglu import swiglu_gradient
 
-            return swiglu_gradient(grads[0], x)[0]
+            return swiglu_gradient(grads[0], x)
         gate, up = x.chunk(2, -1)
         dx = torch.empty_like(x)
         d_gate, d_up = dx.chunk(2, -1)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=d_gate)
         torch.mul(F.silu(gate), grads[0], out=d_up)
         return dx
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """`rotate_` into new memory, or back: on CUDA one kernel, with one rounding for tables of any type."""
+    if x.is_cuda:
+        from mugrpo_megatron.kernels.triton_rope import rotate
+
+        return rotate(x, cos, sin, inverse)
+    return rotate_(x.clone(), cos, -sin if inverse else sin)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from mugrpo_megatron.learner.model import PolicyModel, policy
 from mugrpo_megatron.learner.packing import MicroBatch, Plan, Tokens, pack, plan
 from mugrpo_megatron.learner.routing import Routing, clear, layers_of, make_routing
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import FP8_MULTIPLE
+from mugrpo_megatron.recipe.systems import FP8_MULTIPLE
 
 Read = Callable[[PolicyModel, torch.Tensor, MicroBatch], torch.Tensor]
 """(last chunk's model, its hidden states, micro-batch) -> float32 [k, T]: k values for each trained token."""

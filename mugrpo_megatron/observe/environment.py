@@ -64,6 +64,11 @@ def may_find_cuda() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
+def driver_finds_gpu() -> bool:
+    """Whether nvidia-smi finds a GPU that CUDA_VISIBLE_DEVICES does not hide; imports nothing."""
+    return may_find_cuda() and not _hidden() and driver_answers()
+
+
 def finds_cuda() -> bool:
     """Whether torch finds a CUDA device.
 
@@ -75,14 +80,17 @@ def finds_cuda() -> bool:
 
     if torch.cuda.is_available():
         return True
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
-    if hidden or not driver_answers():
+    if _hidden() or not driver_answers():
         return False
     remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else "run run_scripts/setup.sh --cuda"
     raise UserError(
         f"nvidia-smi finds a GPU but torch {torch.__version__} does not: {remedy}; to train on the CPU, set "
         'run.device = "cpu", or CUDA_VISIBLE_DEVICES=""'
     )
+
+
+def _hidden() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
 
 
 def devices() -> str:
@@ -96,6 +104,10 @@ def devices() -> str:
 
 
 BF16_PEAK = {
+    "H200 NVL": 835e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H800 PCIe": 756e12,
     "GB200": 2.5e15,
     "B200": 2.25e15,
     "H200": 989e12,
@@ -104,7 +116,8 @@ BF16_PEAK = {
     "A100": 312e12,
     "A800": 312e12,
 }
-"""Part of a device's name -> FLOP/s of dense bfloat16 products, from NVIDIA's data sheets of the SXM modules."""
+"""Part of a device's name -> FLOP/s of dense bfloat16 products, from NVIDIA's data sheets; the first that fits counts.
+Names without a form are SXM modules."""
 
 
 def peak_flops(device: str) -> float | None:

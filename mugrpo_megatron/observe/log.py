@@ -94,11 +94,9 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
             f'track.wandb_project = "{section.wandb_project}" needs the wandb package: '
             'pip install "mugrpo-megatron[wandb]", or remove the key'
         ) from None
-    asked: dict[str, Any] = {"id": run_id, "resume": "allow"} if run_id else {}
-    asked |= {"group": section.wandb_group} if section.wandb_group else {}
-    asked |= {"tags": section.wandb_tags} if section.wandb_tags else {}
+    resumed: dict[str, Any] = {"id": run_id, "resume": "allow"} if run_id else {}
     with wandb.init(
-        project=section.wandb_project, name=run_dir.name, dir=str(run_dir), config=dict(config), **asked
+        project=section.wandb_project, name=run_dir.name, dir=str(run_dir), config=dict(config), **resumed
     ) as run:
         for kind, axis in AXES.items():
             run.define_metric(f"{kind}/*", step_metric=axis)

@@ -25,7 +25,7 @@ KINDS: dict[Kind, str] = {
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
     "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
     "stem. Sets are never pooled. Results are named `accuracy` if `reward.function` is `math`, or `code` with "
-    '`reward.code_reward = "all"`, which return right or wrong. Otherwise, also for a user\'s own function, they are '
+    '`reward.code.reward = "all"`, which return right or wrong. Otherwise, also for a user\'s own function, they are '
     "named `reward`.",
     "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
     "engine": "An engine's load at one time while it generated `stage`: `engine` is its number. The rows are written "

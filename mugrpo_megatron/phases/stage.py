@@ -32,6 +32,8 @@ from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import model_flops
 
+WANDB_SAMPLES = 16
+"""Responses of each stage in a table of Weights & Biases."""
 PLACES = 4
 """Updates of the stage, evenly spaced, from which the responses are taken."""
 NEGATIVE = 0.75
@@ -122,7 +124,7 @@ def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor)
     same = samples[0].weight_version == cursor.updates
     run.log.stage(cursor.stage, stage.statistics() | (_mismatch(run, learner, samples, cursor) if same else {}))
     if run.is_main and run.recipe.track.wandb_project:
-        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[: run.recipe.track.wandb_samples]))
+        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[:WANDB_SAMPLES]))
     probe(run, learner, stage, cursor, age=0)
 
 

@@ -89,17 +89,17 @@ def _source_of(module: str) -> Path | None:
 
 def _names(tree: ast.Module) -> set[str] | None:
     """The names that a module's top level gives; None where they are not all written there."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
             return None
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return None if "__getattr__" in found else found
+            names.add(node.id)
+    return None if "__getattr__" in names else names
 
 
 def told(error: BaseException, *own: str) -> str:

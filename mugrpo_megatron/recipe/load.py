@@ -105,11 +105,11 @@ def for_objective(table: Table, name: object) -> Table:
 
 def merged(base: Table, top: Table) -> Table:
     """The keys of both, table by table; where both have one, that of `top`."""
-    found = dict(base)
+    both = dict(base)
     for key, value in top.items():
         both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
-        found[key] = merged(base[key], value) if both_tables else value
-    return found
+        both[key] = merged(base[key], value) if both_tables else value
+    return both
 
 
 def to_blame(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], Collection[str]]) -> str | None:
@@ -142,8 +142,8 @@ def load_recipe(
     """
     layers: list[Layer] = []
     read = _read_with_base(path, within=(), read=[], layers=layers) if path else {}
-    given = {override.partition("=")[0].strip(): override for override in overrides}
-    base = table = for_objective(read, _objective_of(given))
+    texts = {override.partition("=")[0].strip(): override for override in overrides}
+    base = table = for_objective(read, _objective_of(texts))
     for override in overrides:
         table = _applied(table, override)
         layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))
@@ -248,14 +248,14 @@ def _applied(table: Table, override: str) -> Table:
             f"--set {override}: write it as section.key=value, for instance --set schedule.stages=8"
             + (f"; {meant}" if meant else "")
         )
-    found = inner = dict(table)
+    result = inner = dict(table)
     for section in sections:
         below = inner.get(section, {})
         if not isinstance(below, dict):
             raise UserError(f"--set {override}: {section} is a value, not a section")
         inner[section] = inner = dict(below)
     inner[key] = fitting(dotted.strip(), text.strip(), _value(override, text))
-    return found
+    return result
 
 
 def _objective_of(overrides: Mapping[str, str]) -> object:
@@ -287,13 +287,13 @@ def _value(override: str, text: str) -> Any:
     """The value of an override's text: TOML where it parses as such, else the text itself."""
     try:
         override.encode("utf-8")
-        found = parse_toml(f"value = {text}")
+        parsed = parse_toml(f"value = {text}")
     except UnicodeEncodeError:
         raise UserError(f"--set {override}: not UTF-8 text") from None
     except tomllib.TOMLDecodeError:
         return text
     except ValueError as error:
         raise UserError(f"--set {shown(override)}: {error}") from None
-    if found.keys() != {"value"}:
+    if parsed.keys() != {"value"}:
         raise UserError(f"--set {override}: sets several keys; pass --set once for each")
-    return found["value"]
+    return parsed["value"]

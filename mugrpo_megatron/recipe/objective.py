@@ -5,7 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 ObjectiveName = Literal[
     "mu_grpo",
@@ -45,8 +55,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "topr": GRPO
     | {"surrogate": "topr", "ratio": "sequence", "clip_low": 0.0, "clip_high": 1.0, "reduction": "constant"},
     "opsm": GRPO | {"sequence_mask": 1e-4},
-    "tis": GRPO | {"mismatch": "truncate", "mismatch_low": 0.0, "mismatch_high": 2.0},
-    "icepop": GRPO | {"mismatch": "drop", "mismatch_low": 0.5, "mismatch_high": 5.0},
+    "tis": GRPO | {"mismatch": "truncate", "mismatch_range": (0.0, 2.0)},
+    "icepop": GRPO | {"mismatch": "drop", "mismatch_range": (0.5, 5.0)},
     "m2po": GRPO | {"second_moment": "clip", "clip_low": 0.0, "clip_high": 1e9, "reduction": "token_mean"},
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
     "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
@@ -58,7 +68,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "vespo": GRPO | {"surrogate": "vespo", "ratio": "sequence", "reduction": "token_mean"},
     "seq_mis": GRPO
     | {"surrogate": "cispo", "ratio": "sequence", "clip_low": 0.0, "clip_high": 2.0, "reject": "sequence"},
-    "geo_rs": GRPO | {"reject": "sequence_mean", "reject_low": 0.999, "reject_high": 1.001},
+    "geo_rs": GRPO | {"reject": "sequence_mean", "reject_range": (0.999, 1.001)},
 }
 """Defaults of each objective name; a field set in the recipe wins over its preset."""
 SURROGATES: dict[str, Dependence] = {
@@ -73,6 +83,19 @@ SURROGATES: dict[str, Dependence] = {
 """What decides a token's gradient in each surrogate, beyond its importance ratio and its own log-probability."""
 
 
+Change = Literal["work", "branch", "method"]
+"""When a key may change after a run has begun; a key without a mark never does.
+
+work: whenever the run resumes, for it says how the work is done and not what is computed. branch: in a branch, whose
+responses and first weights it does not affect. method: in a branch too, and between the cells of a sweep, for it says
+what is done with a stage's responses."""
+
+
+def changes(when: Change) -> Any:
+    """The mark of a field, or of a section for all fields without one: `Field(json_schema_extra=changes("work"))`."""
+    return {"changes": when}
+
+
 class Section(BaseModel):
     """A frozen table of the recipe: an unknown key is an error, a field's docstring is its documentation."""
 
@@ -80,13 +103,20 @@ class Section(BaseModel):
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
+    @classmethod
+    def change_of(cls, key: str) -> Change | None:
+        """When the key may change after a run has begun: its own mark, else the section's."""
+        field = cls.model_fields.get(key)
+        marks: Any = (field.json_schema_extra if field else None) or cls.model_config.get("json_schema_extra") or {}
+        return marks.get("changes")  # type: ignore[no-any-return]
+
     @field_validator("*", mode="before")
     @classmethod
     def _check_no_boolean_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Python counts true as 1, a recipe does not."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        given = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) for one in given) and bool not in kinds and kinds & {int, float}:
+        items = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in items) and bool not in kinds and kinds & {int, float}:
             raise ValueError("is true or false, where a number belongs")
         return value
 
@@ -111,16 +141,39 @@ def _kinds(annotation: Any) -> set[Any]:
 
 OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:function`"""
-KAPPA = (
-    "`kappa` is now `trigger_ratio`, default 1e-4: in the mu-GRPO paper κ is the position of the first trigger, not a "
-    "threshold, and the paper's example has a threshold of 1e-4; the old default was 0.5; remove the key, or set "
-    "trigger_ratio (to kappa's value to repeat an old run)"
-)
-"""Why a recipe with `kappa` is refused."""
+
+
+class DppoSection(Section):
+    """What the surrogate `dppo` alone reads (DPPO: limits of 0.15 for `tv` and 0.05 for `kl`)."""
+
+    divergence: Literal["tv", "kl"] = "tv"
+    """Divergence at each token: total variation, or KL, of "this token" against "another token"."""
+    limit: float = Field(0.15, gt=0.0)
+    """Above this divergence, a token gets no gradient that would increase it."""
+
+
+class SapoSection(Section):
+    """What the surrogate `sapo` alone reads: temperatures of its gate."""
+
+    positive: float = Field(1.0, gt=0.0)
+    """Of tokens with positive advantage."""
+    negative: float = Field(1.05, gt=0.0)
+    """Of other tokens; a higher value reduces the weight of stale ones."""
+
+
+class VespoSection(Section):
+    """What the surrogate `vespo` alone reads: power and decay of its weight in the ratio of the whole response."""
+
+    positive: tuple[NonNegativeFloat, PositiveFloat] = (2.0, 3.0)
+    """Of responses with positive advantage."""
+    negative: tuple[NonNegativeFloat, PositiveFloat] = (3.0, 2.0)
+    """Of other responses."""
 
 
 class ObjectiveSection(Section):
     """The surrogate that one update minimises."""
+
+    model_config = ConfigDict(json_schema_extra=changes("method"))
 
     name: ObjectiveName = "mu_grpo"
     """Preset for the fields below that the recipe does not set. If `--set` or a recipe with a `base` sets another name,
@@ -154,27 +207,15 @@ class ObjectiveSection(Section):
     clip has no effect."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate has no gradient; unset turns it off (verl: 3)."""
-    divergence: Literal["tv", "kl"] = "tv"
-    """Divergence of `dppo` at each token: total variation, or KL, of "this token" against "another token"."""
-    divergence_limit: float = Field(0.15, gt=0.0)
-    """Above this divergence, a token gets no gradient that would increase it (DPPO: 0.15 tv, 0.05 kl)."""
-    sapo_tau_positive: float = Field(1.0, gt=0.0)
-    """Temperature of SAPO's gate, positive advantage."""
-    sapo_tau_negative: float = Field(1.05, gt=0.0)
-    """Temperature of SAPO's gate, other advantages; a higher value reduces the weight of stale tokens."""
-    vespo_k_positive: float = Field(2.0, ge=0.0)
-    """Power of the sequence ratio in VESPO's weight, positive advantage."""
-    vespo_lambda_positive: float = Field(3.0, gt=0.0)
-    """Decay of VESPO's weight in the sequence ratio, positive advantage."""
-    vespo_k_negative: float = Field(3.0, ge=0.0)
-    """Power of the sequence ratio in VESPO's weight, negative advantage."""
-    vespo_lambda_negative: float = Field(2.0, gt=0.0)
-    """Decay of VESPO's weight in the sequence ratio, negative advantage."""
+    dppo: DppoSection = DppoSection()
+    sapo: SapoSection = SapoSection()
+    vespo: VespoSection = VespoSection()
     veto: VetoScope = "suffix_non_trigger"
     """Tokens dropped from a negative response with triggers T, the first at κ: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or
     all."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
-    """A token of a negative response whose ratio is below this is a trigger; 1e-4 is the paper's example."""
+    """A token of a negative response whose ratio is below this is a trigger; 1e-4, the paper's illustration, is
+    our reading of its runs."""
     trigger: Literal["token", "prefix_mean"] = "token"
     """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
     renormalise: bool = False
@@ -184,10 +225,8 @@ class ObjectiveSection(Section):
     """Drop a negative response whose mean log-ratio is below minus this many nats; unset turns it off."""
     reject: Literal["none", "sequence", "sequence_mean"] = "none"
     """Drop responses by the ratio of the whole response, or by its geometric mean per token."""
-    reject_low: float = Field(0.5, ge=0.0)
-    """A response below this ratio is dropped."""
-    reject_high: float = Field(2.0, gt=0.0)
-    """A response above this ratio is dropped."""
+    reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
+    """A response whose ratio is outside is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
     """Keep the second moment of the log-ratios below a budget by a data-dependent clip range, or by dropping tokens."""
     second_moment_budget: float = Field(0.04, gt=0.0)
@@ -197,10 +236,8 @@ class ObjectiveSection(Section):
     mismatch: Literal["none", "truncate", "drop"] = "none"
     """Correct for the mismatch of engine and learner: truncated weights or dropped tokens; needs `rollout.behaviour =
     "learner"`."""
-    mismatch_low: float = Field(0.0, ge=0.0)
-    """Lower bound of the learner/engine probability ratio."""
-    mismatch_high: float = Field(2.0, gt=0.0)
-    """Upper bound of the learner/engine probability ratio."""
+    mismatch_range: tuple[NonNegativeFloat, PositiveFloat] = (0.0, 2.0)
+    """Bounds of the learner/engine probability ratio."""
     kl_anchor: str | None = Field(None, min_length=1)
     """Policy of the KL penalty: `start` (the run's first weights), `stage` (the stage's), or a checkpoint directory."""
     kl_coef: float = Field(0.0, ge=0.0)
@@ -222,20 +259,9 @@ class ObjectiveSection(Section):
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        if "kappa" in given:
-            raise ValueError(KAPPA)
         name = given.get("name", "mu_grpo")
         in_reward = {"kl_estimator": "k1"} if given.get("kl_in") == "reward" else {}
         return {**(PRESETS.get(name, {}) if isinstance(name, str) else {}), **in_reward, **given}
-
-    @field_validator("clip_centre", mode="before")
-    @classmethod
-    def _refuse_the_old_name(cls, value: Any) -> Any:
-        if value == "current":
-            raise ValueError(
-                'the value is called "reference" now; with `reference_every` at its default of 1 it means the same'
-            )
-        return value
 
     @field_validator("reference_every")
     @classmethod
@@ -247,11 +273,11 @@ class ObjectiveSection(Section):
             )
         return value
 
-    @field_validator("mismatch_high")
+    @field_validator("mismatch_range", "reject_range")
     @classmethod
-    def _check_the_range(cls, value: float, info: ValidationInfo) -> float:
-        if value < info.data.get("mismatch_low", 0.0):
-            raise ValueError("is below mismatch_low, so no token would be kept")
+    def _check_the_range(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if value[1] <= value[0]:
+            raise ValueError("its second number must be above its first, or nothing would be kept")
         return value
 
     @field_validator("surrogate")
@@ -279,13 +305,6 @@ class ObjectiveSection(Section):
             )
         if not own and value is not None:
             raise ValueError("it goes with a surrogate of your own (module:function); leave it out")
-        return value
-
-    @field_validator("reject_high")
-    @classmethod
-    def _check_something_is_kept(cls, value: float, info: ValidationInfo) -> float:
-        if value <= info.data.get("reject_low", 0.0):
-            raise ValueError("it must be above reject_low, or every response is dropped")
         return value
 
     @model_validator(mode="after")

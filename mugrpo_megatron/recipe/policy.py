@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -18,7 +19,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.files.hub import REPOSITORY
-from mugrpo_megatron.recipe.objective import Section
+from mugrpo_megatron.recipe.objective import Section, changes
 
 
 def _own_directory(path: Path) -> Path:
@@ -44,7 +45,7 @@ class ModelSection(Section):
     path: Path = Path("runs/warm-start/hf")
     """Hugging Face checkpoint directory (config.json, safetensors, tokenizer) that training starts from, or the name of
     a model on the hub, `owner/name`."""
-    revision: str | None = None
+    revision: str | None = Field(None, json_schema_extra=changes("branch"))
     """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Parameter and activation type of learner and engine; float16 scales the loss. Masters and moments are float32."""
@@ -78,6 +79,8 @@ class ModelSection(Section):
 class SftSection(Section):
     """Supervised fine-tuning: your model on your rows, or a small new Qwen2 model on a bundled task."""
 
+    model_config = ConfigDict(json_schema_extra=changes("work"))
+
     output: OwnDirectory = Path("runs/warm-start")
     """Run directory of the warm start; the checkpoint is in its `hf/`."""
     train: str | None = None
@@ -87,14 +90,8 @@ class SftSection(Section):
     """Passes over the rows of `train`; `max_updates` may end them earlier."""
     layers: PositiveInt = 2
     """Transformer layers of the new model."""
-    hidden: PositiveInt = 128
-    """Width of the residual stream."""
-    ffn: PositiveInt = 256
-    """Width of the gated feed-forward layer."""
-    heads: PositiveInt = 8
-    """Attention heads."""
-    kv_heads: PositiveInt = 8
-    """Key/value heads; with fewer than `heads` the bundled task needs several times as many updates."""
+    hidden: int = Field(128, gt=0, multiple_of=16)
+    """Width of the residual stream, a multiple of 16; heads have 16 each, the feed-forward layer is twice as wide."""
     max_updates: PositiveInt = 4000
     """Updates after which the warm start stops at any accuracy."""
     batch: PositiveInt = 48
@@ -103,8 +100,6 @@ class SftSection(Section):
     """Peak learning rate; unset: 1e-3 for a new model, 1e-5 with `train`."""
     target_accuracy: float = Field(0.45, gt=0.0, le=1.0)
     """Held-out greedy accuracy at which the warm start stops."""
-    check_every: PositiveInt = 25
-    """Updates between accuracy checks."""
 
     @property
     def peak_lr(self) -> float:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.objective import Section
+from mugrpo_megatron.recipe.objective import Section, changes
 
 STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
 """Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
@@ -45,6 +45,22 @@ class FunctionSection(Section):
     """Unset takes `reward.worker_memory_mb`."""
 
 
+class CodeSection(Section):
+    """How programs are judged where a reward function is `code`."""
+
+    sandbox: Literal["namespaces", "limits"] = "namespaces"
+    """What a program runs in: `namespaces`, or `limits` if the kernel refuses namespaces."""
+    reward: Literal["all", "share"] = "all"
+    """`all` gives 1 to a program that passes every test, else 0; `share` gives the share of tests passed."""
+    test_s: float = Field(4.0, gt=0.0, le=3600.0)
+    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `reward.timeout_s` is for
+    all tests."""
+    memory_mb: PositiveInt = 512
+    """Address space of a program, at most `reward.worker_memory_mb`."""
+    tests: NonNegativeInt = 0
+    """Maximum number of a row's tests that run, evenly spaced; 0 takes all."""
+
+
 class RewardSection(Section):
     """How a response becomes a number."""
 
@@ -53,43 +69,29 @@ class RewardSection(Section):
     whose parameter names select its arguments (docs/rewards.md)."""
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
-    workers: NonNegativeInt = 0
+    workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
     """Processes of each function on each generating rank; 0 divides one per two cores among the node's engines, at
     least 1."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses hedged answers and unfinished arithmetic; `lenient` accepts what math-verify accepts."""
-    max_failure_share: float = Field(0.01, ge=0.0, le=1.0)
+    max_failure_share: float = Field(0.01, ge=0.0, le=1.0, json_schema_extra=changes("work"))
     """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail."""
-    timeout_s: float = Field(8.0, gt=0.0, le=86400.0)
+    timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
     """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
     time."""
-    max_answer_chars: PositiveInt = 2000
-    """A longer extracted answer scores 0 without being parsed."""
-    worker_memory_mb: PositiveInt = 1024
+    worker_memory_mb: int = Field(1024, gt=0, json_schema_extra=changes("work"))
     """Address-space limit of a verifier process."""
     format_pattern: str = r"\\boxed\{"
     """Regular expression that a well-formed response matches exactly once."""
     format_weight: float = Field(0.0, ge=0.0, le=1.0)
     """Added to the reward of a well-formed response; 0 turns it off."""
     overlong_buffer_tokens: NonNegativeInt = 0
-    """The last this many tokens before `rollout.max_response_tokens` reduce the reward, linearly up to
-    `overlong_penalty`; 0 turns it off."""
-    overlong_penalty: NonNegativeFloat = 1.0
-    """Reward that a response of `rollout.max_response_tokens` loses, with an overlong buffer."""
+    """The last this many tokens before `rollout.max_response_tokens` reduce the reward, linearly up to 1 (DAPO); 0
+    turns it off."""
 
-    code_sandbox: Literal["namespaces", "limits"] = "namespaces"
-    """Sandbox of programs under `code`: `namespaces`, or `limits` if the kernel refuses namespaces."""
-    code_reward: Literal["all", "share"] = "all"
-    """`all` gives 1 to a program that passes every test, else 0; `share` gives the share of tests passed."""
-    code_test_s: float = Field(4.0, gt=0.0, le=3600.0)
-    """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `timeout_s` is for all
-    tests."""
-    code_memory_mb: PositiveInt = 512
-    """Address space of a program, at most `worker_memory_mb`."""
-    code_tests: NonNegativeInt = 0
-    """Maximum number of a row's tests that run, evenly spaced; 0 takes all."""
+    code: CodeSection = CodeSection()
 
     @field_validator("format_pattern")
     @classmethod
@@ -109,9 +111,9 @@ class RewardSection(Section):
                 raise ValueError(f"functions.{name}: name it with letters, digits, - and _, and not {', '.join(TAKEN)}")
         for one in self.table.values():
             memory = one.worker_memory_mb or self.worker_memory_mb
-            if one.function == CODE and self.code_memory_mb > memory:
+            if one.function == CODE and self.code.memory_mb > memory:
                 raise ValueError(
-                    f"code_memory_mb ({self.code_memory_mb}) is more than worker_memory_mb ({memory}), which limits a "
+                    f"code.memory_mb ({self.code.memory_mb}) is more than worker_memory_mb ({memory}), which limits a "
                     "worker's programs too: raise worker_memory_mb"
                 )
         if self.functions and not any(one.weight for one in self.functions.values()):
@@ -129,7 +131,7 @@ class RewardSection(Section):
     @property
     def is_right_or_wrong(self) -> bool:
         """Whether the reward is 1 or 0: `math`'s verdict, or `code`'s unless it pays for shares."""
-        all_tests = not self.functions and self.function == CODE and self.code_reward == "all"
+        all_tests = not self.functions and self.function == CODE and self.code.reward == "all"
         return self.finds_answers or all_tests
 
     @property
@@ -171,6 +173,8 @@ class SetSection(Section):
 
 class EvalSection(Section):
     """Held-out accuracy before, during and after training, set by set."""
+
+    model_config = ConfigDict(json_schema_extra=changes("work"))
 
     every_stages: NonNegativeInt = 1
     """Evaluate after every n-th stage; 0 evaluates only before the first stage and after the last."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import (
+    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -18,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from mugrpo_megatron.recipe.objective import ObjectiveSection, Section
+from mugrpo_megatron.recipe.objective import Change, ObjectiveSection, Section, changes
 from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
@@ -51,6 +52,8 @@ def asked(question: str, template: str | None) -> str:
 class ReportSection(Section):
     """Data that a run stores for its report. These keys do not change training: it stays bitwise the same."""
 
+    model_config = ConfigDict(json_schema_extra=changes("work"))
+
     probe_responses: int = Field(32, ge=0, le=1024)
     """Responses of each stage that are probed for the heat map: a forward pass over them at the stage's start and after
     each eighth of its updates, but at most every 8 updates. 0 turns the probe off."""
@@ -81,7 +84,7 @@ class RolloutSection(Section):
     """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
     stop: list[str] = Field(default_factory=list)
     """Texts that end a response, besides the end-of-sequence token; the response includes them."""
-    behaviour: Literal["engine", "learner"] = "engine"
+    behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
     """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
 
     @property
@@ -105,16 +108,16 @@ class RolloutSection(Section):
 class RunSection(Section):
     """The run's directory, seed, device and reproducibility."""
 
-    dir: OwnDirectory = Path("runs/default")
+    dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
     """Device of learner and engine; `auto` takes CUDA if torch finds it."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""
-    collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0)
+    collective_timeout_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0, json_schema_extra=changes("work"))
     """Seconds that a collective waits before it fails with rank, phase and likely cause."""
 
 
@@ -132,7 +135,7 @@ class DataSection(Section):
     train: str = "arithmetic"
     """A bundled task, a JSON, Parquet or CSV file, a named data set, or `owner/name` on the hub; commas separate
     several."""
-    eval: str = "arithmetic"
+    eval: str = Field("arithmetic", json_schema_extra=changes("branch"))
     """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
@@ -158,8 +161,6 @@ class DataSection(Section):
     """Longer prompts are skipped and counted."""
     strict: bool = True
     """A malformed row or an unverifiable gold ends the command with an error; false skips and counts them."""
-    deduplicate: bool = True
-    """Keep only the first of several training problems with the same question."""
     contamination: Literal["report", "drop", "off"] = "report"
     """What to do with training problems that share half of their 8-grams with a held-out problem."""
 
@@ -190,20 +191,20 @@ MOST_NUMBERED = 99_999
 class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
-    stages: PositiveInt = 4
+    stages: int = Field(4, gt=0, json_schema_extra=changes("branch"))
     """S: number of stages, each generated once; stages that end early are followed by more."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
     growth: float = Field(1.0, ge=0.1, le=10.0)
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all."""
-    passes: int = Field(1, ge=1, le=1000)
+    passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
     """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
-    min_ess: float = Field(0.0, ge=0.0, lt=1.0)
+    min_ess: float = Field(0.0, ge=0.0, lt=1.0, json_schema_extra=changes("method"))
     """End a stage early after an update whose effective sample size is below this; the run still takes all its
     updates."""
-    max_vetoed: float = Field(1.0, gt=0.0, le=1.0)
+    max_vetoed: float = Field(1.0, gt=0.0, le=1.0, json_schema_extra=changes("method"))
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
-    max_sample_age: NonNegativeInt = 0
+    max_sample_age: int = Field(0, ge=0, json_schema_extra=changes("branch"))
     """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
     weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
     With 0 every stage is sampled with the weights at its start; at most µ x passes."""
@@ -218,10 +219,10 @@ class ScheduleSection(Section):
     @field_validator("max_sample_age")
     @classmethod
     def _check_sample_age(cls, value: int, info: ValidationInfo) -> int:
-        given = info.data
-        if value > given.get("updates_per_stage", value) * given.get("passes", 1):
+        data = info.data
+        if value > data.get("updates_per_stage", value) * data.get("passes", 1):
             raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
-        if value and (given.get("min_ess", 0.0) > 0 or given.get("max_vetoed", 1.0) < 1):
+        if value and (data.get("min_ess", 0.0) > 0 or data.get("max_vetoed", 1.0) < 1):
             raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_vetoed")
         return value
 
@@ -266,6 +267,8 @@ class ScheduleSection(Section):
 class OptimizerSection(Section):
     """AdamW over float32 master weights."""
 
+    model_config = ConfigDict(json_schema_extra=changes("method"))
+
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     min_lr: NonNegativeFloat = 0.0
@@ -287,7 +290,7 @@ class OptimizerSection(Section):
     """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
-    max_skipped: PositiveInt = 10
+    max_skipped: int = Field(10, gt=0, json_schema_extra=changes("work"))
     """End the run, with state and last batch saved, after this many skipped updates (non-finite gradient) in a row."""
 
     @field_validator("min_lr")
@@ -300,6 +303,8 @@ class OptimizerSection(Section):
 
 class CheckpointSection(Section):
     """When the learner's full state is saved, and how many saves are kept."""
+
+    model_config = ConfigDict(json_schema_extra=changes("work"))
 
     every_stages: PositiveInt = 1
     """Save at the end of every n-th stage, and of the last. A resumed run repeats the updates of later stages, on the
@@ -320,16 +325,12 @@ class CheckpointSection(Section):
 class TrackSection(Section):
     """Where metrics are written, besides metrics.jsonl."""
 
+    model_config = ConfigDict(json_schema_extra=changes("work"))
+
     tensorboard: bool = True
     """Write TensorBoard event files under the run directory."""
     wandb_project: str | None = None
-    """Weights & Biases project; the key stays in the environment."""
-    wandb_group: str | None = None
-    """Weights & Biases group: runs that belong together, such as the seeds of one recipe."""
-    wandb_tags: list[str] = Field(default_factory=list)
-    """Weights & Biases tags of the run."""
-    wandb_samples: NonNegativeInt = 16
-    """Responses of each stage in a table of Weights & Biases."""
+    """Weights & Biases project; key, group and tags come from its own variables (WANDB_RUN_GROUP, WANDB_TAGS)."""
     profile_updates: list[NonNegativeInt] = Field(default_factory=list)
     """Numbers of updates, from 0, that PyTorch's profiler records; a trace of each rank goes to `profile/`."""
 
@@ -353,6 +354,20 @@ class Recipe(Section):
     track: TrackSection = TrackSection()
     report: ReportSection = ReportSection()
     sft: SftSection = SftSection()
+
+    @classmethod
+    def changes_of(cls, key: str) -> Change | None:
+        """When `section.key`, or a key below it, may change after a run has begun; None for never."""
+        name, _, rest = key.partition(".")
+        field = cls.model_fields.get(name)
+        section: Any = field.annotation if field else None
+        return section.change_of(rest.partition(".")[0]) if section else None  # type: ignore[no-any-return]
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that training or an evaluation may sample."""
+        held_out = [self.eval.max_tokens, *(one.max_tokens for one in self.eval.sets.values())]
+        return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
     @model_validator(mode="before")
     @classmethod

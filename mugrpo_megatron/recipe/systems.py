@@ -5,15 +5,23 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from mugrpo_megatron.recipe.objective import Section
+from mugrpo_megatron.recipe.objective import Section, changes
 
+BLOCK = 128
+"""Rows and columns of a weight that share an fp8 scale in an engine with `engine.quantization`."""
+BUCKET_BYTES = 512 * 1024 * 1024
+"""Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
+FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
+"""By `learner.fp8`: all dimensions of a product are multiples of this, 16 for the tensor cores, 128 for a block."""
 Replay = Literal["off", "rollout", "learner"]
 
 
 class ParallelSection(Section):
     """The learner's parallel layout; the remaining ranks are data parallel."""
+
+    model_config = ConfigDict(json_schema_extra=changes("work"))
 
     tensor: PositiveInt = 1
     """Tensor parallel size: heads, ffn and vocabulary are split over this many ranks."""
@@ -32,6 +40,8 @@ class ParallelSection(Section):
 class LearnerSection(Section):
     """How an update is split into micro-batches, and what it keeps in memory."""
 
+    model_config = ConfigDict(json_schema_extra=changes("work"))
+
     micro_batch_tokens: PositiveInt = 16384
     """Packed tokens (prompt and response) of one micro-batch on one rank; a single longer response may exceed it.
     Micro-batches that CPU threads run at once share it, with at most 4,096 each."""
@@ -44,7 +54,7 @@ class LearnerSection(Section):
     installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """GEMMs of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
-    routing_replay: Replay = "off"
+    routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
     engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
     threads: NonNegativeInt = 0
@@ -63,6 +73,8 @@ class LearnerSection(Section):
 
 class EngineSection(Section):
     """The SGLang engine that shares the learner's devices."""
+
+    model_config = ConfigDict(json_schema_extra=changes("work"))
 
     tensor: PositiveInt = 1
     """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
@@ -100,8 +112,6 @@ class EngineSection(Section):
     quantization: Literal["none", "fp8"] = "none"
     """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
     at each weight sync (CUDA, bfloat16)."""
-    bucket_bytes: PositiveInt = 512 * 1024 * 1024
-    """Largest flattened bucket of a weight sync; the peak extra memory of the bridge."""
     check_weights: Literal["first", "every", "never"] = "first"
     """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, after every sync, or
     never."""
@@ -111,7 +121,7 @@ class EngineSection(Section):
     @field_validator("extra")
     @classmethod
     def _check_finite(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name, given in value.items():
-            if isinstance(given, float) and not math.isfinite(given):
-                raise ValueError(f"{name} is {given}, and must be a finite number")
+        for name, number in value.items():
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ValueError(f"{name} is {number}, and must be a finite number")
         return value

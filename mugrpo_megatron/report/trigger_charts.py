@@ -21,7 +21,7 @@ from mugrpo_megatron.report.rundata import RunData
 
 PREFIX = "trigger_tokens_"
 PAPER_RATIO = 1e-4
-"""The threshold of the paper's example, for recipes without one."""
+"""The threshold of the paper's illustration, for recipes without one."""
 
 COLORS = {"trigger": "yellow", "suffix": "blue", "suffix_non_trigger": "teal", "response": "red"}
 """Colours of the veto's scopes, in the order of the legend and the table."""

@@ -187,6 +187,8 @@ _SCORES = ("score", "reward")
 """Keys of a returned dictionary that hold the reward; the first that is there counts."""
 _ANSWERS = ("pred", "extracted")
 """Keys that hold the answer that the function found."""
+_WHY = "why"
+"""The key that holds a sentence about the reward."""
 
 
 class GaveUp(Exception):
@@ -270,7 +272,7 @@ class Caller:
 
 
 def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
-    """The verdict in what a function returned: a number, or a dictionary with a `score` and other numbers.
+    """The verdict in what a function returned: a number, or a dictionary with a `score`, other numbers and a `why`.
 
     `may_skip` takes None for "does not apply". Raises TypeError or ValueError for anything but a finite number.
     """
@@ -288,9 +290,10 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
         for part, value in returned.items()
         if part != key and not isinstance(value, str | bytes) and hasattr(value, "__float__")
     }
-    found = next((returned[part] for part in _ANSWERS if isinstance(returned.get(part), str)), "")
+    answer = next((returned[part] for part in _ANSWERS if isinstance(returned.get(part), str)), "")
+    why = returned[_WHY] if isinstance(returned.get(_WHY), str) else name
     finite = dict(islice(((part, value) for part, value in parts.items() if math.isfinite(value)), MOST_PARTS))
-    return Verdict(_number(returned[key], name), found, name, parts=finite)
+    return Verdict(_number(returned[key], name), answer, why, parts=finite)
 
 
 def _number(returned: Any, name: str) -> float:

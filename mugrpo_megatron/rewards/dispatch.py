@@ -23,10 +23,10 @@ from mugrpo_megatron.rewards.calls import (
     calls_of,
     most_bytes,
     next_batch,
+    start_worker,
 )
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
-from mugrpo_megatron.rewards.literal import settle
-from mugrpo_megatron.rewards.process import start_worker
+from mugrpo_megatron.rewards.math.literal import settle
 
 START_TIMEOUT_S = 120.0
 """Seconds in which a worker has to start, and to read a batch that it has got; neither is its function's time."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.extract import is_integer
+from mugrpo_megatron.rewards.math.extract import is_integer
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
-SELF_CHECK = "mugrpo_megatron.rewards.gold:verifies_itself"
+SELF_CHECK = "mugrpo_megatron.rewards.math.gold:verifies_itself"
 
 
 def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
 
-Started by rewards/process.py, one to a worker, as the leader of a session of its own. Processes whose parent has ended
+Started by rewards/calls.py, one to a worker, as the leader of a session of its own. Processes whose parent has ended
 become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when the
 verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
 """

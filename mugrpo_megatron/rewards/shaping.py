@@ -27,7 +27,7 @@ def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -
         reward += section.format_weight * terms[FORMAT]
     if section.overlong_buffer_tokens:
         terms[OVERLONG] = overlong(tokens, max_tokens, section.overlong_buffer_tokens)
-        reward -= section.overlong_penalty * terms[OVERLONG]
+        reward -= terms[OVERLONG]
     return replace(score, reward=reward, components={**score.components, **terms}) if terms else score
 
 

@@ -34,56 +34,57 @@ class TooLate(BaseException):
     """The alarm rang. Not an Exception, so that no `except Exception` of a library swallows it."""
 
 
-def load(options: dict[str, Any]) -> tuple[Grade, Needs]:
-    """The function that the options name, and what it needs. Raises UserError for a user's that cannot be loaded."""
+DOORS = {"code": "mugrpo_megatron.extras.sandbox.code:grader"}
+"""Built-in names -> a function that makes the reward function of its options, which are plain data."""
+
+
+def load(options: dict[str, Any]) -> tuple[Grade, Needs, str]:
+    """The function that the options name, what it needs, and a note on it for the user.
+
+    Raises UserError for one that cannot be loaded.
+    """
     if options["function"] == "math":
-        from mugrpo_megatron.rewards.math import grade
+        from mugrpo_megatron.rewards.math.grade import grade
 
         def graded_by_math(items: Sequence[Item]) -> list[Verdict]:
-            found = [grade(item.response, item.gold, options["policy"]) for item in items]
-            return [Verdict(reward, "", why) for reward, why in found]
+            results = [grade(item.response, item.gold, options["policy"]) for item in items]
+            return [Verdict(reward, "", why) for reward, why in results]
 
-        return graded_by_math, Needs()
-    if options["function"] == "code":
-        from mugrpo_megatron.extras.sandbox.code import options_of, verdict
-
-        given = options_of(options["code"], options["timeout_s"])
-
-        def graded_by_code(items: Sequence[Item]) -> list[Verdict]:
-            return [verdict(item, given) for item in items]
-
-        return graded_by_code, Needs(row=True)
+        return graded_by_math, Needs(), ""
     from mugrpo_megatron.errors import UserError
     from mugrpo_megatron.recipe.functions import load_function
     from mugrpo_megatron.rewards.callers import Caller, Unsupported
 
     name = options["function"]
+    function = load_function(options["key"], DOORS.get(name, name))
+    if name in DOORS:
+        function = function({"timeout_s": options["timeout_s"], **options[name]})
     try:
-        caller = Caller(load_function(options["key"], name), name, options["timeout_s"] * ASYNC_SHARE)
+        caller = Caller(function, name, options["timeout_s"] * ASYNC_SHARE)
     except Unsupported as error:
         raise UserError(f"{options['key']} {name!r} {error}") from None
-    return caller, caller.needs
+    return caller, caller.needs, getattr(function, "note", "") if name in DOORS else ""
 
 
 def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Verdict], bool]:
     """A verdict on each item, and whether the alarm rang. MemoryError ends the process; other failures score 0."""
     start = time.perf_counter()
-    found: Sequence[Verdict | BaseException]
+    results: Sequence[Verdict | BaseException]
     try:
         signal.setitimer(signal.ITIMER_PROF, alarm_s * len(items), ALARM_AGAIN_S)
-        found = grade(items)
+        results = grade(items)
         signal.setitimer(signal.ITIMER_PROF, 0)
     except TooLate as error:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        found = [error] * len(items)
+        results = [error] * len(items)
     except MemoryError:
         raise
     except BaseException as error:
         # An answer may break a function in any way; it scores 0 and the run goes on. KeyboardInterrupt is the
         # function's own too: the worker ignores Ctrl-C.
         signal.setitimer(signal.ITIMER_PROF, 0)
-        found = [error] * len(items)
-    if any(isinstance(one, MemoryError) for one in found):
+        results = [error] * len(items)
+    if any(isinstance(one, MemoryError) for one in results):
         raise MemoryError
     seconds = (time.perf_counter() - start) / len(items)
     late = f"gave up after {alarm_s * len(items):g} s"
@@ -91,9 +92,9 @@ def graded(grade: Grade, items: Sequence[Item], alarm_s: float) -> tuple[list[Ve
         one._replace(seconds=seconds)
         if isinstance(one, Verdict)
         else Verdict(0.0, "", late if isinstance(one, TooLate) else _failure(one), seconds, True)
-        for one in found
+        for one in results
     ]
-    return verdicts, any(isinstance(one, TooLate) for one in found)
+    return verdicts, any(isinstance(one, TooLate) for one in results)
 
 
 def well_formed(response: str, pattern: str, alarm_s: float) -> bool:
@@ -108,35 +109,26 @@ def well_formed(response: str, pattern: str, alarm_s: float) -> bool:
     return once
 
 
-def serve(socket: int, given: str) -> None:
-    """Limit this process, load the function and grade until the parent is gone. `given`: the options as JSON."""
+def serve(socket: int, text: str) -> None:
+    """Limit this process, load the function and grade until the parent is gone. `text`: the options as JSON."""
     from mugrpo_megatron.errors import UserError
 
-    options = json.loads(given)
+    options = json.loads(text)
     memory = options["memory_mb"] << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _on_alarm)
     connection = Connection(socket)
     try:
-        grade, needs = load(options)
+        grade, needs, note = load(options)
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
-    connection.send_bytes(json.dumps({"needs": needs, "note": _note(options)}).encode())
+    connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
     try:
         _serve(connection, grade, options["alarm_s"], options["format_pattern"], GROWN * memory)
     except (MemoryError, TooLate, OSError):  # the parent says what became of the response, or is gone
         os._exit(1)
-
-
-def _note(options: dict[str, Any]) -> str:
-    """What the user should know of the function at the start; "" where nothing."""
-    if options["function"] != "code":
-        return ""
-    from mugrpo_megatron.extras.sandbox.jail_check import weakness
-
-    return weakness(options["code"]["mode"])
 
 
 def _serve(connection: Connection, grade: Grade, alarm_s: float, pattern: str | None, max_bytes: float) -> None:

@@ -32,28 +32,6 @@ from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
-FREE_TO_BRANCH = (
-    "objective.",
-    "optimizer.",
-    "learner.routing_replay",
-    "rollout.behaviour",
-    "schedule.stages",
-    "schedule.passes",
-    "schedule.max_sample_age",
-    "schedule.min_ess",
-    "schedule.max_vetoed",
-    "run.dir",
-    "run.device",
-    "run.collective_timeout_s",
-    "data.eval",
-    "model.revision",
-    "report.",
-    "sft.",
-)
-"""Keys that a branch may change: they affect neither the stage's responses and rewards nor its initial weights.
-
-`model.revision` may say a branch or the commit that it stands for; the commits are compared."""
-
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
     """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
@@ -145,8 +123,9 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
     present = read_record(recipe.run.dir)
     if present is None or present.branch is None:  # one that has begun goes on as it began
         _check_length(recipe, taken, start, store.updates)
-    free = (*FREE_TO_BRANCH, *(published.hidden if published else ()))
-    if changed := [key for key in differing(taken, recipe) if not key.startswith(free)]:
+    hidden = tuple(published.hidden) if published else ()
+    changed = [key for key in differing(taken, recipe) if not (Recipe.changes_of(key) or key.startswith(hidden))]
+    if changed:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
     if present is not None:
         _is_branch(recipe.run.dir, present, Branch(str(source.path.resolve()), stage, origin.run))

@@ -29,7 +29,7 @@ from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.world import AllStopped, Stopped
+from mugrpo_megatron.run.stopping import AllStopped, Stopped
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.hf import gather_hf, save_hf
 

@@ -28,12 +28,6 @@ from mugrpo_megatron.run.record import (
     record_own_files,
 )
 
-FREE_TO_CHANGE = {"parallel", "learner", "engine", "eval", "checkpoint", "track", "report", "sft"}
-"""Sections that a resumed run may change: how the work is done, not what is computed."""
-FREE_KEYS = {"reward.workers", "reward.timeout_s", "reward.worker_memory_mb", "reward.max_failure_share"}
-"""Keys of other sections that are free too: what a reward function may take, and how often it may fail."""
-COMPUTES = {"learner.routing_replay"}
-"""Their keys that say what is computed all the same."""
 WRITTEN = ("run.json", "data.json", "own_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
 
@@ -208,8 +202,7 @@ def differing(old: Recipe, new: Recipe) -> list[str]:
         f"{name}.{key}"
         for name in Recipe.model_fields
         for key in sorted(getattr(old, name).model_fields_set | getattr(new, name).model_fields_set)
-        if name not in FREE_TO_CHANGE or f"{name}.{key}" in COMPUTES
-        if f"{name}.{key}" not in FREE_KEYS
+        if Recipe.changes_of(f"{name}.{key}") != "work"
         if not _same(getattr(getattr(old, name), key), getattr(getattr(new, name), key))
     ]
 
@@ -223,10 +216,9 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    allowed = {"run.dir", "run.collective_timeout_s", "optimizer.max_skipped"}
-    if new.schedule.growth == 1.0:  # else the lengths of stages depend on their number
-        allowed.add("schedule.stages")
-    if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - allowed):
+    # Where stages grow, their lengths depend on their number.
+    longer = {"schedule.stages"} if new.schedule.growth == 1.0 else set()
+    if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - longer):
         has_work = directory.stages() or any(directory.checkpoints.glob("stage*"))
         way = "resume with the recipe it holds" if has_work else "remove this one, in which nothing was generated"
         keys = ", ".join(wrong)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -19,6 +20,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import BUCKET_BYTES
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
@@ -26,9 +28,9 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.leader import EngineLeader, Engines, first_start_problem, join, meet, sleep_joined, start
 from mugrpo_megatron.run.origin import stage_origin
-from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import Record, read_record
-from mugrpo_megatron.run.world import StopRequest, World, listening, open_world, telling_failures
+from mugrpo_megatron.run.stopping import StopRequest, listening
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
@@ -278,7 +280,7 @@ def bridge_of(learner: Learner) -> Bridge:
     return build_bridge(
         chunks,
         learner.architecture,
-        engine.bucket_bytes,
+        BUCKET_BYTES,
         engine.tensor,
         quantised=engine.quantization != "none",
         engine_nodes=engine.nodes,

@@ -82,7 +82,7 @@ class Fields:
             name = sorted(self._left)[0]
             raise UserError(
                 f"{self._where}: unknown field {name!r} (value {self._left[name]!r}), so the learner might build a "
-                f"different model than the config describes; docs/add-a-model.md says how to add the field"
+                f"different model than the config describes; docs/models.md says how to add the field"
             )
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from mugrpo_megatron.recipe.engines import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK
 from mugrpo_megatron.weights.buckets import ALIGNMENT, Bucket, Piece, Slot
 
 LARGEST = 448.0

@@ -31,11 +31,10 @@ get() {  # the wheel of one package into a folder, as that machine would choose 
 }
 for package in "${packages[@]}"; do get "$out/wheels" "$package"; done
 
-# 587 MiB, of which one Hopper GPU without FlashAttention 3 needs 14.
+# 587 MiB, of which one Hopper GPU without FlashAttention 3 needs 14: every Python file, and two of the libraries.
 get "$work" sglang-kernel
-(cd "$work" && python3 -m zipfile -e sglang_kernel-*.whl all && cd all &&
-  tar cJf ../sgl_kernel.tar.xz sgl_kernel/*.py sgl_kernel/sm90 sgl_kernel/spatial_ops* sglang_kernel-*.dist-info)
-mv "$work/sgl_kernel.tar.xz" "$out"
+python3 -m zipfile -e "$work"/sglang_kernel-*.whl "$work/all"
+tar cJf "$out/sgl_kernel.tar.xz" -C "$work/all" --exclude='flash*.so' --exclude=sm100 .
 
 cat > "$out/stubs/flashinfer/__init__.py" <<'PY'
 __version__ = "0.6.12"  # SGLang imports flashinfer.sampling on CUDA, but calls it for top-p, top-k and min-p only

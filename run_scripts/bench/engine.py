@@ -26,8 +26,8 @@ from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.host import engine_type
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import read_model_config
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.models import save_model
 

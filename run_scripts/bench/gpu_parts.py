@@ -5,6 +5,7 @@ Every part takes a `How` and returns figures as JSON values.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -35,12 +36,18 @@ class How:
 
     small: bool = False
     """Tiny shapes, for a first try or a CPU."""
-    attention_backend: str = "auto"
-    """`engine.attention_backend` of the recipes."""
 
 
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def attention_backend() -> str:
+    """`engine.attention_backend` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
+    kernels = find_spec("sgl_kernel")
+    if kernels is None or kernels.origin is None or list(Path(kernels.origin).parent.glob("flash_ops*")):
+        return "auto"
+    return "triton"
 
 
 def wait() -> None:
@@ -124,7 +131,7 @@ def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
         "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": how.attention_backend},
+        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": attention_backend()},
     }
     return Recipe.model_validate(table)
 
@@ -152,7 +159,10 @@ def sample_update(recipe: Any, vocab: int) -> tuple[list[Any], np.ndarray]:
 
 
 def learner(how: How) -> Result:
-    """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed."""
+    """One update with micro-batches of 16,384 packed tokens; also with Transformer Engine's layers, if installed.
+
+    `share_of_matmul` is of the large product that is measured here; `mfu` of the data sheet's FLOP/s, as a run logs it.
+    """
     peak_flops = ceilings(how)["matmul_flops"]
     names = ["small"] if how.small else ["Qwen2.5-0.5B", "Qwen2.5-1.5B"]
     engine = device().type == "cuda" and find_spec("transformer_engine")
@@ -175,8 +185,10 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.update import update
+    from mugrpo_megatron.observe.environment import peak_flops as peak_of_data_sheet
 
     cuda = device().type == "cuda"
+    gc.collect()  # a learner is a cycle of references: the one before would count as this one's memory
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -190,11 +202,13 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
     trained = sum(len(sample.response_ids) for sample in samples)
     work = work_of(mine.architecture, tokens / len(samples))
     flops = 3 * (tokens * (work.layers + work.attention) + trained * work.head)
+    data_sheet = peak_of_data_sheet(torch.cuda.get_device_name()) if cuda else None
     case = make_case(recipe, mine.architecture, {}, make_cluster(1, 1, "h200" if cuda else "cpu"), Assumptions())
     return {
         "update_s": taken,
         "tokens_per_s": tokens / taken,
-        "mfu": flops / taken / peak_flops,
+        "share_of_matmul": flops / taken / peak_flops,
+        "mfu": flops / taken / data_sheet if data_sheet else None,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "planned_bytes": learner_memory(case, Batch(tokens, 1), pp_stage=0).total,
     }
@@ -250,6 +264,7 @@ def switch(how: How) -> Result:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
     from mugrpo_megatron.learner.model import policy
+    from mugrpo_megatron.recipe.systems import BUCKET_BYTES
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +276,7 @@ def switch(how: How) -> Result:
             engine.sleep()
             mine = build_learner(recipe)
             chunks = [policy(chunk) for chunk in mine.chunks]
-            bridge = build_bridge(chunks, mine.architecture, recipe.engine.bucket_bytes, recipe.engine.tensor)
+            bridge = build_bridge(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
             rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
         finally:
             engine.stop()

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from run_scripts.bench.gpu_parts import How
+from run_scripts.bench.gpu_parts import How, attention_backend
 
 Result = dict[str, Any]
 SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
@@ -49,7 +49,7 @@ def recipe_text(folder: Path, how: How) -> str:
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
     small = how.small
-    warm_start = {"layers": 2, "hidden": 64, "ffn": 128, "max_updates": 25, "batch": 16} if small else {}
+    warm_start = {"layers": 2, "hidden": 64, "max_updates": 25, "batch": 16} if small else {}
     table = {
         "model": {
             "path": str(folder / "warm-start" / "hf"),
@@ -66,7 +66,7 @@ def recipe_text(folder: Path, how: How) -> str:
         "engine": {
             "memory_fraction": 0.6,
             "max_running_requests": 64 if small else 2048,
-            "attention_backend": how.attention_backend,
+            "attention_backend": attention_backend(),
         },
         "eval": {"every_stages": 0},
         "track": {"tensorboard": False},

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mugrpo_megatron.cpu.deferred import keep_freed_memory
+from mugrpo_megatron.cpu.heap import keep_freed_memory
 from mugrpo_megatron.samples import Sample
 
 SHAPES = {

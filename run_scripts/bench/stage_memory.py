@@ -61,7 +61,7 @@ def main() -> None:
 
 def make_model(directory: Path, experts: bool) -> int:
     """Write a random checkpoint with the bundled tokenizer; returns its vocabulary."""
-    shape = {"hidden": 64, "ffn": 128, "layers": 2, "heads": 4, "kv_heads": 2}
+    shape = {"hidden": 64, "layers": 2}
     recipe = Recipe.model_validate({"model": {"path": str(directory)}, "sft": shape})
     tokenizer = build_arithmetic_tokenizer()
     torch.manual_seed(0)

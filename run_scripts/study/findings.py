@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from run_scripts.study.results import Mean, Results, differences, holm, mean_of, plain, points, sign_flip
+from run_scripts.study.results import (
+    Mean,
+    Results,
+    differences,
+    holm,
+    mean_of,
+    plain,
+    points,
+    sign_flip,
+    student_tail,
+)
 
 LEVEL = 0.05
 """Of all contrasts of a family together."""
@@ -51,18 +63,31 @@ class Finding:
     """left - right, seed by seed."""
     p: float | None
     """Corrected for the family's contrasts; None until every one of them has all its seeds."""
+    starts: list[float]
+    """The mean of `values` over the seeds of each warm start: seeds that share one are not independent."""
+    p_starts: float | None
+    """Student's t over `starts`, corrected as `p` is; None where it cannot be computed."""
 
     @property
     def measured(self) -> str:
-        """The mean difference with its interval, in points where it is one of accuracies; `–` without a seed."""
-        gap = self._gap
-        return f"{points(gap, 1)} points" if gap and self.contrast.column == "after" else plain(gap)
+        """The mean difference over seeds with its interval, in points where it is one of accuracies."""
+        return self._written(self.values)
+
+    @property
+    def measured_by_start(self) -> str:
+        """The same over warm starts."""
+        return self._written(self.starts)
 
     @property
     def opposite(self) -> bool:
-        """Whether all of the interval lies below the bound, where the claim says above."""
-        gap = self._gap
+        """Whether all of the interval over warm starts lies below the bound, where the claim says above."""
+        gap = mean_of(self.starts) if self.starts else None
         return gap is not None and gap.half is not None and gap.value + gap.half < self.contrast.bound
+
+    @property
+    def depends_on_seeds(self) -> bool:
+        """Whether the claim holds over seeds, but not over warm starts."""
+        return self.verdict == "holds" and not (self.p_starts is not None and self.p_starts < LEVEL)
 
     @property
     def verdict(self) -> str:
@@ -71,9 +96,9 @@ class Finding:
             return "open"
         return "holds" if self.p < LEVEL else "not shown"
 
-    @property
-    def _gap(self) -> Mean | None:
-        return mean_of(self.values) if self.values else None
+    def _written(self, values: Sequence[float]) -> str:
+        gap: Mean | None = mean_of(values) if values else None
+        return f"{points(gap, 1)} points" if gap and self.contrast.column == "after" else plain(gap)
 
 
 def part_two(results: Results) -> Contrast:
@@ -92,10 +117,15 @@ def findings(results: Results) -> list[Finding]:
 def _of_family(results: Results, contrasts: Sequence[Contrast]) -> list[Finding]:
     """The family's findings; p values only when all of them are complete."""
     values = [_values(results, one) for one in contrasts]
-    if any(len(each) < results.grid.seeds for each in values):
-        return [Finding(one, each, None) for one, each in zip(contrasts, values, strict=True)]
-    ps = holm([sign_flip(each, one.bound) for one, each in zip(contrasts, values, strict=True)])
-    return [Finding(*each) for each in zip(contrasts, values, ps, strict=True)]
+    starts = [_by_start(results, one) for one in contrasts]
+    ps: list[float | None] = [None] * len(contrasts)
+    tails = ps
+    if all(len(each) == results.grid.seeds for each in values):
+        ps = [*holm([sign_flip(each, one.bound) for one, each in zip(contrasts, values, strict=True)])]
+        own = [student_tail(each, one.bound) for one, each in zip(contrasts, starts, strict=True)]
+        tails = [*holm([1.0 if one is None else one for one in own])]
+        tails = [None if one is None else tail for one, tail in zip(own, tails, strict=True)]
+    return [Finding(*each) for each in zip(contrasts, values, ps, starts, tails, strict=True)]
 
 
 def _values(results: Results, contrast: Contrast) -> list[float]:
@@ -103,3 +133,15 @@ def _values(results: Results, contrast: Contrast) -> list[float]:
         return []
     left, right = (results.column(contrast.block, name, contrast.column) for name in (contrast.left, contrast.right))
     return differences(left, right)
+
+
+def _by_start(results: Results, contrast: Contrast) -> list[float]:
+    """The mean difference over the seeds of each warm start."""
+    if contrast.left is None:
+        return []
+    left, right = (results.column(contrast.block, name, contrast.column) for name in (contrast.left, contrast.right))
+    starts = results.starts(contrast.block, contrast.left)
+    groups: dict[tuple[int, float], list[float]] = defaultdict(list)
+    for seed in sorted(left.keys() & right.keys()):
+        groups[starts[seed]].append(left[seed] - right[seed])
+    return [statistics.fmean(group) for group in groups.values()]

@@ -10,7 +10,7 @@ import re
 import statistics
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,31 +22,20 @@ from run_scripts.study import tables
 from run_scripts.study.cells import Waiting
 from run_scripts.study.findings import Finding, findings
 from run_scripts.study.grid import GRID, load_grid
-from run_scripts.study.plots import AXIS, drawn, write_plots
+from run_scripts.study.plots import drawn, write_plots
 from run_scripts.study.results import DOCS, Results, counted, differences, mean_of, points, read_results, scientific
 from run_scripts.study.search import wanted
-from run_scripts.study.short_tables import ends_without_veto, plain_table, threshold_gap, veto_table
+from run_scripts.study.short_tables import veto_table
 
 TEMPLATE = Path(__file__).with_name("study.md.j2")
 BEGIN, END = "<!-- study -->\n", "<!-- /study -->\n"
 """What README's paragraph stands between."""
-
-QUESTIONS = {
-    "tuned": "clip, veto and GRPO, each at its own rate (claims 1, 2)",
-    "hot_pair": "the veto at a hot rate (claims 3, 4)",
-    "schedule": "the chosen schedule and GRPO (claim 5)",
-    "schedules": "all schedules, GRPO and one stage",
-    "hot": "clip and scopes at a hot rate",
-    "thresholds": "thresholds at the hot rate",
-    "regime": "clip and scopes at one rate",
-    "fresh": "GRPO at the regime rate",
-    "long": "stages of 512 and 1,024, and GRPO, with 2,048 updates",
-    "falling": "growth of 1.5 with a rate that falls in each stage",
-}
-"""Block -> what it is for, in the order in which blocks run."""
-
-WORDS = {"holds": "Holds", "not shown": "Not shown", "open": "Open"}
-"""Verdict -> how a sentence about it begins, in the order of a summary."""
+ENOUGH = 2.56e-3
+"""The sum of learning rates beyond which one stage gains little on the tuning seed."""
+GUESS = (
+    "We think the cause is how far one stage has to move the policy: from {greedy} % ({sampled} % when sampled) GRPO "
+    "gains {gain} points here, while a stage of the paper's Figure 3 gains 3. This is a guess."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,30 +65,35 @@ def text(results: Results) -> str:
     page = environment.get_template(TEMPLATE.name).render(
         results=results,
         grid=results.grid,
-        axis=AXIS,
-        questions=QUESTIONS,
         chosen=results.chosen("schedule"),
         scientific=scientific,
-        rate_of=tables.rate_of,
-        methods_of=methods_of,
+        enough=ENOUGH,
+        answer=answer(results),
+        summary=items([*shares(results), *hot_ends(results)]),
         advice=advice(results, found),
-        verdicts=verdicts(results),
-        remarks=remarks(results),
-        findings=found,
         contrasts=tables.contrast_table(found, results.grid),
         pictures=drawn(results),
         noise=tables.noise(results),
         again=tables.ran_again(results),
-        starts=tables.warm_starts(results),
+        starts=[len(one.starts) for one in found],
         short_vetoes=veto_table(results.short),
-        short_plain=plain_table(results.short),
-        short_gap=partial(threshold_gap, results.short),
-        short_ends=ends_without_veto(results.short, 5.6e-4),
-        short_commits=", ".join(sorted({row["commit"] for row in results.short})),
         **_progress(results),
         **_figures(results),
     )
-    return re.sub(r"\n{3,}", "\n\n", page)
+    return wrapped(re.sub(r"\n{3,}", "\n\n", page))
+
+
+def wrapped(page: str, width: int = 120) -> str:
+    """A Markdown page whose paragraphs and list items are filled; tables, pictures, headings and code are kept."""
+    fill = partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    blocks = []
+    for block in page.strip().split("\n\n"):
+        if block.startswith("- "):
+            listed = re.split(r"\n(?=- )", block)
+            blocks.append("\n".join(fill(" ".join(item.split()), subsequent_indent="  ") for item in listed))
+        else:
+            blocks.append(block if block.startswith(("|", "<", "#", "    ")) else fill(" ".join(block.split())))
+    return "\n\n".join(blocks) + "\n"
 
 
 def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
@@ -119,13 +113,13 @@ def advice(results: Results, found: Sequence[Finding]) -> dict[str, str]:
             "open": "open: start with 128, and compare with 4",
         },
         "veto": {
-            "holds": "`suffix_non_trigger` (H_κ), as in the paper; shown to help only at the hot rate",
-            "not shown": "`suffix_non_trigger` (H_κ), as in the paper; not shown to hold accuracy here",
-            "open": "`suffix_non_trigger` (H_κ), as in the paper",
+            "holds": "`suffix_non_trigger` (H_κ); here it acts only at rates that are too high",
+            "not shown": "`suffix_non_trigger` (H_κ); not shown to hold accuracy here",
+            "open": "`suffix_non_trigger` (H_κ)",
         },
     }
-    verdicts = {"clip": clip.verdict, "mu": schedule.verdict, "veto": veto.verdict}
-    return {setting: by_verdict[setting][verdict] for setting, verdict in verdicts.items()}
+    outcomes = {"clip": clip.verdict, "mu": schedule.verdict, "veto": veto.verdict}
+    return {setting: by_verdict[setting][verdict] for setting, verdict in outcomes.items()}
 
 
 def planned(results: Results) -> str:
@@ -135,39 +129,25 @@ def planned(results: Results) -> str:
     return f"{'at least ' if waits else ''}{len(cells)}"
 
 
-def seeds_of(results: Results, block: str) -> int:
-    """Seeds at which every method of a block, and those beside them, have finished."""
-    methods = methods_of(results, block)
-    return len(results.complete(block, methods)) if methods else 0
-
-
-def methods_of(results: Results, block: str) -> list[str]:
-    """The methods of a block and those beside them, none while the block waits for the choice of the best."""
-    own = results.grid.blocks[block]
-    if own.best_of is None:
-        return [*own.methods, *own.beside]
-    chosen = results.chosen(block)
-    return [chosen, *own.beside] if chosen else []
-
-
-def verdicts(results: Results) -> list[str]:
-    """Every claim in a sentence, those that hold first and open ones last."""
-    found = sorted(enumerate(findings(results), 1), key=lambda one: list(WORDS).index(one[1].verdict))
-    return [
-        f"**{WORDS[one.verdict]}:** {one.contrast.claim} (claim {number}: {one.measured}{_opposite(one)})."
-        for number, one in found
-    ]
-
-
-def remarks(results: Results) -> list[str]:
-    """What makes claim 1's difference, where the veto was tried, what shorter stages cost, and how much has run."""
-    decided = any(one.p is not None for one in findings(results))
-    rest = (
-        [*_shares(results), *_hot_ends(results), *_in_between(results), *_prices(results)]
-        if decided
-        else _gains(results)
+def answer(results: Results) -> str:
+    """The plain sentence: mu-GRPO on one stage against GRPO, the paper's finding, and our guess why they differ."""
+    cells = {name: results.column("tuned", name, "after") for name in ("veto", "grpo")}
+    apart = differences(cells["veto"], cells["grpo"])
+    if not apart:
+        return "Claim 2, whether one stage ends below GRPO, is open."
+    mean = 100 * mean_of(apart).value
+    where = f"{abs(mean):.1f} points {'below' if mean < 0 else 'above'} GRPO"
+    lead = (
+        f"In our study mu-GRPO on one stage of {results.grid.updates} updates ends {where} "
+        f"({tables.over_seeds(apart)}). The paper finds the two equal within -2.1 to +2.5 points."
     )
-    return [*rest, f"{len(results.rows)} of {planned(results)} cells have finished."]
+    if mean >= -1:
+        return lead
+    before = statistics.fmean(results.column("tuned", "veto", "before").values())
+    sampled = statistics.fmean(results.column("tuned", "veto", "stage_reward").values())
+    gain = statistics.fmean(differences(cells["grpo"], results.column("tuned", "grpo", "before")))
+    guess = GUESS.format(greedy=f"{100 * before:.0f}", sampled=f"{100 * sampled:.0f}", gain=f"{100 * gain:.0f}")
+    return f"{lead} {guess}"
 
 
 def with_summary(readme: str, results: Results) -> str:
@@ -176,15 +156,78 @@ def with_summary(readme: str, results: Results) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
-    seeds = results.grid.seeds
-    lead = (
-        f"Claims were planned before the runs, which take {results.grid.updates} updates. Their differences are "
-        f"means over {seeds} seeds with 95 % intervals (Student's t), and the verdicts are one-sided tests at 5 %."
-    )
-    said = [*verdicts(results), *remarks(results)]
-    items = [textwrap.fill(f"- {one}", 120, subsequent_indent="  ") for one in said]
-    paragraph = "\n".join([textwrap.fill(lead, 120), "", *items])
+    said = items([*schedules(results), *shares(results), *shape(results), *hot_ends(results)])
+    paragraph = f"{textwrap.fill(answer(results), 120)}\n\n{said}".rstrip()
     return f"{head}{begin}{paragraph}\n{end}{tail}"
+
+
+def items(sentences: Sequence[str]) -> str:
+    """A Markdown list."""
+    return "\n".join(textwrap.fill(f"- {one}", 120, subsequent_indent="  ") for one in sentences)
+
+
+def schedules(results: Results) -> list[str]:
+    """A sentence on the schedules that come closest to GRPO: the best one explored, and the one of claim 5."""
+    best = {
+        (block, name): differences(results.column(block, name, "after"), results.column(block, "grpo", "after"))
+        for block in ("schedules", "falling")
+        for name in results.grid.blocks[block].methods
+    }
+    best = {entry: apart for entry, apart in best.items() if apart}
+    if not best:
+        return []
+    (_, name), apart = max(best.items(), key=lambda one: statistics.fmean(one[1]))
+    said = f"Closest to GRPO, minus GRPO: {results.grid.methods[name].title}, {tables.over_seeds(apart)} (exploratory)."
+    fifth = findings(results)[4]
+    if fifth.contrast.left and fifth.values and fifth.contrast.left != name:
+        title = results.grid.methods[fifth.contrast.left].title
+        said += f" The schedule that tuning chose, {title}: {tables.over_seeds(fifth.values)} (claim 5)."
+    return [said]
+
+
+def shares(results: Results) -> list[str]:
+    """A sentence on what of claim 1's difference the relaxed clip makes, and what the veto."""
+    cells = {name: results.column("tuned", name, "after") for name in ("strict", "none", "veto")}
+    if not all(cells.values()):
+        return []
+    clip, veto = (differences(cells[left], cells[right]) for left, right in (("none", "strict"), ("veto", "none")))
+    idle = sum(bool(row["same_as"]) for row in results.of("tuned", "veto").values())
+    return [
+        "On one stage, each at its tuned learning rate, the relaxed clip is worth "
+        f"{points(mean_of(clip), 1)} points over GRPO's clip and the veto {points(mean_of(veto), 1)} more: at "
+        f"{idle} of {counted(len(veto), 'seed')} no ratio fell below {scientific(results.grid.trigger_ratio)}, so the "
+        "veto had nothing to drop."
+    ]
+
+
+def shape(results: Results) -> list[str]:
+    """A sentence on the runs that are closest to the paper's shape."""
+    grpo = results.column("long", "grpo_long", "after")
+    gaps = [
+        f"{results.grid.methods[name].title.removeprefix('mu-GRPO, ')} {tables.over_seeds(apart)}"
+        for name in ("four_long", "two_long")
+        if (apart := differences(results.column("long", name, "after"), grpo))
+    ]
+    return (
+        [f"Closest to the paper's shape, with 2,048 updates, minus GRPO: {'; '.join(gaps)} (exploratory)."]
+        if gaps
+        else []
+    )
+
+
+def hot_ends(results: Results) -> list[str]:
+    """A sentence on where the runs of claim 3 end, which their difference does not say."""
+    rate, tuned = results.grid.blocks["hot_pair"].rate, results.rate("tuned", "veto")
+    ends = {name: results.column("hot_pair", name, "after") for name in results.grid.blocks["hot_pair"].methods}
+    if not all(ends.values()) or not rate or not tuned:
+        return []
+    before = statistics.fmean(results.column("hot_pair", "none", "before").values())
+    none, veto = (f"{100 * statistics.fmean(after.values()):.1f} %" for after in ends.values())
+    apart = mean_of(differences(ends["veto"], ends["none"]))
+    return [
+        f"At {scientific(rate)}, {rate / tuned:.3g} times mu-GRPO's tuned rate, the veto is worth {points(apart, 1)} "
+        f"points, but both ends are ruins: from {100 * before:.1f} %, {veto} with it and {none} without."
+    ]
 
 
 def _progress(results: Results) -> dict[str, Any]:
@@ -193,92 +236,22 @@ def _progress(results: Results) -> dict[str, Any]:
         "done": len(results.rows),
         "computed": sum(not row["same_as"] for row in results.rows),
         "planned": planned(results),
-        "complete": {name: seeds_of(results, name) for name in results.grid.blocks},
         "minutes": statistics.median([row["seconds"] / 60 for row in results.rows]) if results.rows else None,
-        "commits": ", ".join(sorted({one for row in results.rows for one in row["commit"].split()})),
+        "commits": len({one for row in results.rows for one in row["commit"].split()}),
     }
 
 
-def _figures(results: Results) -> dict[str, Callable[..., str] | str]:
+def _figures(results: Results) -> dict[str, Any]:
     """Tables and single figures, by the name that the template calls them."""
-    made = (tables.accuracy_table, tables.measures_table, tables.price_table)
-    single = (tables.gap, tables.collapsed, tables.value, tables.tuned_and_regime)
+    made = (tables.accuracy_table, tables.price_table, tables.measures_table, tables.ruin_table, tables.gains_table)
+    more = (tables.displacement_table, tables.gap, tables.collapsed, tables.value, tables.clipped_tokens)
     return {
-        **{one.__name__: partial(one, results) for one in (*made, *single)},
+        **{one.__name__: partial(one, results) for one in (*made, *more)},
+        "first_draw": tables.first_draw(results),
+        "first_draw_gap": tables.first_draw_gap(results),
         "tuning": tables.tuning_table(results),
         "rate": lambda block, method: scientific(results.rate(block, method)),
     }
-
-
-def _prices(results: Results) -> list[str]:
-    """A sentence on the price of staleness, once a method has been compared with GRPO."""
-    prices = []
-    for name in AXIS[1:-1]:  # the last is claim 2
-        after = results.column("schedules", name, "after")
-        if apart := differences(after, results.column("schedules", AXIS[0], "after")):
-            prices.append(f"µ={results.grid.methods[name].mu}: {tables.over_seeds(apart)}")
-    lead = "Shorter stages minus GRPO, each at its tuned rate (exploratory):"
-    return [f"{lead} {'; '.join(prices)}."] if prices else []
-
-
-def _opposite(found: Finding) -> str:
-    """What a verdict adds where the data point the other way."""
-    if not found.opposite or found.verdict != "not shown":
-        return ""
-    accuracy = found.contrast.column == "after"
-    return f", all of the interval below {100 * found.contrast.bound:g} points" if accuracy else ", all of it below"
-
-
-def _shares(results: Results) -> list[str]:
-    """A sentence on what of claim 1's difference the relaxed clip makes, and what the veto."""
-    cells = {name: results.column("tuned", name, "after") for name in ("strict", "none", "veto")}
-    if not all(cells.values()):
-        return []
-    clip, veto = (differences(cells[left], cells[right]) for left, right in (("none", "strict"), ("veto", "none")))
-    idle = sum(bool(row["same_as"]) for row in results.of("tuned", "veto").values())
-    return [
-        f"The relaxed clip alone accounts for {points(mean_of(clip), 1)} points of claim 1's difference and the veto "
-        f"for {points(mean_of(veto), 1)}: at {idle} of {counted(len(veto), 'seed')} no ratio fell below "
-        f"{scientific(results.grid.trigger_ratio)}, so the veto had nothing to drop."
-    ]
-
-
-def _hot_ends(results: Results) -> list[str]:
-    """A sentence on where the runs of claim 3 end, which their difference does not say."""
-    rate, tuned = results.grid.blocks["hot_pair"].rate, results.rate("tuned", "veto")
-    ends = {name: results.column("hot_pair", name, "after") for name in results.grid.blocks["hot_pair"].methods}
-    if not all(ends.values()) or not rate or not tuned:
-        return []
-    before = statistics.fmean(results.column("hot_pair", "none", "before").values())
-    none, veto = (f"{100 * statistics.fmean(after.values()):.1f} %" for after in ends.values())
-    lost = [tables.collapsed(results, "hot_pair", name) for name in ends]
-    return [
-        f"The hot rate, {scientific(rate)}, is {rate / tuned:.3g} times mu-GRPO's tuned rate. Its runs start at "
-        f"{100 * before:.1f} % and end, on average, at {none} without the veto and at {veto} with it; "
-        f"{lost[0]} runs collapse without the veto, and {lost[1]} with it."
-    ]
-
-
-def _in_between(results: Results) -> list[str]:
-    """A sentence on the veto at the regime rate, once both of its sides have a cell."""
-    rate = results.grid.blocks["regime"].rate
-    apart = differences(*(results.column("regime", name, "after") for name in ("veto", "none")))
-    if not apart or not rate:
-        return []
-    return [
-        f"At {scientific(rate)}, between the tuned and the hot rate, mu-GRPO minus the relaxed clip without a veto is "
-        f"{tables.over_seeds(apart)} (exploratory)."
-    ]
-
-
-def _gains(results: Results) -> list[str]:
-    """A sentence on the points gained at tuned rates, once a cell has finished there."""
-    gains = []
-    for name in results.grid.blocks["tuned"].methods:
-        if after := results.column("tuned", name, "after"):
-            gain = points(mean_of(differences(after, results.column("tuned", name, "before"))), 1)
-            gains.append(f"{results.grid.methods[name].title} {gain} ({counted(len(after), 'seed')})")
-    return [f"Points gained over the warm start, each at its tuned rate: {'; '.join(gains)}."] if gains else []
 
 
 if __name__ == "__main__":

@@ -100,7 +100,11 @@ def claims(results: Results) -> Figure:
             axes.axvspan(mean.value - mean.half, mean.value + mean.half, color=LIGHT["blue"], alpha=0.15, linewidth=0)
         axes.axvline(scale * claim.bound, color=LIGHT["soft"], linewidth=1, linestyle="--")
         sides = " - ".join(LOOKS[name][2] for name in (claim.left, claim.right) if name)
-        _finish(axes, f"{number}. {one.verdict}", f"{sides}\n{'points' if scale == 100 else 'E[ρ, A < 0]'}")
+        _finish(
+            axes,
+            f"{number}. {one.verdict}{' by seed' * one.depends_on_seeds}",
+            f"{sides}\n{'points' if scale == 100 else 'E[ρ, A < 0]'}",
+        )
         axes.set_ylim(-0.7, results.grid.seeds - 0.3)
         axes.xaxis.set_major_locator(MaxNLocator(4))
     panels[0].set_yticks(range(results.grid.seeds), [f"seed {seed}" for seed in range(results.grid.seeds)])

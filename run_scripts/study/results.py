@@ -11,18 +11,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.evaluation.estimators import student
 from run_scripts.study.cells import Cell, Outcome
 from run_scripts.study.grid import Grid
 from run_scripts.study.search import Search, choose, tuned_rate
 
 Row = dict[str, Any]
 DOCS = Path(__file__).parents[2] / "docs" / "study"
-CELLS, CURVES, SHORT = "cells.csv", "curves.csv", "short.csv"
+CELLS, CURVES, SHORT, FIRST_DRAW = "cells.csv", "curves.csv", "short.csv", "first-draw.csv"
 TEXT = {"method", "stage", "same_as", "commit", "objective", "veto"}
 WHOLE = {"seed", "repeat", "warm_start", "updates", "problems", "update", "seconds", "first_trigger"}
-
-T975 = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""97.5 % quantile of Student's t by degrees of freedom."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +34,14 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The rows of cells.csv and curves.csv, and their grid; and the rows of short.csv, which part three has."""
+    """The rows of cells.csv and curves.csv, and their grid; part three's; and the replaced ones of a first draw."""
 
     grid: Grid
     rows: Sequence[Row]
     curves: Sequence[Row]
     short: Sequence[Row] = ()
+    first_draw: Sequence[Row] = ()
+    """Seed 0 at the regime rate on a stage that was lost; no figure of `rows` depends on them."""
 
     def outcomes(self) -> dict[Cell, Outcome]:
         return {cell_of(row): outcome_of(row) for row in self.rows}
@@ -77,6 +77,10 @@ class Results:
         """Seed -> a figure of the method's cells in a block."""
         return {seed: row[name] for seed, row in sorted(self.of(block, method).items()) if row[name] is not None}
 
+    def starts(self, block: str, method: str) -> dict[int, tuple[int, float]]:
+        """Seed -> its warm start: one that was made again answers another share of the test problems."""
+        return {seed: (row["warm_start"], row["before"]) for seed, row in self.of(block, method).items()}
+
     def curve(self, row: Row) -> list[Row]:
         """The cell's rows of curves.csv; those of its twin, if it has the twin's figures."""
         key = (row["seed"], row["repeat"], row["same_as"] or row["method"], row["rate"])
@@ -90,7 +94,7 @@ class Results:
 
 def read_results(grid: Grid, docs: Path = DOCS) -> Results:
     """The results in `docs`, none before anything was collected."""
-    return Results(grid, *(read_rows(docs / name) for name in (CELLS, CURVES, SHORT)))
+    return Results(grid, *(read_rows(docs / name) for name in (CELLS, CURVES, SHORT, FIRST_DRAW)))
 
 
 def read_kept(docs: Path) -> dict[Cell, tuple[str, Outcome]]:
@@ -115,11 +119,11 @@ def outcome_of(row: Row) -> Outcome:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Raises ValueError without values or with more than `T975` knows."""
-    if not 0 < len(values) <= len(T975):
-        raise ValueError(f"a mean needs 1 to {len(T975)} values, not {len(values)}")
+    """Raises ValueError without values."""
+    if not values:
+        raise ValueError("a mean needs a value")
     n = len(values)
-    half = T975[n - 1] * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
+    half = student(n - 1) * statistics.stdev(values) / math.sqrt(n) if n > 1 else None
     return Mean(statistics.fmean(values), half, n)
 
 
@@ -140,6 +144,25 @@ def sign_flip(values: Sequence[float], bound: float = 0.0) -> float:
     seen = sum(above) - 1e-12  # rounding must not tell equal sums apart
     sums = [sum(signed) for signed in product(*((one, -one) for one in above))]
     return sum(one >= seen for one in sums) / len(sums)
+
+
+def student_tail(values: Sequence[float], bound: float = 0.0) -> float | None:
+    """One-sided p of "the mean is at most `bound`" by Student's t; None for fewer than two values or equal ones.
+
+    The tail is the finite sum of Abramowitz & Stegun 26.7.3 and 26.7.4 for whole degrees of freedom.
+    """
+    freedom = len(values) - 1
+    spread = statistics.stdev(values) if freedom > 0 else 0.0
+    if not spread:
+        return None
+    angle = math.atan((statistics.fmean(values) - bound) / (spread / math.sqrt(len(values))) / math.sqrt(freedom))
+    odd = freedom % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for place in range(freedom // 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (2 * place + 1 + odd) / (2 * place + 2 + odd)
+    central = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
+    return (1 - central) / 2
 
 
 def holm(ps: Sequence[float]) -> list[float]:

@@ -39,7 +39,7 @@ from run_scripts.study.search import of_twin, wanted
 ROOT = Path(__file__).parents[2]
 BASE = Path(__file__).with_name("base.toml")
 BULK = ("checkpoints", "stages", "anchor", "hf", "reference")
-"""Directories that are deleted from a finished cell."""
+"""Directories that are deleted from a finished cell, unless a study says otherwise."""
 SAME_SUMS = {"ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "1"}
 """Environment in which PyTorch sums in the same order on every x86-64 machine."""
 CODE = "code.txt"
@@ -60,6 +60,8 @@ class Study:
     program: tuple[str, ...] = (sys.executable, "-m", "mugrpo_megatron")
     kept: Mapping[Cell, tuple[str, Outcome]] = field(default_factory=dict)
     """Finished cells of an earlier place: the fingerprint of their stage, and their outcome."""
+    bulk: tuple[str, ...] = BULK
+    """Directories that are deleted from a finished cell."""
 
     def warm_start(self, seed: int) -> Path:
         """The warm start that a seed starts from; the tuning seed has the first."""
@@ -174,7 +176,7 @@ def run_cell(study: Study, cell: Cell) -> bool:
     record_commit(directory)
     if not _call(study, "train", own, directory / "console.log") or not (outcome := study.outcome(cell)):
         return False
-    for folder in BULK:
+    for folder in study.bulk:
         shutil.rmtree(directory / folder, ignore_errors=True)
     print(f"{cell.name}: {100 * outcome.before:.1f} -> {100 * outcome.after:.1f} %", flush=True)
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from run_scripts.study.findings import Finding
 from run_scripts.study.grid import Block, Grid
@@ -22,27 +22,48 @@ from run_scripts.study.results import (
 )
 
 MISSING = "not measured yet"
+FEW = 3
+"""Over so few seeds, each from its own warm start, the interval of a level is that of the starts: it is not shown."""
+UNKNOWN = 0.25
+"""A difference whose interval reaches further than this to each side says nothing, and the tables say so."""
+ORDER = (2, 1, 3, 4, 5)
+"""The claims' order in their table: the one that asks whether staleness is cheap comes first."""
+BATCH = 64
+"""Responses of an update (8 problems x 8)."""
+
+Entry = tuple[str, str]
+"""(block, method)"""
 
 
 def contrast_table(found: Sequence[Finding], grid: Grid) -> str:
-    """Claim, rate, measured difference, corrected p, verdict."""
+    """Each claim over seeds and over warm starts: difference, corrected p, verdict; in `ORDER`."""
     rows = []
-    for number, one in enumerate(found, 1):
-        p = "–" if one.p is None else f"{one.p:.3f}"
-        count = f"{len(one.values)} of {grid.seeds}"
+    for number in ORDER:
+        one = found[number - 1]
         rows.append(
             [
                 f"{number}. {one.contrast.claim}",
                 rate_of(grid.blocks[one.contrast.block]),
                 one.measured,
-                count,
-                one.contrast.family,
-                p,
-                one.verdict,
+                f"{len(one.values)} of {grid.seeds}",
+                _p(one.p),
+                one.measured_by_start,
+                str(len(one.starts)),
+                _p(one.p_starts),
+                reading(one),
             ]
         )
-    head = ("Claim", "Rate", "Difference", "Seeds", "Part", "p, corrected in its part", "Verdict")
+    head = ("Claim", "Rate", "By seed", "Seeds", "p", "By warm start", "Starts", "p", "Verdict")
     return markdown(head, rows)
+
+
+def reading(finding: Finding) -> str:
+    """The verdict, what it rests on, and whether the data point the other way."""
+    if finding.depends_on_seeds:
+        return f"{finding.verdict} if seeds count as independent"
+    if finding.opposite and finding.verdict == "not shown":
+        return f"{finding.verdict}; all of the interval is below the bound"
+    return finding.verdict
 
 
 def rate_of(block: Block) -> str:
@@ -50,38 +71,49 @@ def rate_of(block: Block) -> str:
     return "tuned" if block.rate is None else scientific(block.rate)
 
 
-def accuracy_table(results: Results, block: str, methods: Sequence[str], against: str = "none") -> str:
-    """Accuracy at a block's rates and seeds: before, after, minus the method `against`, collapses, truncated responses.
+def accuracy_table(results: Results, entries: Sequence[Entry]) -> str:
+    """Accuracy at the blocks' rates and seeds: before, after, minus no veto, collapses.
 
     Methods without a finished cell are left out; empty without any.
     """
     rows = []
-    for name in methods:
+    for block, name in entries:
         after = results.column(block, name, "after")
         if not after:
             continue
-        apart = differences(after, results.column(block, against, "after")) if name != against else []
+        apart = differences(after, results.column(block, "none", "after")) if name != "none" else []
         rows.append(
             [
                 results.grid.methods[name].title,
                 scientific(results.rate(block, name)),
-                _seeds(results, block, name),
-                percent(mean_of(list(results.column(block, name, "before").values()))),
-                percent(mean_of(list(after.values()))),
-                points(mean_of(apart), 1) if apart else "–",
+                str(len(after)),
+                level([*results.column(block, name, "before").values()]),
+                level([*after.values()]),
+                difference(apart) if apart else "–",
                 collapsed(results, block, name),
-                percent(mean_of(list(results.column(block, name, "truncated_after").values()))),
             ]
         )
-    other = {"none": "no veto", "grpo": "GRPO", "grpo_long": "GRPO"}[against]
-    head = ("Method", "Rate", "Seeds", "Before %", "After %", f"Minus {other}, points", "Collapsed", "Truncated %")
+    head = ("Method", "Rate", "Seeds", "Before %", "After %", "Minus no veto, points", "Collapsed")
     return markdown(head, rows) if rows else ""
 
 
-def measures_table(results: Results, block: str, methods: Sequence[str]) -> str:
-    """What the updates measured at a block's rates and seeds, means over seeds; empty without a finished cell."""
+def price_table(results: Results, entries: Sequence[Entry], grpo: str) -> str:
+    """Final accuracy at the blocks' rates and seeds, and minus GRPO's; empty without a finished cell."""
     rows = []
-    for name in methods:
+    for block, name in entries:
+        after = results.column(block, name, "after")
+        if not after:
+            continue
+        apart = differences(after, results.column(block, grpo, "after")) if name != grpo else []
+        title, rate = results.grid.methods[name].title, scientific(results.rate(block, name))
+        rows.append([title, rate, str(len(after)), level([*after.values()]), difference(apart) if apart else "–"])
+    return markdown(("Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows) if rows else ""
+
+
+def measures_table(results: Results, entries: Sequence[Entry]) -> str:
+    """What the updates measured at the blocks' rates and seeds, means over seeds; empty without a finished cell."""
+    rows = []
+    for block, name in entries:
         cells = list(results.of(block, name).values())
         if not cells:
             continue
@@ -90,37 +122,73 @@ def measures_table(results: Results, block: str, methods: Sequence[str]) -> str:
             [
                 results.grid.methods[name].title,
                 *(_mean(cells, column, 100, 2) for column in ("clipped_early", "clipped_late")),
-                *(_mean(cells, column, 1, 3) for column in ("ratio_neg_early", "ratio_neg_late")),
+                f"{per_response(cells, 'clipped_late'):.1f}",
+                _mean(cells, "ratio_neg_late", 1, 3),
                 f"{min(row['ratio_neg_min'] for row in cells):.1e}",
                 f"{min(first)}" if first else "none",
                 _mean(cells, "vetoed", 100, 2),
                 f"{min(row['ess_min'] for row in cells):.1g}",
-                _mean(cells, "entropy_late", 1, 3),
             ]
         )
-    head = ("Method", "Clipped %, first 100", "Clipped %, last 64", "E[ρ, A < 0], first 100", "E[ρ, A < 0], last 64")
-    rest = ("Least ρ, A < 0", "First trigger", "Vetoed %", "Least ESS", "Entropy")
+    head = ("Method", "Clipped %, first 100", "last 64", "a response", "E[ρ, A < 0], last 64")
+    rest = ("Least ρ, A < 0", "First trigger", "Vetoed %", "Least ESS")
     return markdown((*head, *rest), rows) if rows else ""
 
 
-def price_table(results: Results, methods: Sequence[str]) -> str:
-    """The price of staleness: final accuracy by µ, minus GRPO's, on the seeds of the schedules."""
+def ruin_table(results: Results, entries: Sequence[Entry]) -> str:
+    """Runs at rates that are too high: where they end, minus no veto, collapses, and what the veto did."""
     rows = []
-    for name in methods:
-        after = results.column("schedules", name, "after")
-        apart = differences(after, results.column("schedules", "grpo", "after")) if name != "grpo" else []
+    for block, name in entries:
+        after = results.column(block, name, "after")
+        if not after:
+            continue
+        cells = list(results.of(block, name).values())
+        apart = differences(after, results.column(block, "none", "after")) if name != "none" else []
         rows.append(
             [
-                str(results.grid.methods[name].mu),
-                str(results.grid.phases(name)),
                 results.grid.methods[name].title,
-                scientific(results.rate("schedules", name)),
-                str(len(after)),
-                percent(mean_of(list(after.values()))) if after else "–",
-                points(mean_of(apart), 1) if apart else "–",
+                rate_of(results.grid.blocks[block]),
+                level([*after.values()]),
+                difference(apart) if apart else "–",
+                collapsed(results, block, name),
+                _mean(cells, "vetoed", 100, 2),
             ]
         )
-    return markdown(("µ", "Generations", "Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows)
+    head = ("Method", "Rate", "After %", "Minus no veto, points", "Collapsed", "Vetoed %")
+    return markdown(head, rows) if rows else ""
+
+
+def gains_table(results: Results, block: str, methods: Sequence[str], every: int = 128) -> str:
+    """Mean accuracy after every `every` updates of a block's methods, at the seeds that all of them have."""
+    seeds, steps = results.complete(block, methods), range(0, results.grid.updates + 1, every)
+    rows = []
+    for name in methods:
+        curves = [accuracies(results, row) for seed, row in results.of(block, name).items() if seed in seeds]
+        if curves and all(curves):
+            shown = [f"{100 * statistics.fmean(curve[one] for curve in curves):.1f}" for one in steps]
+            rows.append([results.grid.methods[name].title, *shown])
+    return markdown(("Accuracy % after updates", *map(str, steps)), rows) if rows else ""
+
+
+def displacement_table(results: Results, methods: Sequence[str], sums: Sequence[float]) -> str:
+    """Accuracy of the tuning seed where rate x updates reaches each of `sums`; empty without its curves."""
+    rows = []
+    for name in methods:
+        for row in sorted(results.rows, key=lambda one: one["rate"]):
+            if (row["seed"], row["method"]) != (results.grid.tuning_seed, name):
+                continue
+            curve = accuracies(results, row)
+            shown = [curve.get(round(one / row["rate"])) for one in sums]
+            if any(one is not None for one in shown):
+                texts = ["–" if one is None else f"{100 * one:.1f}" for one in shown]
+                rows.append([results.grid.methods[name].title, scientific(row["rate"]), *texts])
+    head = ("Accuracy % where rate x updates is", "Rate", *map(scientific, sums))
+    return markdown(head, rows) if rows else ""
+
+
+def accuracies(results: Results, row: Row) -> Mapping[int, float]:
+    """Update -> accuracy of a cell's curve."""
+    return {one["update"]: one["accuracy"] for one in results.curve(row) if one["accuracy"] is not None}
 
 
 def tuning_table(results: Results) -> str:
@@ -140,16 +208,6 @@ def tuning_table(results: Results) -> str:
     return markdown(("Method", "Before", *map(scientific, tried)), rows) if rows else ""
 
 
-def tuned_and_regime(results: Results, method: str) -> str:
-    """A method's validation accuracy at its best rate so far and at the regime rate, on the tuning seed."""
-    seed, regime = results.grid.tuning_seed, results.grid.blocks["regime"].rate
-    found = {row["rate"]: row["after"] for row in results.rows if (row["seed"], row["method"]) == (seed, method)}
-    if regime not in found:
-        return MISSING
-    best = max(found, key=lambda rate: (found[rate], -rate))
-    return ", ".join(f"{100 * found[rate]:.1f} % at {scientific(rate)}" for rate in dict.fromkeys((best, regime)))
-
-
 def gap(results: Results, block: str, left: str, right: str) -> str:
     """The difference of two methods' final accuracies in a block."""
     return over_seeds(differences(*(results.column(block, name, "after") for name in (left, right))))
@@ -158,6 +216,18 @@ def gap(results: Results, block: str, left: str, right: str) -> str:
 def over_seeds(apart: Sequence[float]) -> str:
     """The mean of differences of accuracies, seed by seed, and how many there are."""
     return f"{points(mean_of(apart), 1)} points over {counted(len(apart), 'seed')}" if apart else MISSING
+
+
+def difference(apart: Sequence[float]) -> str:
+    """A mean difference in points, or that its interval is too wide to say anything."""
+    mean = mean_of(apart)
+    return points(mean, 1) + (" (no information)" if mean.half is not None and mean.half > UNKNOWN else "")
+
+
+def level(values: Sequence[float]) -> str:
+    """A mean level in percent; with its interval over more than `FEW` seeds."""
+    mean = mean_of(values)
+    return percent(mean if mean.n > FEW else Mean(mean.value, None, mean.n))
 
 
 def collapsed(results: Results, block: str, method: str) -> str:
@@ -170,6 +240,29 @@ def value(results: Results, block: str, method: str, column: str, scale: float, 
     """The mean over seeds of a figure of a method's cells."""
     cells = [row for row in results.of(block, method).values() if row[column] is not None]
     return f"{_mean(cells, column, scale, digits)}{unit}" if cells else MISSING
+
+
+def clipped_tokens(results: Results, block: str, method: str, column: str) -> str:
+    """Clipped tokens of a response, mean over seeds."""
+    cells = list(results.of(block, method).values())
+    return f"{per_response(cells, column):.1f}" if cells else MISSING
+
+
+def per_response(cells: Sequence[Row], column: str) -> float:
+    """A share of tokens as tokens of a response."""
+    return statistics.fmean(row[column] * row["stage_tokens"] / (row["updates"] * BATCH) for row in cells)
+
+
+def first_draw(results: Results) -> str:
+    """Final accuracies of the first draw's cells in %, in the order of the grid: `none 21.0, veto 43.8`."""
+    after = {row["method"]: row["after"] for row in results.first_draw}
+    return ", ".join(f"`{name}` {100 * after[name]:.1f}" for name in results.grid.methods if name in after)
+
+
+def first_draw_gap(results: Results, left: str = "veto", right: str = "none") -> float | None:
+    """One method's final accuracy minus another's in the first draw, in points."""
+    after = {row["method"]: row["after"] for row in results.first_draw}
+    return 100 * (after[left] - after[right]) if {left, right} <= after.keys() else None
 
 
 def noise(results: Results) -> Mean | None:
@@ -187,17 +280,8 @@ def ran_again(results: Results) -> list[float]:
     return [abs(row["after"] - one["after"]) for row, one in pairs if one and one["before"] == row["before"]]
 
 
-def warm_starts(results: Results) -> int:
-    """From how many warm starts the cells of the first four claims began: those made again answer another share."""
-    cells = [row for name in ("tuned", "hot_pair") for row in results.of(name, "veto").values()]
-    return len({(row["warm_start"], row["before"]) for row in cells})
-
-
-def _seeds(results: Results, block: str, method: str) -> str:
-    """How many seeds a method has; and how many of them did not run, because they have another method's figures."""
-    cells = results.of(block, method).values()
-    twins = sum(bool(row["same_as"]) for row in cells)
-    return f"{len(cells)}" + (f" ({twins} equal to the run without a veto)" if twins else "")
+def _p(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
 
 
 def _mean(rows: Sequence[Row], column: str, scale: float, digits: int) -> str:

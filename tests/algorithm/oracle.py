@@ -49,7 +49,7 @@ def objective(
         for i, logs in enumerate(ratios):
             share = 1 / max(len(logs), 1) if config.reject == "sequence_mean" else 1.0
             level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
-            if not config.reject_low <= level <= config.reject_high:
+            if not config.reject_range[0] <= level <= config.reject_range[1]:
                 kept[i] = [False] * len(logs)
     scale = 1.0
     if config.renormalise:
@@ -151,12 +151,12 @@ def dppo(
 ) -> tuple[float, float, float, bool]:
     """DPPO: truncated weight times log-probability, zero where the binary divergence is beyond the limit and grows."""
     p, m = math.exp(min(logprob, 0.0)), math.exp(min(sampled, 0.0))
-    if config.divergence == "tv":
+    if config.dppo.divergence == "tv":
         distance = abs(p - m)
     else:
         distance = m * (min(sampled, 0.0) - min(logprob, 0.0))
         distance += (1 - m) * math.log(max(1 - m, 1e-8) / max(1 - p, 1e-8))
-    outside = distance > config.divergence_limit and ((a > 0 and p > m) or (a < 0 and p < m))
+    outside = distance > config.dppo.limit and ((a > 0 and p > m) or (a < 0 and p < m))
     weight = 0.0 if outside else min(max(ratio, low), high)
     return -weight * a * logprob, 0.0, -weight * a, outside
 
@@ -175,13 +175,13 @@ def token(
             gain, d_ratio, clipped = config.dual_clip * a, 0.0, True
         value = -gain
     elif config.surrogate == "sapo":
-        tau = config.sapo_tau_positive if a > 0 else config.sapo_tau_negative
+        tau = config.sapo.positive if a > 0 else config.sapo.negative
         gate = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700.0)))
         value, d_ratio = -4 / tau * gate * a, -4 * gate * (1 - gate) * a
     elif config.surrogate == "vespo":
-        k, decay = config.vespo_k_negative, config.vespo_lambda_negative
+        k, decay = config.vespo.negative
         if a > 0:
-            k, decay = config.vespo_k_positive, config.vespo_lambda_positive
+            k, decay = config.vespo.positive
         weight = ratio**k * math.exp(max(decay * (1 - ratio), -700.0))
         value, d_logprob = -weight * a * logprob, -weight * a
     else:

@@ -1,4 +1,4 @@
-"""Surrogates of a user's own, as docs/own-loss.md describes them."""
+"""Surrogates of a user's own, as docs/your-problem.md describes them."""
 
 from __future__ import annotations
 

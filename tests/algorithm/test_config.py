@@ -37,7 +37,6 @@ def test_the_reference_is_refreshed_before_every_update_unless_asked_otherwise()
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("clip_centre=current", 'objective.clip_centre` = .*called "reference" now'),
         ("reference_every=4", "objective.reference_every` = 4: .*without a reference policy"),
         ("reference_every=0", "objective.reference_every` = 0"),
     ],

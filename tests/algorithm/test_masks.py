@@ -23,9 +23,7 @@ def test_tis_truncates() -> None:
 
 
 def test_icepop_drops_outside_its_range() -> None:
-    kept = mismatch_correction(
-        RATIO.log(), torch.zeros(6), ObjectiveSection(name="icepop", mismatch_low=0.4, mismatch_high=5.5)
-    )
+    kept = mismatch_correction(RATIO.log(), torch.zeros(6), ObjectiveSection(name="icepop", mismatch_range=(0.4, 5.5)))
     torch.testing.assert_close(kept, torch.tensor([0.0, 0.5, 1.0, 1.9, 5.0, 0.0]))
 
 

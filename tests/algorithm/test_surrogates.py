@@ -20,6 +20,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import SURROGATES
 from tests.algorithm.batches import Batch, batches, random_batch
+from tests.checkout import ROOT
 
 
 def loss_and_gradient(batch: Batch, config: ObjectiveSection) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
@@ -45,7 +46,7 @@ def test_a_surrogate_of_ones_own_is_bitwise_the_same_one_of_ours(batch: Batch) -
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file in the current directory, its three lines of recipe, and the figures that they promise."""
-    page = Path("docs/own-loss.md").read_text(encoding="utf-8")
+    page = Path(ROOT, "docs/your-problem.md").read_text(encoding="utf-8").partition("## Your own loss")[2]
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0], encoding="utf-8")
     fields = tomllib.loads(page.split("```toml\n")[1].split("```")[0])["objective"]
     monkeypatch.chdir(tmp_path)
@@ -83,7 +84,7 @@ def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
         ({"surrogate": "module:two:three"}, "there are ppo, cispo"),
         ({"surrogate": "my.losses:clip"}, "your own surrogate needs it"),
         ({"surrogate": "ppo", "surrogate_depends_on": "token"}, "leave it out"),
-        ({"reject": "sequence", "reject_low": 2.0, "reject_high": 2.0}, "above reject_low"),
+        ({"reject": "sequence", "reject_range": (2.0, 2.0)}, "above its first"),
     ],
 )
 def test_impossible_settings_are_refused_in_a_sentence(fields: dict[str, object], words: str) -> None:
@@ -112,7 +113,7 @@ def test_decoupled_ppo_is_ppo_on_the_proximal_policy_times_a_constant() -> None:
 def test_dppo_drops_a_token_only_where_it_is_far_and_leads_away(
     now: float, before: float, divergence: str, advantage: float
 ) -> None:
-    config = ObjectiveSection(name="dppo", divergence=divergence, divergence_limit=0.1)
+    config = ObjectiveSection(name="dppo", dppo={"divergence": divergence, "limit": 0.1})
     batch = Batch([[now]], [[before]], [advantage], [[now]])
     _, gradient, metrics = loss_and_gradient(batch, config)
     p, m = math.exp(now), math.exp(before)
@@ -147,6 +148,6 @@ def test_rejection_looks_at_both_signs_and_both_sides(level: str, kept: list[boo
     batch.behaviour = [[x - mean for x in row] for row, mean in zip(batch.logprobs, means, strict=True)]
     for sign in (1.0, -1.0):
         batch.advantages = [sign] * 3
-        config = ObjectiveSection(name="grpo", reject=level, reject_low=0.9, reject_high=1.2)
+        config = ObjectiveSection(name="grpo", reject=level, reject_range=(0.9, 1.2))
         gradient = loss_and_gradient(batch, config)[1]
         assert [bool(part.any()) for part in gradient.split(8)] == kept

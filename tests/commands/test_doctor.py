@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, jail, shown
-from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox.limits import Limits
+from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, shown
 
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]) | st.just(" "), min_size=1, max_size=120)
 
@@ -51,28 +49,6 @@ def test_nvidias_apex_is_told_apart_from_the_unrelated_package(site: Path) -> No
     assert "pip uninstall apex" in unrelated.remedy
     (package / "multi_tensor_apply").mkdir()
     assert apex().state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("works", "state", "found", "says"),
-    [
-        ({"namespaces", "limits"}, "ok", "namespaces", ""),
-        ({"limits"}, "broken", "limits alone", 'reward.code_sandbox = "limits"'),
-        (set(), "absent", "cannot be held", "docs/code-rewards.md"),
-    ],
-)
-def test_programs_are_held_as_well_as_this_machine_can(
-    works: set[str], state: State, found: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(limits: Limits) -> None:
-        if limits.mode not in works:
-            raise UserError("refused")
-
-    monkeypatch.setattr("mugrpo_megatron.commands.doctor.check_jail", check)
-    finding = jail()
-    assert (finding.state, finding.needed) == (state, False)
-    assert found in finding.found
-    assert says in finding.remedy
 
 
 def printed(finding: Finding, width: int = 80) -> str:

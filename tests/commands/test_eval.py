@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
 from mugrpo_megatron.commands.eval import Evaluation, Record, run, settings_of, table
-from mugrpo_megatron.commands.table_measuring import results_of
+from mugrpo_megatron.commands.reading import results_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mugrpo_megatron.checks.preflight import check_warm_start
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.preflight import check_warm_start
 from tests.tiny import mugrpo, save_model, write_recipe
 
 

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands.later_policy import LaterPolicy
-from mugrpo_megatron.commands.rollouts import Rollout, Selection, browse, print_in_full, print_table
+from mugrpo_megatron.commands.rollout_views import Rollout, print_in_full, print_table
+from mugrpo_megatron.commands.rollouts import Selection, browse
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe

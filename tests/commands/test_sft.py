@@ -21,13 +21,13 @@ pytestmark = pytest.mark.process
 
 
 def warm_start(out: str, **changes: object) -> Recipe:
-    sft = {"output": out, "layers": 2, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 2, "max_updates": 30}
+    sft = {"output": out, "layers": 2, "hidden": 32, "max_updates": 30}
     return Recipe.model_validate(
         {
             "data": {"generated_problems": 500, "eval_problems": 20},
             "model": {"dtype": "float32"},
             "learner": {"threads": 1},
-            "sft": {**sft, "check_every": 10, "target_accuracy": 1.0, **changes},
+            "sft": {**sft, "target_accuracy": 1.0, **changes},
         }
     )
 

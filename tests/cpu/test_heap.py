@@ -10,7 +10,7 @@ from mmap import PAGESIZE
 
 import pytest
 
-from mugrpo_megatron.cpu.deferred import keep_freed_memory
+from mugrpo_megatron.cpu.heap import keep_freed_memory
 
 BLOCK = 48 * 2**20
 """Bytes of a block that glibc returns to the system when it is freed: more than any threshold that it learns."""

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from mugrpo_megatron.checks.engines import check_engine_device, engine_problems
 from mugrpo_megatron.cpu.replicas import LARGEST_WEIGHTS, replica_arguments, replicas_of
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.recipe.engines import check_engine_device, engine_problems
 from mugrpo_megatron.recipe.systems import EngineSection
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data.arithmetic import TASKS, demonstration, problems
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.rewards.extract import answer_of
+from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.samples import Problem
 
 CHAINS = ("chain", "chain_validation")

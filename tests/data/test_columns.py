@@ -110,8 +110,13 @@ def test_columns_that_the_recipe_names_are_read_and_no_others(tmp_path: Path) ->
 def test_what_was_recognised_is_noted_once_for_each_kind(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
     rows = [ROWS[name][0] for name in ("GSM8K", "slime, text", "GSM8K", "ours")]
+    for number, row in enumerate(rows):
+        rows[number] = {
+            key: f"{value} {number}" if key in ("question", "prompt", "problem") else value
+            for key, value in row.items()
+        }
     path.write_text("".join(json.dumps({**row, "n": n}) + "\n" for n, row in enumerate(rows)))
-    data = DataSection(train=str(path), deduplicate=False, contamination="off")
+    data = DataSection(train=str(path), contamination="off")
     notes = read_problems(data, RewardSection()).notes
     assert notes == ["set: 2 rows read as GSM8K's question, answer", "set: 1 rows read as slime's prompt, label"]
 

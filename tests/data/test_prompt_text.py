@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.data.prompt_text import prompt_text
-from mugrpo_megatron.data.prompts import STYLES, Template, render
+from mugrpo_megatron.data.prompts import STYLES, Template, prompt_text, render
 from mugrpo_megatron.data.tokenizer import CHAT_ML, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Problem

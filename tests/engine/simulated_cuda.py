@@ -38,12 +38,15 @@ class Stub(types.ModuleType):
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the modules of CUDA machines."""
+    """Finds modules of CUDA machines."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        wanted = fullname.split(".")[0] in ONLY_ON_CUDA
+        wanted = fullname.split(".")[0] in self.names
         return importlib.util.spec_from_loader(fullname, self, is_package=True) if wanted else None
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
@@ -53,8 +56,8 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Nothing is in it."""
 
 
-def simulate() -> None:
-    """Let torch and the import system answer as on such a machine."""
+def simulate(stubs: Sequence[str] = ONLY_ON_CUDA) -> None:
+    """Let torch and the import system answer as on such a machine, with stubs of these modules."""
     torch.version.cuda = "13.0"
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
@@ -66,7 +69,7 @@ def simulate() -> None:
     }
     for name, function in replaced.items():
         setattr(torch.cuda, name, function)
-    sys.meta_path.insert(0, Stubs())
+    sys.meta_path.insert(0, Stubs(stubs))
 
 
 def facts(arguments: dict[str, Any]) -> dict[str, Any]:

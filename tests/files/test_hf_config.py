@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mugrpo_megatron.checks.layouts import check_layout
+from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.models import bundled, find_model
-from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config
+from mugrpo_megatron.extras.plan.case import find_model
+from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config, read_model_config
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout, read_model_config
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture
 from mugrpo_megatron.weights.rope import frequencies
 
@@ -147,7 +148,7 @@ def test_odd_values_are_honoured_or_refused_in_a_sentence(
 @pytest.mark.process
 def test_nothing_slow_is_imported_to_read_a_model() -> None:
     code = (
-        "import sys, mugrpo_megatron.weights.families, mugrpo_megatron.recipe.checks\n"
+        "import sys, mugrpo_megatron.weights.families, mugrpo_megatron.checks.layouts\n"
         "print(*sorted({'torch', 'transformers', 'megatron', 'sglang', 'sympy'} & set(sys.modules)))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

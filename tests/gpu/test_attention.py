@@ -1,4 +1,4 @@
-"""Packed attention on a GPU against plain attention over each segment alone."""
+"""Packed attention, on the device that there is, against plain attention over each segment alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mugrpo_megatron.learner.attention import PackedAttention, make_packing
-
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+from tests.gpu.tiny import DEVICE
 
 LENGTHS = np.array([1, 7, 64, 130, 33])
 
@@ -20,13 +19,13 @@ LENGTHS = np.array([1, 7, 64, 130, 33])
 @pytest.mark.parametrize("groups", [8, 2])
 def test_segments_do_not_see_each_other(groups: int, dtype: torch.dtype, tolerance: float) -> None:
     torch.manual_seed(0)
-    device, tokens = torch.device("cuda"), int(LENGTHS.sum())
+    tokens = int(LENGTHS.sum())
     q, k, v = (
-        torch.randn(tokens, 1, heads, 64, device=device, dtype=dtype, requires_grad=True)
+        torch.randn(tokens, 1, heads, 64, device=DEVICE, dtype=dtype, requires_grad=True)
         for heads in (8, groups, groups)
     )
     attention = PackedAttention(SimpleNamespace(), 1, None, "self")  # type: ignore[arg-type]
-    found = attention(q, k, v, packed_seq_params=make_packing(LENGTHS, device))
+    found = attention(q, k, v, packed_seq_params=make_packing(LENGTHS, DEVICE))
     weight = torch.randn_like(found)
     gradients = torch.autograd.grad((found * weight).sum(), (q, k, v))
     parts = []

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.cli import COMMANDS
 from mugrpo_megatron.commands import score
-from mugrpo_megatron.commands.table import COMMANDS
 from mugrpo_megatron.files import outputs
 from tests.hostile.outcome import command, listing, refused
 

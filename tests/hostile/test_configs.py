@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks.layouts import check_layout
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config
+from mugrpo_megatron.files.hf_config import ModelConfig, RopeParameters, checked, read_config, read_model_config
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout, read_model_config
 from mugrpo_megatron.weights.config import WITHOUT_EFFECT
 from mugrpo_megatron.weights.families import FAMILIES, architecture, read_architecture
 from mugrpo_megatron.weights.hf import tokenizer_size

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 
-from mugrpo_megatron.commands.sft import locked_warm_start
+from mugrpo_megatron.commands.warm_start import locked_warm_start
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.run.directory import locked

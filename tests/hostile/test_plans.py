@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.checkout import ROOT
 from tests.hostile.outcome import answered, command, refused
 
-RECIPE = "run_scripts/recipes/quickstart.toml"
+RECIPE = str(ROOT / "run_scripts/recipes/quickstart.toml")
 CUDA = ["--set", "model.dtype=bfloat16"]  # a plan is for GPUs, which refuse the recipe's float32
 MODEL = ["--set", "model.path=Qwen/Qwen2.5-0.5B", *CUDA]
 CLUSTERS = {

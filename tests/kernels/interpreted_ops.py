@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.kernels import torch_ops, triton_ops, triton_swiglu
+from mugrpo_megatron.kernels import torch_ops, triton_ops, triton_rope, triton_swiglu
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
+from mugrpo_megatron.learner.operators import rotate_
 from tests.kernels.problems import (
     OBJECTIVES,
     TEMPERATURE,
@@ -79,27 +80,42 @@ def test_swiglu_and_its_gradient_equal_autograd_in_float64(
     generator = torch.Generator().manual_seed(seed)
     x = (4 * torch.randn(rows, 1, 2 * width, generator=generator)).to(dtype)
     dy = torch.randn(rows, 1, width, generator=generator).to(dtype)
-    weights = torch.rand(rows, 1, generator=generator)
-    exact, factors = x.double().requires_grad_(), weights.double().requires_grad_()
+    exact = x.double().requires_grad_()
     gate, up = exact.chunk(2, -1)
     tolerance = 1e-5 if dtype == torch.float32 else 8e-3
-    plain = torch.nn.functional.silu(gate) * up
-    (d_plain,) = torch.autograd.grad(plain, exact, dy.double(), retain_graph=True)
-    weighted = plain * factors[..., None]
-    d_weighted, d_factors = torch.autograd.grad(weighted, (exact, factors), dy.double())
-    dx, none = triton_swiglu.swiglu_gradient(dy, x)
-    assert none is None
-    dx_weighted, d_weights = triton_swiglu.swiglu_gradient(dy, x, weights)
-    assert d_weights is not None
-    for found, wanted in (
-        (triton_swiglu.swiglu(x), plain),
-        (dx, d_plain),
-        (triton_swiglu.swiglu(x, weights), weighted),
-        (dx_weighted, d_weighted),
-    ):
+    value = torch.nn.functional.silu(gate) * up
+    (d_exact,) = torch.autograd.grad(value, exact, dy.double())
+    for found, expected in ((triton_swiglu.swiglu(x), value), (triton_swiglu.swiglu_gradient(dy, x), d_exact)):
         assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), wanted.detach(), rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(d_weights.double(), d_factors, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.integers(0, 4),
+    st.integers(1, 35),
+    st.sampled_from([2, 16, 64, 80, 96, 128]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_rotation_and_its_inverse_equal_those_in_float64(
+    seed: int, tokens: int, heads: int, size: int, dtype: torch.dtype, of_tables: torch.dtype
+) -> None:
+    """Of heads that are a part of wider rows, as queries are; and rotated back, the same."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, heads + 3, size, generator=generator).to(dtype)[:, 1 : heads + 1]
+    angles = 1000 * torch.rand(tokens, 1, size // 2, generator=generator)
+    cos, sin = angles.cos().to(of_tables), angles.sin().to(of_tables)
+    exact = rotate_(x.double(), cos.double(), sin.double())
+    back = rotate_(exact.clone(), cos.double(), -sin.double())
+    rotated = triton_rope.rotate(x, cos, sin)
+    assert rotated.dtype == dtype
+    assert rotated.is_contiguous()
+    tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(rotated.double(), exact, rtol=tolerance, atol=tolerance)
+    again = triton_rope.rotate(exact.to(dtype), cos, sin, inverse=True)
+    torch.testing.assert_close(again.double(), back, rtol=4 * tolerance, atol=4 * tolerance)
 
 
 @pytest.mark.parametrize("name", sorted(OBJECTIVES))

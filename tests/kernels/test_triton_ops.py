@@ -53,16 +53,30 @@ def test_swiglu_compiles_for_hopper_with_wide_loads_and_stores(kind: str) -> Non
     from mugrpo_megatron.kernels import triton_swiglu
 
     constants = {"BLOCK": triton_swiglu.BLOCK}
-    for kernel, tensors, read in (
-        (triton_swiglu._forward, "x weights out", 2),
-        (triton_swiglu._backward, "grad x weights dx d_weights", 3),
-    ):
-        for weighted in (False, True):
-            signature = {name: "*fp32" if "weights" in name else f"*{kind}" for name in tensors.split()}
-            types = signature | {"width": "i32"}
-            found = ptx(kernel, types, constants | {"WEIGHTED": weighted}, triton_swiglu.WARPS)
-            assert found.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
-            assert "st.global.v4" in found
+    for kernel, tensors, read in ((triton_swiglu._forward, "x out", 2), (triton_swiglu._backward, "grad x dx", 3)):
+        types = dict.fromkeys(tensors.split(), f"*{kind}") | {"width": "i32"}
+        found = ptx(kernel, types, constants, triton_swiglu.WARPS)
+        assert found.count("ld.global.v4") == read * (1 if kind == "bf16" else 2)
+        assert "st.global.v4" in found
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+@pytest.mark.parametrize(("heads", "half"), [(28, 64), (4, 64), (16, 32)])  # Qwen2.5-7B's queries and keys; 0.5B's
+def test_rotation_compiles_for_hopper_with_wide_loads_and_stores(kind: str, heads: int, half: int) -> None:
+    from mugrpo_megatron.kernels import triton_rope
+
+    block, warps = triton_rope.tile(heads, half)
+    signature = {"x": f"*{kind}", "token_stride": "i32", "head_stride": "i32", "cos": "*fp32", "sin": "*fp32"}
+    for inverse in (False, True):
+        found = ptx(
+            triton_rope._rotate,
+            signature | {"out": f"*{kind}", "heads": "i32", "half": "i32"},
+            {"INVERSE": inverse, "HEADS": block, "HALF": half},
+            warps,
+        )
+        assert "ld.global.v4" in found
+        assert "st.global.v4" in found
 
 
 def ptx(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import list_flash_attention_impls
 from torch.nn.attention.varlen import varlen_attn
 
-from mugrpo_megatron.learner.context import Split, attend, flash_attention, takes_flash
+from mugrpo_megatron.learner.context import Split, attend, fastest_flash, flash_attention, takes_flash
 
 
 def of_torch_2_11(
@@ -33,6 +35,7 @@ def of_torch_2_11(
 @pytest.mark.parametrize("wrapper", [of_torch_2_11, varlen_attn], ids=["2.11.0", "installed"])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_the_call_fits_the_signature(wrapper: Callable[..., Any], groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mugrpo_megatron.learner.context.fastest_flash", lambda: "FA2")
     calls: list[dict[str, Any]] = []
     signature = inspect.signature(wrapper)
 
@@ -61,3 +64,23 @@ def test_the_call_fits_the_signature(wrapper: Callable[..., Any], groups: int, m
 )
 def test_flash_attention_is_for_half_precision_on_cuda(cuda: bool, dtype: torch.dtype, flash: bool) -> None:
     assert takes_flash(SimpleNamespace(is_cuda=cuda, dtype=dtype)) is flash  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"), [((9, 0), True, "FA3"), ((9, 0), False, "FA2"), ((8, 0), True, "FA2")]
+)
+def test_flash_attention_3_is_for_hopper_where_it_is_installed(
+    capability: tuple[int, int], installed: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own registry imports the package and asks it for kernels."""
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+    active: list[str] = []
+    monkeypatch.setattr("torch.nn.attention.activate_flash_attention_impl", active.append)
+    if installed:
+        (tmp_path / "flash_attn_interface.py").touch()
+        monkeypatch.syspath_prepend(str(tmp_path))
+    fastest_flash.cache_clear()
+    assert fastest_flash() == expected
+    assert active == (["FA3"] if expected == "FA3" else [])
+    fastest_flash.cache_clear()
+    assert "FA3" in list_flash_attention_impls()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +15,7 @@ import torch.nn.functional as F
 from torch.autograd import gradcheck
 
 from mugrpo_megatron.learner.attention import _Rotate
+from mugrpo_megatron.learner.model import FLOAT32_TABLES, table_type
 from mugrpo_megatron.learner.operators import RMSNorm, _SwiGLU, rotate_
 
 CONFIG = SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False)
@@ -55,6 +60,16 @@ def test_gate() -> None:
         return F.silu(gate) * up
 
     compare(_SwiGLU.apply, definition, torch.randn(9, 1, 24, requires_grad=True))
+
+
+def test_rotary_tables_have_the_type_of_the_engines() -> None:
+    """SGLang's own condition for its fallback kernel, which rounds the tables to the type of the queries."""
+    sglang = Path(find_spec("sglang").origin or "").parent
+    text = (sglang / "srt" / "layers" / "rotary_embedding" / "base.py").read_text(encoding="utf-8")
+    lists = re.findall(r"self\.head_size not in (\[[\d, ]+\])", text)
+    assert [tuple(json.loads(each)) for each in lists] == [FLOAT32_TABLES]
+    assert table_type(True, 128, torch.bfloat16) == torch.float32
+    assert table_type(True, 16, torch.bfloat16) == table_type(False, 128, torch.bfloat16) == torch.bfloat16
 
 
 def test_rotation() -> None:

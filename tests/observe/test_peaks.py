@@ -13,7 +13,16 @@ from mugrpo_megatron.observe.environment import group_memory, learner_memory_pea
 
 @pytest.mark.parametrize(
     ("name", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA GB200", 2.5e15), ("NVIDIA B200", 2.25e15)],
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2.5e15),
+        ("NVIDIA B200", 2.25e15),
+    ],
 )
 def test_a_device_is_known_by_its_name(name: str, peak: float) -> None:
     assert peak_flops(name) == peak

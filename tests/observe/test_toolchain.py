@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import _check_toolkit
 from mugrpo_megatron.commands.doctor import findings
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.observe.toolchain import Tool, tools
+from mugrpo_megatron.recipe import Recipe
+from tests.test_cli import HEAVY
+from tests.tiny import save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -114,6 +119,45 @@ def test_a_gpu_that_torch_does_not_find_is_an_error(machine: Path, monkeypatch: 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (machine / "nvidia-smi").unlink()
     assert not finds_cuda()
+
+
+TRAIN = f"""
+import sys
+from mugrpo_megatron.observe import environment
+
+environment.may_find_cuda = lambda: True
+from mugrpo_megatron.cli import main
+
+print(main(["train", sys.argv[1]]), *sorted(set({HEAVY}) & set(sys.modules)))
+"""
+
+
+def test_train_names_a_missing_toolkit_before_it_imports_anything_slow(machine: Path, tmp_path: Path) -> None:
+    (machine / "nvcc").unlink()
+    recipe = write_recipe(tmp_path / "recipe.toml", save_model(tmp_path / "model"), tmp_path / "run")
+    environment = {**os.environ, "PATH": str(machine), "CUDA_HOME": str(machine / "no-toolkit")}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, "-c", TRAIN, str(recipe)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["2"], done.stdout + done.stderr
+    assert "an engine does not start on this machine's GPU: nvcc not found in" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("device", "variables"), [("cpu", {}), ("auto", {"CUDA_VISIBLE_DEVICES": ""}), ("auto", {"LOCAL_RANK": "1"})]
+)
+def test_a_toolkit_is_asked_for_once_a_node_and_only_for_a_gpu(
+    device: str, variables: dict[str, str], machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "nvcc").unlink()
+    monkeypatch.setattr("mugrpo_megatron.observe.environment.may_find_cuda", lambda: True)
+    monkeypatch.setenv("PATH", str(machine))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    recipe = Recipe.model_validate({"run": {"device": device}})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    _check_toolkit(recipe)
 
 
 def test_doctor_tells_what_a_gpu_lacks(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.world import StopRequest
+from mugrpo_megatron.run.stopping import StopRequest
 
 
 def bare_run(recipe: Recipe, directory: RunDirectory) -> Any:

@@ -19,7 +19,7 @@ from mugrpo_megatron.phases.column_passes import refresh_reference
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.world import Stopped
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run

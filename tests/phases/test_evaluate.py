@@ -31,7 +31,8 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.world import AllStopped, World
+from mugrpo_megatron.run.stopping import AllStopped
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 

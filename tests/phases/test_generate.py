@@ -32,7 +32,8 @@ from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.world import Stopped, World
+from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 

@@ -13,8 +13,9 @@ from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.problems import PRESETS
 from mugrpo_megatron.data.prompts import STYLES
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from tests.checkout import ROOT
 
-RECIPES = Path("run_scripts/recipes")
+RECIPES = Path(ROOT, "run_scripts/recipes")
 PAPER = RECIPES / "paper"
 MODELS = {
     "llama-3.2-3b-instruct": "Llama-3.2-3B-Instruct",
@@ -198,20 +199,20 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         ),
         (
             "paper/qwen2.5-math-7b.grpo.toml",
-            ["--gpus-per-node", "1", "--set", "parallel.tensor=1", "--set", "parallel.sequence=false"],
+            ["--gpus-per-node", "1"],
             "does not fit: the learner phase needs",
         ),
         (
             "paper/qwen2.5-math-7b.grpo.toml",
-            ["--gpus-per-node", "4", "--set", "parallel.tensor=1", "--set", "parallel.sequence=false"],
+            ["--gpus-per-node", "4", "--set", "learner.micro_batch_tokens=16384"],
             "the nearest layout that fits is",
         ),
-        ("paper/qwen2.5-math-7b.grpo.toml", ["--gpus-per-node", "6"], "does not divide over 3 data parallel ranks"),
+        ("paper/qwen2.5-math-7b.grpo.toml", ["--gpus-per-node", "6"], "does not divide over 6 data parallel ranks"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "engine.tensor=16"], "engine.tensor = 16 does not divide"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "parallel.tensor=8"], "the model's 28 attention heads"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "rollout.max_response_tokens=8192"], "4096 positions"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "parallel.expert=2"], "the model has no experts"),
-        ("multi_node/qwen3-30b-a3b.toml", ["--set", "parallel.sequence=false"], "needs parallel.sequence = true"),
+        ("multi_node/qwen3-30b-a3b.toml", ["--set", "parallel.tensor=2"], "needs parallel.sequence = true"),
         ("multi_node/qwen3-30b-a3b.toml", ["--set", "model.path=models/nobody"], "not one of the bundled shapes"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--gpu", "tpu"], "known are h200"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--nodes", "0"], "takes 1 to 100,000"),
@@ -231,7 +232,7 @@ def test_an_impossible_plan_is_refused_with_the_way_out(
 
 def test_the_layout_that_a_refusal_names_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     path = str(RECIPES / "paper" / "qwen2.5-math-7b.mu_grpo.toml")
-    wrong = ["--set", "parallel.tensor=1", "--set", "parallel.sequence=false"]
+    wrong = ["--set", "learner.micro_batch_tokens=16384"]
     _, _, error = run(["plan", path, "--gpus-per-node", "4", *wrong], capsys)
     named = error.strip().rpartition(": ")[2].split()
     assert named[0] == "--set"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import check_on_paper
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.functions import check_function
-from mugrpo_megatron.run.preflight import check_on_paper
 
 MODULE = """
 raise SystemExit("this module was run")

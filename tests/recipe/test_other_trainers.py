@@ -9,7 +9,7 @@ import pytest
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.recipe.other_trainers import OTHERS, ours, translated
+from mugrpo_megatron.recipe.other_trainers import others, ours, translated
 
 
 def is_a_key(name: str) -> bool:
@@ -19,8 +19,8 @@ def is_a_key(name: str) -> bool:
 
 
 def test_all_names_lead_to_keys_of_the_recipe() -> None:
-    assert [key for there in OTHERS.values() for key in there.keys if not is_a_key(key)] == []
-    assert [name for name in OTHERS if is_a_key(name) or name != name.lower() or "-" in name] == []
+    assert [key for there in others().values() for key in there.keys if not is_a_key(key)] == []
+    assert [name for name in others() if is_a_key(name) or name != name.lower() or "-" in name] == []
 
 
 @pytest.mark.parametrize(

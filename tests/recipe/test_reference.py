@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mugrpo_megatron.recipe.reference import markdown
+from run_scripts.recipe_reference import markdown
+from tests.checkout import ROOT
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert Path("docs/recipe.md").read_text(encoding="utf-8") == markdown(), (
-        "run: python -m mugrpo_megatron.recipe.reference > docs/recipe.md"
+    assert Path(ROOT, "docs/recipe.md").read_text(encoding="utf-8") == markdown(), (
+        "run: python -m run_scripts.recipe_reference > docs/recipe.md"
     )

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.extract import answer_of
-from mugrpo_megatron.rewards.gold import read_gold
-from mugrpo_megatron.rewards.literal import settle
-from mugrpo_megatron.rewards.math import grade
-from mugrpo_megatron.rewards.words import chosen, letter_of
+from mugrpo_megatron.rewards.math.extract import answer_of
+from mugrpo_megatron.rewards.math.gold import read_gold
+from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.literal import chosen, letter_of, settle
 
 LETTERS = st.sampled_from("ABCDE")
 TEXTS = st.sampled_from(

@@ -48,7 +48,7 @@ class Plan:
 
 
 class Worker:
-    """Stands for `process.WorkerProcess`: a worker without a process, which answers at once; every reward is 1."""
+    """Stands for `calls.WorkerProcess`: a worker without a process, which answers at once; every reward is 1."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -99,7 +99,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def section(**settings: object) -> RewardSection:
-    small = {"worker_memory_mb": 64, "code_memory_mb": 64}
+    small = {"worker_memory_mb": 64, "code": {"memory_mb": 64}}
     return RewardSection.model_validate(
         {"function": "own:judge", "workers": 1, "max_failure_share": 1.0, **small, **settings}
     )

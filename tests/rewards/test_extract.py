@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.extract import answer_of, boxed_answer
+from mugrpo_megatron.rewards.math.extract import answer_of, boxed_answer
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.prompts import INSTRUCTION, STYLES
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, RewardSection
 from mugrpo_megatron.recipe.sections import Recipe
-from mugrpo_megatron.rewards.extract import answer_of
-from mugrpo_megatron.rewards.literal import settle
+from mugrpo_megatron.rewards.math.extract import answer_of
+from mugrpo_megatron.rewards.math.literal import settle
 
 TABLE = [
     ("so \\boxed{7}", "7", "7", "7"),

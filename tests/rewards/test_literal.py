@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.literal import literal_verdict
-from mugrpo_megatron.rewards.math import grade
+from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.literal import literal_verdict
 
 RATIONALS = st.fractions(min_value=-50, max_value=50, max_denominator=12)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.rewards.extract import answer_of
-from mugrpo_megatron.rewards.gold import read_gold
-from mugrpo_megatron.rewards.math import grade
-from mugrpo_megatron.rewards.values import same
+from mugrpo_megatron.rewards.math.extract import answer_of
+from mugrpo_megatron.rewards.math.gold import read_gold
+from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.values import same
 
 HEDGES = [
     "The answer is 3 or 4",

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.normalize import normalize
+from mugrpo_megatron.rewards.math.normalize import normalize
 from tests.rewards.verdicts import right
 
 WHOLE = st.integers(2, 999)

@@ -18,9 +18,9 @@ def test_nothing_is_added_by_default() -> None:
 
 
 def test_format_and_length_add_up_and_are_components() -> None:
-    section = RewardSection(format_weight=0.25, overlong_buffer_tokens=40, overlong_penalty=0.5)
+    section = RewardSection(format_weight=0.25, overlong_buffer_tokens=40)
     score = shaped(Score(1.0, "", "", 0.0, True, {"math": 1.0}), 80, 100, section)
-    assert score.reward == pytest.approx(1.0 + 0.25 - 0.5 * 0.5)
+    assert score.reward == pytest.approx(1.0 + 0.25 - 0.5)
     assert score.components == {"math": 1.0, "format": 1.0, "overlong": 0.5}
     assert shaped(Score(0.0, "", "", 0.0, False), 60, 100, section).reward == 0.0
 

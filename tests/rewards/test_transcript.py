@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.extract import Extract, after_thoughts, answer_of
+from mugrpo_megatron.rewards.math.extract import Extract, after_thoughts, answer_of
 from tests.rewards.verdicts import right
 
 TAGS = st.sampled_from(["think", "thinking", "thought", "reasoning", "THINK"])

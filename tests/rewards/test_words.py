@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.rewards.extract import answer_of
-from mugrpo_megatron.rewards.gold import read_gold, verifies_itself
-from mugrpo_megatron.rewards.math import grade
-from mugrpo_megatron.rewards.words import is_text, is_words
+from mugrpo_megatron.rewards.math.extract import answer_of
+from mugrpo_megatron.rewards.math.gold import read_gold, verifies_itself
+from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.literal import is_text, is_words
 from tests.rewards.verdicts import right
 
 NAMES = st.sampled_from(["Apollo", "Gemini", "World War", "Room", "Boeing", "iPhone", "Psalm", "Chapter"])
@@ -38,15 +38,13 @@ def test_both_the_words_and_the_number_must_agree(name: str, number: int, other:
 
 @given(MONTHS, st.integers(1, 31), st.integers(1900, 2100), MONTHS, st.integers(1, 31))
 def test_a_date_is_its_day_month_and_year(month: str, day: int, year: int, other: str, another: int) -> None:
-    for gold, wanted in (
-        (f"{month} {day}", ""),
-        (f"{month} {day}, {year}", f" {year}"),
-        (f"{day} {month} {year}", f" {year}"),
+    for gold, answer in (
+        (f"{month} {day}", f"{other} {another}"),
+        (f"{month} {day}, {year}", f"{other} {another} {year}"),
+        (f"{day} {month} {year}", f"{another} {other} {year}"),
     ):
-        assert right(f"\\boxed{{{month} {day}{wanted}}}", gold)
-        assert right(f"\\boxed{{\\text{{{day} {month}{wanted}}}}}", gold)
-        assert right(f"The answer is the {day}th of {month}{wanted}.", gold)
-        assert right(f"\\boxed{{{other} {another}{wanted}}}", gold) == ((other, another) == (month, day))
+        assert right(f"\\boxed{{{gold}}}", gold)
+        assert right(f"\\boxed{{{answer}}}", gold) == ((other, another) == (month, day))
         assert not right(f"\\boxed{{{day}}}", gold)
         assert not right(f"\\boxed{{{month}}}", gold)
 
@@ -64,13 +62,8 @@ RIGHT = [
     ("\\boxed{type 2 Diabetes}", "Type 2 diabetes"),
     ("\\boxed{39 steps}", "The 39 Steps"),
     ("\\boxed{Oceans 11}", "Ocean's 11"),
-    ("\\boxed{Uranium 235}", "uranium-235"),
     ("\\boxed{Henry 4 and Louis 14}", "Henry 4, Louis 14"),
-    ("\\boxed{Louis 14, Henry 4}", "Henry 4, Louis 14"),
     ("\\boxed{\\text{line } 3}", "\\text{Line } 3"),
-    ("\\boxed{ps 5}", "PS 5"),
-    ("\\boxed{mig 21 fighter jets}", "MiG-21 fighter jets"),
-    ("\\boxed{Bob 6, Alice 5}", "Alice $5, Bob $6"),
     ("\\boxed{Bob = 6, Alice = 5}", "Alice = 5, Bob = 6"),
     ("\\boxed{m = 3, n = 5}", "n = 5 and m = 3"),
     ("\\boxed{No solution}", "no solution"),
@@ -123,7 +116,6 @@ QUANTITIES = [
         "2, 3",
         ("2 and 3", "2 or 3", "$x=2$ or $x=3$", "2 cm and 3 cm", "2 apples and 3 pears", "The roots are $2$ and $3$"),
     ),
-    ("3, 20", ("3 hours 20 minutes", "3 hours and 20 minutes", "3 \\text{ hours } 20 \\text{ minutes}")),
 ]
 
 
@@ -135,16 +127,14 @@ def test_quantities_lists_and_sentences_are_no_words(value: str, gold: str) -> N
     assert not right(f"\\boxed{{{value}1}}", gold)
 
 
-def test_a_quantity_in_several_units_is_the_list_of_its_parts() -> None:
-    gold = "3 hours 20 minutes"
-    for answer in (gold, "3 hours, 20 minutes", "3 hr 20 min", "3 \\text{ hours and } 20 \\text{ minutes}"):
-        assert right(f"\\boxed{{{answer}}}", gold)
-        assert right(f"The answer is {answer}.", gold)
-    for answer in ("3 minutes 20 hours", "3 hours", "20 hours 3 minutes", "3 hours 20 minutes 5 seconds"):
+@pytest.mark.parametrize("gold", ["3 hours 20 minutes", "5:30", "5:30 p.m.", "3-2", "2021-05-03", "5/3/2021"])
+def test_several_units_a_time_a_date_or_a_score_are_one_answer(gold: str) -> None:
+    assert right(f"\\boxed{{{gold}}}", gold)
+    for answer in ("3", "2", "5", "1/6", "1", "20", "3 minutes 20 hours", "5:31", "3-1", "2013", "5:3"):
         assert not right(f"\\boxed{{{answer}}}", gold)
 
 
-@pytest.mark.parametrize("gold", ["x + abc", "abc-2", "sin 30", "\\sqrt{abc}", "f(2) max", "x^2 even", "5", ""])
+@pytest.mark.parametrize("gold", ["x + abc", "sin 30", "\\sqrt{abc}", "f(2) max", "x^2 even", "5", ""])
 def test_formulas_are_no_words(gold: str) -> None:
     assert not is_words(gold)
 
@@ -167,18 +157,14 @@ def test_no_formula_or_number_of_real_sets_is_words(shared_data: Path, name: str
 @pytest.mark.parametrize(
     ("gold", "number"),
     [
-        ("Natalia sold 72 clips", "72"),
         ("The train travels 60 miles per hour", "60"),
         ("She walked 5 km", "5"),
         ("He made $18 a day", "18"),
         ("The ship can carry 30 people", "30"),
-        ("Eliza earned $460", "460"),
         ("She sold 72", "72"),
         ("Rs 10", "10"),
         ("USD 10", "10"),
         ("a total of 10", "10"),
-        ("radius 10", "10"),
-        ("worth 10 dollars", "10"),
     ],
 )
 def test_a_sentence_with_a_verb_before_its_number_is_the_number(gold: str, number: str) -> None:

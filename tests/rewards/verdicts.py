@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.extract import Extract
 from mugrpo_megatron.rewards.items import Verdict
-from mugrpo_megatron.rewards.literal import settle
-from mugrpo_megatron.rewards.math import grade
+from mugrpo_megatron.rewards.math.extract import Extract
+from mugrpo_megatron.rewards.math.grade import grade
+from mugrpo_megatron.rewards.math.literal import settle
 
 
 def right(response: str, gold: str, extract: Extract = "final") -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import check_on_paper, check_run
 from mugrpo_megatron.commands.separate import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_json
@@ -16,7 +17,6 @@ from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.checkpoints import check_stage_held
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory, check_directory, open_directory
-from mugrpo_megatron.run.preflight import check_on_paper, check_run
 from mugrpo_megatron.run.record import MARK, mark, read_record
 from tests.hostile.rundir import NOW, make
 

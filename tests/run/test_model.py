@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.checks.preflight import check_on_paper, check_run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.directory import open_directory
-from mugrpo_megatron.run.preflight import check_on_paper, check_run
 from mugrpo_megatron.run.record import HubModel, hub_model, read_record, with_cached_model, with_model
 from tests.hub import FIRST, NAME, SECOND, Hub, serving, used
 from tests.tiny import save_model, write_recipe

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mugrpo_megatron.run import world as stopping
-from mugrpo_megatron.run.world import Stopped, StopRequest, listening, stoppable
+from mugrpo_megatron.run import stopping
+from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppable
 
 
 @pytest.fixture(autouse=True)

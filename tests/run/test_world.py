@@ -11,7 +11,8 @@ from mugrpo_megatron.errors import CollectiveFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.heartbeat import Heartbeat
 from mugrpo_megatron.run import world as world_module
-from mugrpo_megatron.run.world import StopRequest, World, open_world, telling_failures
+from mugrpo_megatron.run.stopping import StopRequest
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process

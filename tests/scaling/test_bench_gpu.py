@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from run_scripts.bench.gpu import alone, keep_logs
+from run_scripts.bench.alone import keep_logs
+from run_scripts.bench.first import PROBES, SECONDS
+from run_scripts.bench.gpu import PARTS, alone, obstacle
 from run_scripts.bench.gpu_parts import How, recipe_of
 from run_scripts.bench.gpu_whole import recipe_text
 
@@ -30,17 +35,29 @@ def test_every_log_that_says_something_is_kept_under_its_parts_name(tmp_path: Pa
     assert (tmp_path / "gpu-logs" / kept[1]).read_text() == "no kernel image"
 
 
-def test_the_attention_backend_reaches_every_recipe(tmp_path: Path) -> None:
-    how = How(small=True, attention_backend="triton")
-    assert recipe_of(tmp_path, how).engine.attention_backend == "triton"
-    assert 'attention_backend = "triton"' in recipe_text(tmp_path, how)
+@pytest.mark.parametrize(("library", "backend"), [("flash_ops.abi3.so", "auto"), ("spatial_ops.abi3.so", "triton")])
+def test_every_recipe_has_a_backend_that_is_installed(
+    library: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sgl_kernel").mkdir()
+    for name in ("__init__.py", library):
+        (tmp_path / "sgl_kernel" / name).touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert recipe_of(tmp_path, How(small=True)).engine.attention_backend == backend
+    assert tomllib.loads(recipe_text(tmp_path, How(small=True)))["engine"].get("attention_backend", "auto") == backend
+
+
+def prepared_commands() -> list[str]:
+    """The lines of docs/performance.md for a machine with a GPU, each of them one call there."""
+    page = (SCRIPTS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
+    block = page.split("## The first half hour on a GPU")[1].split("```")[1]
+    return [line for line in block.splitlines()[1:] if line and not line.startswith("#")]
 
 
 def test_the_prepared_commands_name_modules_options_and_files_that_exist() -> None:
-    page = (SCRIPTS.parent / "docs" / "performance.md").read_text(encoding="utf-8")
-    block = page.split("## The first half hour on a GPU")[1].split("```")[1]
+    block = "\n".join(prepared_commands())
     calls = re.findall(r"-m (run_scripts\.bench\.\w+)([^|;&]*)", block)
-    assert len(calls) == 5
+    assert len(calls) == 7
     for module, options in calls:
         text = (SCRIPTS.parent / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
         for option in re.findall(r"(--[\w-]+)", options):
@@ -49,16 +66,48 @@ def test_the_prepared_commands_name_modules_options_and_files_that_exist() -> No
         assert (SCRIPTS.parent / name).exists(), name
 
 
-def test_everything_that_is_carried_is_pinned() -> None:
-    text = (SCRIPTS / "bench" / "carry.sh").read_text(encoding="utf-8")
-    packages = re.sub(r"\s+", " ", text.split("packages=(")[1].split(")")[0]).split()
-    pins = [line for name in ("cuda", "cpu") for line in (SCRIPTS / f"constraints-{name}.txt").read_text().splitlines()]
-    assert [package for package in packages if not any(pin.startswith(f"{package}==") for pin in pins)] == []
+def test_the_prepared_commands_have_time_for_all_their_parts() -> None:
+    """A call, and the parts in it; a call on a borrowed machine takes ten minutes and 2,000 characters at most."""
+    for line in prepared_commands():
+        patience = [int(seconds) for seconds in re.findall(r"timeout (\d+)", line)]
+        loops = [len(chunks.split()) for chunks in re.findall(r"for chunk in ([\d ]+);", line)]
+        repeated = sum((count - 1) * 30 for count in loops)
+        assert sum(patience) + repeated <= 600
+        assert len(line) <= 2000
+        for limit, budget, parts in re.findall(
+            r"timeout (\d+) \S+ -m run_scripts.bench.gpu .*?--seconds (\d+) --parts ([\w ]+)", line
+        ):
+            assert sum(PARTS[part].limit_s for part in parts.split() if part in PARTS) <= int(budget) < int(limit)
+        if "bench.first" in line:
+            assert sum(probe.limit_s for probe in PROBES.values()) <= SECONDS < patience[0]
+
+
+def verdicts(**failed: str) -> dict[str, dict[str, str]]:
+    return {
+        name: {"verdict": "failed", "why": failed[name]} if name in failed else {"verdict": "passed"} for name in PROBES
+    }
+
+
+def test_a_part_is_left_out_where_a_probe_that_it_needs_has_failed() -> None:
+    assert obstacle("loss", verdicts(ipc="refused")) == ""
+    assert obstacle("switch", verdicts(ipc="refused")) == "ipc"
+    assert obstacle("learner", {}) == ""
+
+
+@pytest.mark.process
+def test_nothing_is_measured_where_the_probes_leave_no_chance(tmp_path: Path) -> None:
+    first = tmp_path / "first.json"
+    first.write_text(json.dumps({"probes": verdicts(products="no such operator", kernels="no kernel image")}))
+    command = [sys.executable, "-m", "run_scripts.bench.gpu", "--small", "--after", str(first)]
+    done = subprocess.run(command, cwd=SCRIPTS.parent, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "kernels: no kernel image; products: no such operator" in done.stderr
+    assert not (SCRIPTS.parent / "gpu.json").exists()
 
 
 @pytest.mark.process
 def test_a_part_that_fails_says_why_and_keeps_what_it_printed(tmp_path: Path) -> None:
-    found = alone("no such part", How(small=True), 60, tmp_path / "gpu-logs")
+    found = alone("no such part", How(small=True), 120, tmp_path / "gpu-logs")
     assert found == {"failed": "KeyError: 'no such part'", "logs": ["no such part-errors.log"]}
     assert "Traceback" in (tmp_path / "gpu-logs" / found["logs"][0]).read_text()
 
@@ -79,5 +128,8 @@ def test_the_script_takes_the_python_that_there_is(where: str, tmp_path: Path) -
         capture_output=True,
         text=True,
     )
-    assert done.stdout.startswith(f"{where} -m run_scripts.bench.gpu --out docs/benchmarks/NVIDIA-H200-"), done.stderr
-    assert done.stdout.endswith(".json --parts loss\n")
+    results, probes, parts = done.stdout.splitlines()
+    name = results.split("results in ")[1].rstrip("*")
+    assert name.startswith("docs/benchmarks/NVIDIA-H200-"), done.stderr
+    assert probes == f"{where} -m run_scripts.bench.first --out {name}-first.json"
+    assert parts == f"{where} -m run_scripts.bench.gpu --out {name}.json --after {name}-first.json --parts loss"

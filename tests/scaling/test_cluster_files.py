@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from mugrpo_megatron.cli import _parser
+from mugrpo_megatron.cli import command_parser
 from mugrpo_megatron.recipe import load_recipe
+
+pytestmark = pytest.mark.usefixtures("in_checkout")
 
 FOLDER = Path(__file__).parents[2] / "run_scripts" / "cluster"
 
@@ -125,7 +127,7 @@ def commands() -> list[str]:
 def test_the_command_is_one_that_mugrpo_takes(command: str) -> None:
     words = torchrun_words(command)
     assert words[0].removeprefix("/mugrpo/") == "run_scripts/torchrun.sh"
-    options = _parser().parse_args([word.removeprefix("/mugrpo/") for word in words[words.index("train") :]])
+    options = command_parser().parse_args([word.removeprefix("/mugrpo/") for word in words[words.index("train") :]])
     recipe = load_recipe(options.recipe, options.overrides)
     assert str(recipe.run.dir).startswith("/shared/")
     assert str(recipe.model.path).startswith("/shared/")

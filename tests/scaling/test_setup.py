@@ -93,6 +93,17 @@ def test_a_second_call_does_nothing_and_a_changed_pin_makes_another_environment(
     assert len(calls(checkout, "venv")) == 2
 
 
+def test_a_copied_checkout_gets_an_environment_of_its_own(
+    checkout: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run(checkout)
+    copy = tmp_path_factory.mktemp("elsewhere") / "copy"
+    shutil.copytree(checkout, copy, symlinks=True)
+    assert f"was made for {checkout}" in run(copy)
+    assert (copy / ".venv" / ".ready").read_text().endswith(f"{copy}\n")
+    assert run(copy) == run(checkout) == ""
+
+
 def test_an_environment_that_is_neither_new_nor_former_is_removed_unless_a_process_uses_it(checkout: Path) -> None:
     run(checkout)
     oldest = (checkout / ".venv").resolve()

@@ -86,10 +86,10 @@ def make_cluster(nodes: int, per_node: int, device: str) -> Cluster:
     for option, value, most in (("--nodes", nodes, MOST_NODES), ("--gpus-per-node", per_node, MOST_PER_NODE)):
         if not 1 <= value <= most:
             raise UserError(f"{option} {value}: takes 1 to {most:,}")
-    found = DEVICES[device]
-    if not found.cuda:
-        found = dataclasses.replace(found, memory=psutil.virtual_memory().total // per_node)
-    return Cluster(nodes, per_node, found)
+    kind = DEVICES[device]
+    if not kind.cuda:
+        kind = dataclasses.replace(kind, memory=psutil.virtual_memory().total // per_node)
+    return Cluster(nodes, per_node, kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class Assumptions:
     step_floor: float = 0.008
     """Seconds that a decoding step takes at least: scheduling and launches."""
     verifier: float = 545.0
-    """Responses/s of one verifier process; docs/verifier.md has a measured figure on short answers."""
+    """Responses/s of one verifier process; docs/rewards.md has a measured figure on short answers."""
     cores: float = 16.0
     """CPU cores for each device."""
     bridge: float = 20e9
@@ -148,17 +148,17 @@ LEAST, MOST_OTHERS = 1e-9, 1e18
 def assume(settings: Iterable[str]) -> Assumptions:
     """The defaults with `name=value` replaced. Raises UserError for an unknown name or a value out of its range."""
     known = {field.name for field in dataclasses.fields(Assumptions)}
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in known:
             raise UserError(f"--assume {setting}: write it as name=value; names are {', '.join(sorted(known))}")
         try:
-            found[name] = float(text)
+            rates[name] = float(text)
         except ValueError:
             raise UserError(f"--assume {setting}: {text!r} is not a number") from None
         most = MOST.get(name, MOST_OTHERS)
         least = 0.0 if name == "fragmentation" else LEAST
-        if not least <= found[name] <= most:
+        if not least <= rates[name] <= most:
             raise UserError(f"--assume {setting}: takes a number from {least:g} to {most:g}")
-    return Assumptions(**found)
+    return Assumptions(**rates)

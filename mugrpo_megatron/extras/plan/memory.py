@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import CPU_KV_BYTES, LENGTH_MARGIN, kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.case import Case, Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
-from mugrpo_megatron.extras.plan.layout import Layout, RankParameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
-from mugrpo_megatron.recipe.engines import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK, BUCKET_BYTES
 from mugrpo_megatron.weights.architecture import Architecture
 
 FLOAT = 4
@@ -81,8 +80,8 @@ def _feed_forward(
     chosen = tokens * architecture.transformer["moe_router_topk"]  # experts are evenly loaded
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
-    kept = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    return kept, b * chosen * 3 * (size["H"] + width)
+    activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
+    return activations, b * chosen * 3 * (size["H"] + width)
 
 
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
@@ -200,10 +199,10 @@ class LearnerMemory:
         The greatest of four moments: the loss is computed; the last layer's backward pass, after the loss path is
         freed; the embedding's gradient, after this micro-batch's activations are freed; the reduction of gradients.
         """
-        kept = self.kept[recompute]
-        others = kept * (1 - 1 / self.in_flight)
-        layer = kept + self.remade[recompute] + self.working
-        return max(kept + self.loss, layer, others + self.embedding, self.reduced)
+        stored = self.kept[recompute]
+        others = stored * (1 - 1 / self.in_flight)
+        layer = stored + self.remade[recompute] + self.working
+        return max(stored + self.loss, layer, others + self.embedding, self.reduced)
 
     @property
     def update(self) -> float:
@@ -315,19 +314,19 @@ class Memory:
     @property
     def problems(self) -> list[str]:
         """Why it does not fit; empty where it does."""
-        found = [
+        sentences = [
             f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
             for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
             if value > self.device
         ]
         if self.serving.requests < 1:
-            found.append("the engine's share of the device has no room for one response's keys and values")
-        return found
+            sentences.append("the engine's share of the device has no room for one response's keys and values")
+        return sentences
 
 
 def memory(case: Case, engine: EngineMemory) -> Memory:
     """Bytes of the run's fullest rank in each phase, with an engine of `engine` bytes."""
-    recipe, layout, cluster, assumptions = case.recipe, case.layout, case.cluster, case.assumptions
+    layout, cluster, assumptions = case.layout, case.cluster, case.assumptions
     b, cuda = case.itemsize, case.cuda
     batch = batch_of(case)
     stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
@@ -335,7 +334,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
-    bucket = max(recipe.engine.bucket_bytes, copies * largest)
+    bucket = max(BUCKET_BYTES, copies * largest)
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max(

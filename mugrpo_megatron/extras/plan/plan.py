@@ -8,18 +8,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mugrpo_megatron.checks.engines import check_engine_device
+from mugrpo_megatron.checks.layouts import check_layout
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.case import Case, make_case
+from mugrpo_megatron.extras.plan.case import Case, Layout, Model, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
-from mugrpo_megatron.extras.plan.layout import Layout, parameters
 from mugrpo_megatron.extras.plan.memory import Batch, Memory, batch_of, engine_memory, memory
-from mugrpo_megatron.extras.plan.models import Model, find_model
-from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split
-from mugrpo_megatron.extras.plan.search import Candidate, compare, fitting_engine, nearest_fitting, recipe_keys
+from mugrpo_megatron.extras.plan.search import (
+    Candidate,
+    Split,
+    best_split,
+    compare,
+    fitting_engine,
+    hiding_split,
+    nearest_fitting,
+    recipe_keys,
+)
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.checks import check_layout
-from mugrpo_megatron.recipe.engines import check_engine_device
 from mugrpo_megatron.recipe.systems import ParallelSection
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
@@ -148,10 +154,10 @@ def _options(recipe: Recipe, layout: ParallelSection) -> str:
 
 def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
     where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
-    said = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
-    found = nearest_fitting(layouts)
-    if found is None and (tensor := fitting_engine(case)):
-        return f"{said}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
-    if found is None:
-        return f"{said}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
-    return f"{said}; the nearest layout that fits is {found.layout}: {recipe_keys(case.recipe, found.recipe)}"
+    sentence = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
+    nearest = nearest_fitting(layouts)
+    if nearest is None and (tensor := fitting_engine(case)):
+        return f"{sentence}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
+    if nearest is None:
+        return f"{sentence}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
+    return f"{sentence}; the nearest layout that fits is {nearest.layout}: {recipe_keys(case.recipe, nearest.recipe)}"

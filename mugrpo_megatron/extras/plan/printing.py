@@ -55,7 +55,7 @@ def print_plan(plan: Plan, launch: Mapping[str, str], console: Console | None = 
         console.print(f"    {command}", highlight=False, soft_wrap=True, markup=False)
     console.print(
         "These figures come from a model. Its times depend on assumed rates and lengths; --assume name=value replaces "
-        "one. docs/plan.md has every formula and compares the hours with the paper's.",
+        "one. docs/plan.md has the model and compares the hours with the paper's.",
         highlight=False,
     )
 

@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, replace
 
 from mugrpo_megatron.data.problems import named_sources
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
-from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import engines_of
-from mugrpo_megatron.extras.plan.layout import Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
@@ -198,7 +197,7 @@ def phases(case: Case, need: Memory) -> Phases:
     switch, sync = moved if case.cuda else 0.0, sync_bytes(case) / case.assumptions.bridge
     before, woken = evaluations(case.recipe)
     evaluate = (before + woken) * evaluation_seconds(case, need.serving) + woken * (switch + sync)
-    found = Phases(
+    phases = Phases(
         switch=switch,
         sync=sync,
         generate=generate,
@@ -207,7 +206,7 @@ def phases(case: Case, need: Memory) -> Phases:
         logprobs=logprob_seconds(case),
         optimize=schedule.updates_on_stage * update_seconds(case),
     )
-    return replace(found, save=saving_seconds(found.total, case))
+    return replace(phases, save=saving_seconds(phases.total, case))
 
 
 def saving_seconds(others: float, case: Case) -> float:
@@ -281,14 +280,14 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
     }
     evaluate = own.stages * phases(case, need).evaluate
     in_one_stage = decoding_seconds(updates * case.responses, case, need.serving)
-    found = []
+    options = []
     for name, (stages, per_stage) in shapes.items():
         other = _with_schedule(case, stages, per_stage)
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        found.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other)))
-    return found
+        options.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other)))
+    return options
 
 
 def _with_schedule(case: Case, stages: int, updates_per_stage: int) -> Case:

@@ -26,7 +26,7 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, locked
 from mugrpo_megatron.run.leader import first_start_problem
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
-from mugrpo_megatron.run.world import StopRequest, listening
+from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore

@@ -1,7 +1,7 @@
 r"""`reward.function = "code"`: runs a response's program against its row's tests, in jails without network and files.
 
 The program sees the input of one test at a time. Expected outputs stay in the worker, and test code has a jail of its
-own: see docs/code-rewards.md.
+own: see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files
 from mugrpo_megatron.extras.sandbox.limits import Limits
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
-from mugrpo_megatron.rewards.extract import after_thoughts
 from mugrpo_megatron.rewards.items import Item, Verdict
+from mugrpo_megatron.rewards.math.extract import after_thoughts
 
 _FENCE = re.compile(
     r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)^[ \t]*\2[`~]*[ \t]*$", re.DOTALL | re.MULTILINE

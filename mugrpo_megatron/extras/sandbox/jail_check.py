@@ -18,11 +18,11 @@ def weakness(mode: str) -> str:
         return ""
     if not sees_files(mode):
         return (
-            'reward.code_sandbox = "limits": programs have neither network, files nor other processes, but no '
+            'reward.code.sandbox = "limits": programs have neither network, files nor other processes, but no '
             "namespaces stand behind the filter of system calls and Landlock"
         )
     return (
-        'reward.code_sandbox = "limits" on a kernel without Landlock: programs have neither network nor other '
+        'reward.code.sandbox = "limits" on a kernel without Landlock: programs have neither network nor other '
         "processes, but they can read what this user can, and create or delete files where this user may"
     )
 
@@ -36,7 +36,7 @@ def check_jail(limits: Limits) -> None:
     """Run a program of one line. Raises UserError with the way out where that fails."""
     if limits.mode == "limits" and not calls.available():
         raise UserError(
-            'reward.code_sandbox = "limits" knows the system calls of x86-64 and arm64 only: use namespaces'
+            'reward.code.sandbox = "limits" knows the system calls of x86-64 and arm64 only: use namespaces'
         )
     try:
         outcome = run_program("print(6 * 7)", "", limits)
@@ -50,8 +50,8 @@ def check_jail(limits: Limits) -> None:
 
 def _way_out(limits: Limits) -> str:
     if limits.mode == "limits":
-        return "raise reward.code_memory_mb, or see docs/code-rewards.md"
+        return "raise reward.code.memory_mb, or see docs/rewards.md"
     return (
-        "allow user namespaces to this user (docs/code-rewards.md), "
-        'or accept weaker walls with reward.code_sandbox = "limits"'
+        "allow user namespaces to this user (docs/rewards.md), "
+        'or accept weaker walls with reward.code.sandbox = "limits"'
     )

@@ -60,7 +60,7 @@ def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
     if tests := _read(gold, row):
         return tests
     raise ValueError(
-        "the row has no tests: neither a column of tests nor its gold holds any; docs/code-rewards.md has their shapes"
+        "the row has no tests: neither a column of tests nor its gold holds any; docs/rewards.md has their shapes"
     )
 
 

@@ -15,6 +15,7 @@ import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sweep.grid import Cell
 from mugrpo_megatron.files.durable import write_json
@@ -26,7 +27,6 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.run.branch import check_branch
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.preflight import check_run
 from mugrpo_megatron.run.record import with_model
 from mugrpo_megatron.stages.manifest import Origin
 
@@ -93,18 +93,20 @@ def claim_out(sweep: Sweep, origin: Origin) -> None:
 
 def states(sweep: Sweep) -> str:
     """Every cell with its state, one a line, and the time that the others take."""
-    found = {cell.name: sweep.state(cell) for cell in sweep.cells}
-    lines = [f"{state:9} {name}" for name, state in found.items()]
-    left = sum(state != "finished" for state in found.values())
-    ran = [read_run(sweep.directory(cell).path).seconds for cell in sweep.cells if found[cell.name] == "finished"]
+    states = {cell.name: sweep.state(cell) for cell in sweep.cells}
+    lines = [f"{state:9} {name}" for name, state in states.items()]
+    unfinished = sum(state != "finished" for state in states.values())
+    ran = [read_run(sweep.directory(cell).path).seconds for cell in sweep.cells if states[cell.name] == "finished"]
     if ran:
-        rest = f"about {duration(left * statistics.median(ran))}, as the finished ones"
+        rest = f"about {duration(unfinished * statistics.median(ran))}, as the finished ones"
     elif seconds := _source_seconds(sweep):
-        rest = f"about {duration(left * seconds)} and their evaluations, as that stage of {sweep.source}"
+        rest = f"about {duration(unfinished * seconds)} and their evaluations, as that stage of {sweep.source}"
     else:
         rest = "a time that is not known yet"
-    done = len(found) - left
-    return "\n".join([*lines, f"{done} of {len(found)} cells are finished" + (f"; the rest takes {rest}" * (left > 0))])
+    done = len(states) - unfinished
+    return "\n".join(
+        [*lines, f"{done} of {len(states)} cells are finished" + (f"; the rest takes {rest}" * (unfinished > 0))]
+    )
 
 
 def _source_seconds(sweep: Sweep) -> float:
@@ -135,8 +137,9 @@ def _check_out(sweep: Sweep, origin: Origin) -> None:
 
 def _check_evaluation(sweep: Sweep, cell: Cell) -> None:
     """Cells that are compared have to be evaluated alike; a run may change `[eval]`, a sweep may not."""
-    held = sweep.directory(cell).recipe
-    if sweep.finished(cell) and load_recipe(held).eval != cell.recipe.eval:
+    recipe_file = sweep.directory(cell).recipe
+    if sweep.finished(cell) and load_recipe(recipe_file).eval != cell.recipe.eval:
         raise UserError(
-            f"cell {cell.name} was evaluated with other settings in [eval]; choose another --out, or those in {held}"
+            f"cell {cell.name} was evaluated with other settings in [eval]; choose another --out, or those of "
+            f"{recipe_file}"
         )

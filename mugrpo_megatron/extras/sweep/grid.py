@@ -29,15 +29,6 @@ from mugrpo_megatron.run.directory import RunDirectory
 Settings = dict[str, Any]
 """`section.key` -> value."""
 
-VARIED = (
-    "objective.",
-    "optimizer.",
-    "rollout.behaviour",
-    "schedule.passes",
-    "schedule.min_ess",
-    "schedule.max_vetoed",
-)
-"""Keys that the cells of a sweep may differ in: what is done with a stage's responses, not how or on what machine."""
 PARTS = ("set", "axes", "cells")
 """Tables of a grid file."""
 MOST_CELLS = 1000
@@ -97,10 +88,10 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     cells, and for every recipe that is not valid.
     """
     several = {key for key, values in grid.axes.items() if len(values) > 1} | {key for one in grid.extra for key in one}
-    if wrong := sorted(key for key in several if not key.startswith(VARIED)):
+    if wrong := sorted(key for key in several if Recipe.changes_of(key) != "method"):
         raise UserError(
-            f"{wrong[0]} cannot differ between the cells of a sweep; they differ in {', '.join(VARIED)}, and one value "
-            "of any other key holds for all of them"
+            f"{wrong[0]} cannot differ between the cells of a sweep, which differ in what is done with the stage's "
+            f"responses: {', '.join(_varied())}; one value of any other key holds for all of them"
         )
     if "run.dir" in grid.common:
         raise UserError("run.dir: each cell has its own, inside the directory of --out")
@@ -153,33 +144,43 @@ def applied(base: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
     return table
 
 
+def _varied() -> list[str]:
+    """Sections and keys that cells may differ in, as a message lists them."""
+    names: list[str] = []
+    for name, field in Recipe.model_fields.items():
+        section: Any = field.annotation
+        keys = [f"{name}.{key}" for key in section.model_fields if section.change_of(key) == "method"]
+        names += [f"[{name}]"] if section.change_of("") == "method" else keys
+    return names
+
+
 def _values(text: str) -> list[Any]:
     """`1e-4,2e-4` or `grpo,mu_grpo` or `"a,b","c"`: TOML values where they parse as such, else words."""
     try:
-        found = parse_toml(f"values = [{text}]")
+        table = parse_toml(f"values = [{text}]")
     except ValueError:
         return [_value(word.strip()) for word in text.split(",")]
-    return list(found["values"]) if found.keys() == {"values"} else [text]
+    return list(table["values"]) if table.keys() == {"values"} else [text]
 
 
 def _value(word: str) -> Any:
     try:
-        found = parse_toml(f"value = {word}")
+        table = parse_toml(f"value = {word}")
     except (ValueError, tomllib.TOMLDecodeError):
         return word
-    return found["value"] if found.keys() == {"value"} else word
+    return table["value"] if table.keys() == {"value"} else word
 
 
 def _flat(table: Any, where: str, prefix: str = "") -> Settings:
     """Nested tables as `section.key`, so that keys may be written with or without quotation marks."""
     if not isinstance(table, dict):
         raise UserError(f'{where}: write keys and values, as in "optimizer.lr" = 1e-4')
-    found: Settings = {}
+    flat: Settings = {}
     for key, value in table.items():
         if isinstance(value, dict):
-            found |= _flat(value, where, f"{prefix}{key}.")
+            flat |= _flat(value, where, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    if not prefix and (bare := sorted(key for key in found if "." not in key)):
+            flat[f"{prefix}{key}"] = value
+    if not prefix and (bare := sorted(key for key in flat if "." not in key)):
         raise UserError(f"{where}: `{bare[0]}` needs its section, as in optimizer.lr")
-    return found
+    return flat

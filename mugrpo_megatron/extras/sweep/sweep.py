@@ -23,7 +23,7 @@ from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.run import Run
-from mugrpo_megatron.run.world import Stopped
+from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.stages.manifest import Origin
 from mugrpo_megatron.train import optimize_stage
 
@@ -39,9 +39,9 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
         if shop.is_main:
             claim_out(sweep, origin)
             (sweep.out / "logs").mkdir(exist_ok=True)
-        left = shop.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
+        unfinished = shop.world.broadcast([not sweep.finished(cell) for cell in sweep.cells])
         for number, cell in enumerate(sweep.cells):
-            if left[number]:
+            if unfinished[number]:
                 shop.display.say(f"cell {number + 1} of {len(sweep.cells)}: {cell.name}")
                 failed += not _take(shop, sweep, cell)
                 if shop.is_main:

@@ -32,12 +32,12 @@ Figures = dict[str, Any]
 
 def publish(sweep: Sweep, page: bool) -> Table:
     """Write cells.csv and, with `page`, the page of the finished cells; the table of both, best cell in bold."""
-    found = {cell.name: figures_of(sweep, cell) for cell in sweep.cells}
-    write_text(sweep.out / CSV, as_csv(sweep.cells, found))
+    figures = {cell.name: figures_of(sweep, cell) for cell in sweep.cells}
+    write_text(sweep.out / CSV, as_csv(sweep.cells, figures))
     done = [cell for cell in sweep.cells if sweep.finished(cell)]
     if page and done:
         write_comparison([sweep.directory(cell).path for cell in done], sweep.out / PAGE)
-    return as_table(sweep, found)
+    return as_table(sweep, figures)
 
 
 def figures_of(sweep: Sweep, cell: Cell) -> Figures:

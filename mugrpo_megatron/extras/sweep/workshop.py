@@ -33,7 +33,8 @@ from mugrpo_megatron.run.leader import EngineLeader, Engines, join, meet, start
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, first_start, hand_over, restore
-from mugrpo_megatron.run.world import World, listening, open_world, telling_failures
+from mugrpo_megatron.run.stopping import listening
+from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.weights.sync import Bridge
 
 

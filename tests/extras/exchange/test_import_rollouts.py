@@ -168,7 +168,7 @@ def test_a_file_is_scored_as_training_scores(model: Path, tmp_path: Path) -> Non
         "verl": {"function": "tests.rewards.foreign.verl_reward:compute_score", "sources": ["log"]},
         "asked": {"function": "tests.rewards.functions:prompt_length", "weight": 0},
     }
-    shaping = {"overlong_buffer_tokens": 2, "overlong_penalty": 0.5, "function": "math"}
+    shaping = {"overlong_buffer_tokens": 2, "function": "math"}
     recipe = load_recipe(
         recipe_file(
             tmp_path,
@@ -190,8 +190,8 @@ def test_a_file_is_scored_as_training_scores(model: Path, tmp_path: Path) -> Non
     for sample in (sample for k in range(UPDATES) for sample in store.read_update(k, whole=True)):
         rewards.append(sample.reward)
         parts.append(sample.components)
-    assert rewards[:4] == [1.0, 0.0, -0.25, -0.5]  # 222 and its end-of-sequence token are one short of the limit
-    assert rewards[4:] == [2.5, -0.5, -0.75, -1.0]
+    assert rewards[:4] == [1.0, 0.0, -0.5, -1.0]  # 222 and its end-of-sequence token are one short of the limit
+    assert rewards[4:] == [2.5, -0.5, -1.0, -1.5]
     assert all(one["asked"] == 4 for one in parts)
     assert parts[2]["overlong"] == 0.5
 

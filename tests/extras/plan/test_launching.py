@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.cli import _parser
+from mugrpo_megatron.cli import command_parser
 from mugrpo_megatron.extras.plan.hardware import make_cluster
 from mugrpo_megatron.extras.plan.printing import launch_commands
 from mugrpo_megatron.recipe import load_recipe
+from tests.checkout import ROOT
 
-RECIPE = Path("run_scripts/recipes/multi_node/qwen2.5-32b.toml")
+RECIPE = Path(ROOT, "run_scripts/recipes/multi_node/qwen2.5-32b.toml")
 SETTINGS = ["run.dir=runs/two words", "model.dtype=bfloat16"]
 
 
@@ -41,12 +42,12 @@ def test_commands_are_for_the_cluster_and_train_the_planned_recipe(
     assert [command.partition(" train ")[0] for command in commands] == programs
     for command in commands:
         words = shlex.split(command)
-        options = _parser().parse_args(words[words.index("train") :])
+        options = command_parser().parse_args(words[words.index("train") :])
         assert load_recipe(options.recipe, options.overrides) == load_recipe(RECIPE, SETTINGS)
 
 
 def test_the_scripts_have_these_options() -> None:
-    torchrun = Path("run_scripts/torchrun.sh").read_text()
-    batch = Path("run_scripts/slurm.sbatch").read_text()
+    torchrun = Path(ROOT, "run_scripts/torchrun.sh").read_text()
+    batch = Path(ROOT, "run_scripts/slurm.sbatch").read_text()
     assert all(f"    {option}) " in torchrun for option in ("--nodes", "--node", "--master"))
     assert {"nodes", "gpus-per-node"} <= set(re.findall(r"^#SBATCH --([\w-]+)", batch, re.MULTILINE))

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.plan.case import make_case
+from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
-from mugrpo_megatron.extras.plan.layout import Layout, layout_of, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.memory import engine_memory, learner_state
-from mugrpo_megatron.extras.plan.models import bundled
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.extras.plan.search import compare, recipe_keys
 from mugrpo_megatron.recipe import Recipe, load_recipe

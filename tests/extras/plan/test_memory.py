@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks.models import bundled
 from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.extras.plan.memory import Batch, Memory, engine_memory, learner_memory, memory
-from mugrpo_megatron.extras.plan.models import bundled
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import architecture
 from tests.extras.plan.measured import learner_bytes, save_random

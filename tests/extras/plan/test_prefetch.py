@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.extras.plan.case import Case, make_case
+from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
-from mugrpo_megatron.extras.plan.models import bundled, find_model
 from mugrpo_megatron.extras.plan.plan import make_plan, plan_as_dict
-from mugrpo_megatron.extras.plan.prefetch import Split, best_split, hiding_split, sampling_seconds
 from mugrpo_megatron.extras.plan.printing import print_plan
+from mugrpo_megatron.extras.plan.search import Split, best_split, hiding_split, sampling_seconds
 from mugrpo_megatron.extras.plan.time import phases
 from mugrpo_megatron.recipe import Recipe
 

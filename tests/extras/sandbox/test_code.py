@@ -32,7 +32,7 @@ def section(**settings: object) -> RewardSection:
 def test_right_programs_pass_and_wrong_ones_do_not(mode: str) -> None:
     cases = [(name, one.row, one.right, 1.0) for name, one in PROBLEMS.items()]
     cases += [(name, one.row, wrong, 0.0) for name, one in PROBLEMS.items() for wrong in one.wrong]
-    with Verifier(section(code_sandbox=mode, code_test_s=10.0)) as verifier:
+    with Verifier(section(code={"sandbox": mode, "test_s": 10.0})) as verifier:
         programs = [fenced(program) for _, _, program, _ in cases]
         scores = verifier.submit(programs, [""] * len(cases), rows=[row for _, row, _, _ in cases]).result()
     wrong = [
@@ -49,14 +49,14 @@ def test_all_or_share() -> None:
     responses = [fenced("print(input())"), fenced("print(0)"), "no program", fenced("print(1)")]
     rewards = {}
     for kind in ("all", "share"):
-        with Verifier(section(code_reward=kind)) as verifier:
+        with Verifier(section(code={"reward": kind})) as verifier:
             rewards[kind] = verifier.submit(responses, [""] * 4, rows=[row] * 4).result()
     assert [score.reward for score in rewards["all"]] == [0.0, 0.0, 0.0, 0.0]
     assert [score.reward for score in rewards["share"]] == [0.75, 0.25, 0.0, 0.25]
     assert rewards["all"][0].why == "test 4 of 4: wrong output"
     assert rewards["share"][0].why == "passed 3 of 4; test 4 of 4: wrong output"
     assert rewards["share"][2].why == "no program found"
-    with Verifier(section(code_tests=2)) as verifier:  # the first and the third
+    with Verifier(section(code={"tests": 2})) as verifier:  # the first and the third
         assert [s.reward for s in verifier.submit(responses, [""] * 4, rows=[row] * 4).result()] == [1.0, 0.0, 0.0, 0.0]
 
 
@@ -64,7 +64,7 @@ def test_all_or_share() -> None:
 def test_rows_that_are_too_large_together_score_as_alone() -> None:
     """Each fits a worker; sixteen of them are more than its memory."""
     rows = [{"tests": {"inputs": [str(n)], "outputs": [str(n)]}, "unread": "x" * (8 << 20)} for n in range(16)]
-    with Verifier(section(workers=1, worker_memory_mb=256, code_memory_mb=256, code_test_s=10.0)) as verifier:
+    with Verifier(section(workers=1, worker_memory_mb=256, code={"memory_mb": 256, "test_s": 10.0})) as verifier:
         scores = verifier.submit([fenced("print(input())")] * 16, [""] * 16, rows=rows).result()
     assert [(score.reward, score.why) for score in scores] == [(1.0, "passed")] * 16
 
@@ -80,7 +80,7 @@ def test_reasons_say_what_went_wrong() -> None:
         "import os; os.abort()": "ended by SIG",
         "x = 'a' * 10 ** 10": "exit code 1: MemoryError",
     }
-    with Verifier(section(code_test_s=1.0)) as verifier:
+    with Verifier(section(code={"test_s": 1.0})) as verifier:
         scores = verifier.submit([fenced(text) for text in programs], [""] * 6, rows=[row] * 6).result()
     for score, why in zip(scores, programs.values(), strict=True):
         assert any(score.why.startswith(f"test 1 of 1: {one}") for one in why.split("|")), score.why
@@ -99,7 +99,7 @@ def test_a_row_without_tests_ends_the_run() -> None:
 def test_a_tests_time_is_part_of_the_responses() -> None:
     """Every test may take 7 s of the clock, all together have half of 4."""
     row = {"tests": {"inputs": ["5"] * 50, "outputs": ["5"] * 50}}
-    with Verifier(section(timeout_s=4.0, code_test_s=3.0, code_reward="share")) as verifier:
+    with Verifier(section(timeout_s=4.0, code={"test_s": 3.0, "reward": "share"})) as verifier:
         (score,) = verifier.submit([fenced("import time; time.sleep(99)")], [""], rows=[row]).result()
     assert score.reward == 0.0
     assert score.why.startswith("passed 0 of 50; test 1 of 50: ran out of time")
@@ -115,7 +115,7 @@ def test_a_machine_without_namespaces_is_told_the_way_out() -> None:
 def _without_namespaces() -> None:
     """As in a container whose own filter refuses unshare."""
     kernel.unshare = _refused
-    with pytest.raises(UserError, match=r"could not be made: .*unshare.*code_sandbox = \"limits\""):
+    with pytest.raises(UserError, match=r"could not be made: .*unshare.*code.sandbox = \"limits\""):
         check_jail(Limits())
     check_jail(Limits(mode="limits"))
 
@@ -148,5 +148,5 @@ def test_without_landlock_nothing_is_written_and_asserts_are_refused(
 
 def test_a_program_needs_no_more_memory_than_its_worker() -> None:
     with pytest.raises(ValueError, match="raise worker_memory_mb"):
-        section(code_memory_mb=2048)
-    RewardSection(code_memory_mb=2048)  # `math` runs no program
+        section(code={"memory_mb": 2048})
+    RewardSection(code={"memory_mb": 2048})  # `math` runs no program

@@ -1,0 +1,285 @@
+"""The learner's layout against the number of ranks, the model and the batch; and the nearest one that works."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+from mugrpo_megatron.checks.engines import engine_problems
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import experts_of
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, ParallelSection
+
+VIRTUAL = (1, 2, 4)
+"""Chunks per pipeline rank to try."""
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n > 0, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
+    """Layouts whose sizes divide what they split and the world, whatever else may speak against them."""
+    heads, layers = model.get("num_attention_heads") or 1, model.get("num_hidden_layers") or 1
+    experts = experts_of(model)
+    for tensor, pipeline in product(divisors(heads), divisors(layers)):
+        if world % (tensor * pipeline):
+            continue
+        for context in divisors(world // (tensor * pipeline)):
+            data = world // (tensor * pipeline * context)
+            for expert in divisors(math.gcd(data * context, experts)) if experts else [1]:
+                for virtual in VIRTUAL if pipeline > 1 else (1,):
+                    if layers % (pipeline * virtual):
+                        continue
+                    yield ParallelSection(
+                        tensor=tensor,
+                        pipeline=pipeline,
+                        virtual_pipeline=virtual,
+                        context=context,
+                        expert=expert,
+                        sequence=tensor > 1,
+                    )
+
+
+def distance(one: ParallelSection, other: ParallelSection) -> float:
+    """Distance of two layouts: doublings of each size; context parallelism costs most, as the last resort."""
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
+    weights = (1.0, 1.0, 0.5, 2.0, 1.0)
+    steps = sum(w * abs(math.log2(getattr(one, s) / getattr(other, s))) for s, w in zip(sizes, weights, strict=True))
+    return steps + 0.1 * (one.sequence != other.sequence)
+
+
+def nearest(
+    wanted: ParallelSection, model: Mapping[str, Any], world: int, allowed: Callable[[ParallelSection], bool]
+) -> ParallelSection | None:
+    """The candidate closest to `wanted` that is `allowed`; None when the model has no layout on `world` ranks."""
+    for candidate in sorted(candidates(model, world), key=lambda one: distance(one, wanted)):
+        if allowed(candidate):
+            return candidate
+    return None
+
+
+def describe(layout: ParallelSection) -> str:
+    """The layout as recipe keys, those at 1 left out."""
+    sizes = {name: value for name, value in layout.model_dump().items() if name != "sequence" and value > 1}
+    keys = [f"{name} = {value}" for name, value in sizes.items()] + ["sequence = true"] * layout.sequence
+    return ", ".join(keys) or "every size 1"
+
+
+LAUNCHED = "start `torchrun --nproc-per-node {block}` or shrink the layout"
+"""The way out for a run whose ranks are not a multiple of `block`."""
+RECIPE_KEYS = {
+    "tensor": "parallel.tensor",
+    "pipeline": "parallel.pipeline",
+    "virtual_pipeline": "parallel.virtual_pipeline",
+    "expert": "parallel.expert",
+}
+
+
+def check_layout(
+    recipe: Recipe,
+    model: Mapping[str, Any],
+    world_size: int,
+    way_out: str = LAUNCHED,
+    told: Callable[[ParallelSection], str] = describe,
+) -> None:
+    """Check the layout before a process group or an engine exists.
+
+    `model` is the Hugging Face config, `world_size` the number of learner ranks. Raises UserError that lists every
+    problem and, for a wrong layout, the nearest one that works, as `told` writes it. `way_out` is as in
+    `layout_problems`.
+    """
+    wrong = list(layout_problems(recipe, model, world_size, way_out))
+    problems = [*wrong, *_other_problems(recipe, model)]
+    if wrong:
+        nearest = nearest_layout(recipe, model, world_size)
+        rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
+        problems.append(
+            f"the nearest layout that {rank} can run: {told(nearest)}"
+            if nearest
+            else f"no layout of this model and batch works on {rank}; change the number of ranks"
+        )
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+def check_layers(recipe: Recipe, cuda: bool) -> None:
+    """Raise UserError when this machine cannot run `learner.layers`, or the recipe rules out `learner.fp8`."""
+    if recipe.learner.fp8 != "none":
+        _check_fp8(recipe)
+    if recipe.learner.layers != "transformer_engine":
+        return
+    setting = 'learner.layers = "transformer_engine"'
+    if not cuda:
+        raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
+    if find_spec("transformer_engine") is None:
+        raise UserError(
+            f"{setting}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
+            'or set it to "local" or "auto"'
+        )
+
+
+def _check_fp8(recipe: Recipe) -> None:
+    setting = f'learner.fp8 = "{recipe.learner.fp8}"'
+    if recipe.learner.layers != "transformer_engine":
+        raise UserError(f'{setting} needs Transformer Engine\'s layers: set learner.layers = "transformer_engine"')
+    if recipe.model.dtype != "bfloat16":
+        raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
+
+
+def nearest_layout(recipe: Recipe, model: Mapping[str, Any], world_size: int) -> ParallelSection | None:
+    """The valid layout nearest to the recipe's, or None."""
+
+    def allowed(layout: ParallelSection) -> bool:
+        return not any(layout_problems(recipe.model_copy(update={"parallel": layout}), model, world_size))
+
+    return nearest(recipe.parallel, model, world_size, allowed)
+
+
+def layout_problems(
+    recipe: Recipe, model: Mapping[str, Any], world_size: int, way_out: str = LAUNCHED
+) -> Iterator[str]:
+    """Why the recipe's `parallel` section cannot run this model on these ranks, a sentence each.
+
+    `way_out` says how to get a multiple of `{block}` ranks.
+    """
+    parallel = recipe.parallel
+    tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
+    block = tp * pp * cp
+    if world_size % block:
+        yield (
+            f"parallel: tensor {tp} x pipeline {pp} x context {cp} needs a multiple of {block} ranks but {world_size} "
+            f"run; {way_out.format(block=block)}"
+        )
+        return
+    data_parallel = world_size // block
+    responses = recipe.rollout.prompts_per_update * recipe.rollout.responses_per_prompt
+    if responses % data_parallel:
+        yield (
+            f"rollout: prompts_per_update x responses_per_prompt = {responses} does not divide over "
+            f"{data_parallel} data parallel ranks"
+        )
+    if parallel.sequence and tp == 1:
+        yield "parallel.sequence = true needs parallel.tensor of at least 2"
+    yield from split_problems(parallel, model)
+    yield from _expert_problems(parallel, experts_of(model), data_parallel)
+
+
+def split_problems(
+    parallel: ParallelSection, model: Mapping[str, Any], keys: Mapping[str, str] = RECIPE_KEYS
+) -> Iterator[str]:
+    """Why a layout cannot split the model's heads, layers and experts, on any number of ranks; a sentence each.
+
+    `keys` are what the layout's sizes are called where they were given.
+    """
+    pp, vpp, expert = parallel.pipeline, parallel.virtual_pipeline, parallel.expert
+    if vpp > 1 and pp == 1:
+        yield f"{keys['virtual_pipeline']} above 1 needs {keys['pipeline']} of at least 2"
+    yield from _shard_problems(keys["tensor"], parallel.tensor, model)
+    layers, experts = model.get("num_hidden_layers") or 1, experts_of(model)
+    if layers % (pp * vpp):
+        product = f"{keys['pipeline']} x {keys['virtual_pipeline']} = {pp * vpp}"
+        yield f"{product} does not divide the model's {layers} layers; choose one of {divisors(layers)}"
+    if expert > 1 and not experts:
+        yield f"{keys['expert']} = {expert} but the model has no experts"
+    elif experts and experts % expert:
+        yield f"{keys['expert']} = {expert} does not divide the model's {experts} experts"
+
+
+def _expert_problems(parallel: ParallelSection, experts: int, data_parallel: int) -> Iterator[str]:
+    if not experts:
+        return
+    if data_parallel * parallel.context % parallel.expert:
+        yield (
+            f"parallel.expert = {parallel.expert} does not divide the {data_parallel * parallel.context} data times "
+            "context parallel ranks that the experts are spread over"
+        )
+    if parallel.tensor > 1 and not parallel.sequence:
+        yield "parallel.tensor above 1 on a model with experts needs parallel.sequence = true (Megatron's MoE layer)"
+
+
+def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[str]:
+    """Why `size` tensor parallel ranks cannot share the model."""
+    heads = model.get("num_attention_heads") or 1
+    kv_heads = model.get("num_key_value_heads") or heads
+    if heads % size:
+        yield f"{name} = {size} does not divide the model's {heads} attention heads; take one of {divisors(heads)}"
+    if kv_heads % size and size % kv_heads:
+        yield f"{name} = {size} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
+    for key in ("intermediate_size", "moe_intermediate_size"):
+        if model.get(key) and model[key] % size:
+            yield f"{name} = {size} does not divide the model's {key} of {model[key]}"
+
+
+def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
+    """Dimensions of the model that tensor cores cannot multiply in fp8."""
+    if recipe.learner.fp8 == "none":
+        return
+    multiple, tp = FP8_MULTIPLE[recipe.learner.fp8], recipe.parallel.tensor
+    for key in ("hidden_size", "intermediate_size", "moe_intermediate_size"):
+        if model.get(key) and model[key] % (multiple * tp):
+            shared = f" over {tp} tensor parallel ranks" if tp > 1 else ""
+            yield (
+                f'learner.fp8 = "{recipe.learner.fp8}" needs multiples of {multiple}, but the model\'s {key} is '
+                f'{model[key]}{shared}; set it to "none"'
+            )
+
+
+def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
+    """Problems that no layout of the learner solves."""
+    yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
+    yield from engine_problems(recipe, model)
+    yield from _fp8_problems(recipe, model)
+    if recipe.model.dtype == "float16" and experts_of(model):
+        yield (
+            'model.dtype = "float16" would scale the gradients of the experts and those of the other weights each by '
+            'its own overflows; take "bfloat16" for a model with experts'
+        )
+    if recipe.learner.routing_replay != "off" and not experts_of(model):
+        yield (
+            f'learner.routing_replay = "{recipe.learner.routing_replay}" but the model has no experts; set it to "off"'
+        )
+    if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":
+        yield (
+            f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '
+            'set rollout.behaviour = "learner" with it'
+        )
+    if recipe.checkpoint.every_stages > 1 and recipe.schedule.ends_early:
+        yield (
+            "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
+            "could end a stage (schedule.min_ess, schedule.max_vetoed) at another update than before; set it to 1"
+        )
+    yield from _sample_age_problems(recipe)
+    limit = model.get("max_position_embeddings")
+    response = recipe.longest_response
+    longest = recipe.data.max_prompt_tokens + response
+    if limit and longest > limit:
+        key = "rollout.max_response_tokens" if response == recipe.rollout.max_response_tokens else "eval's max_tokens"
+        yield (
+            f"data.max_prompt_tokens + {key} = {longest} exceeds the model's "
+            f"{limit} positions (max_position_embeddings)"
+        )
+
+
+def _sample_age_problems(recipe: Recipe) -> Iterator[str]:
+    """Settings that need, at a stage's start, the weights that sampled it: not of a stage that is generated ahead."""
+    age = recipe.schedule.max_sample_age
+    if not age:
+        return
+    setting = f"schedule.max_sample_age = {age}"
+    if recipe.rollout.behaviour == "learner":
+        yield (
+            f"{setting}: when the stage begins, the learner no longer has the weights that sampled it, so "
+            'rollout.behaviour = "learner" would compute the logprobs of others; set it to "engine"'
+        )
+    if recipe.learner.routing_replay == "learner":
+        yield (
+            f"{setting}: when the stage begins, the routers no longer are those that sampled it; set "
+            'learner.routing_replay to "rollout" or "off"'
+        )

@@ -1,0 +1,168 @@
+"""`mugrpo eval`, `score`, `rollouts`, `report` and `doctor`: what each takes, checks and imports, in this order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hub import model_name
+from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.recipe import load_recipe
+
+
+def evaluate_arguments(parser: Parser) -> None:
+    """A checkpoint, data sets, and how responses are sampled."""
+    parser.add_argument("model", type=Path, help="Hugging Face checkpoint directory, or OWNER/NAME on the hub")
+    parser.add_argument("--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or preset names")
+    parser.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
+    parser.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="where results go; by default MODEL/eval, RUN_DIR/eval for a run's hf/, runs/eval/NAME for a model of the "
+        "hub; the same directory continues an evaluation",
+    )
+    parser.add_argument(
+        "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
+    )
+    override_arguments(parser)
+
+
+def evaluate(options: Options) -> int:
+    """Evaluate the checkpoint on the sets."""
+    from mugrpo_megatron.checks.preflight import check_evaluation
+
+    settings = {"eval.samples": options.samples, "eval.temperature": options.temperature}
+    overrides = [
+        f"model.path={json.dumps(str(options.model), ensure_ascii=False)}",  # a directory may be called 7 or true
+        *(f"{key}={value}" for key, value in settings.items() if value is not None),
+        *options.overrides,
+    ]
+    out = options.out or results_of(options.model)
+    recipe = load_recipe(options.recipe, overrides)
+    check_evaluation(recipe, options.data)
+    from mugrpo_megatron.commands.eval import run
+
+    run(recipe, options.data, out)
+    say(visible(f"results: {out}"))
+    return 0
+
+
+def results_of(model: Path) -> Path:
+    """Where the results of a model go: next to its weights, those of a model of the hub under `runs`.
+
+    A run replaces its `hf/`, so results of these weights go into the run's directory.
+    """
+    from mugrpo_megatron.run.record import MARK
+
+    if model_name(model) is not None:
+        return Path("runs/eval") / model.name
+    return (model.resolve().parent if (model / MARK).exists() else model) / "eval"
+
+
+def score_arguments(parser: Parser) -> None:
+    """A file of responses, and where its scores go."""
+    parser.add_argument("input", type=Path, help="JSON lines, Parquet, a JSON array or CSV")
+    parser.add_argument("--out", type=Path, required=True, help="the same rows in the same order, with their scores")
+    parser.add_argument("--overwrite", action="store_true", help="replace --out if it exists; never the input")
+    parser.add_argument("--skip-malformed", action="store_true", help="count malformed rows instead of stopping at one")
+    override_arguments(parser)
+
+
+def score(options: Options) -> int:
+    """Score the file's responses."""
+    from mugrpo_megatron.commands.score import run
+
+    section = load_recipe(None, options.overrides).reward
+    print(run(options.input, options.out, section, strict=not options.skip_malformed, overwrite=options.overwrite))
+    return 0
+
+
+def rollouts_arguments(parser: Parser) -> None:
+    """A run, and which of its responses to show."""
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--stage", type=int, metavar="K", help="from 0; the newest sealed one otherwise")
+    parser.add_argument("--update", type=int, metavar="N", help="only the responses of this update of the stage")
+    parser.add_argument("--group", type=int, metavar="N", help="one group in full, its triggers marked")
+    parser.add_argument(
+        "--grep", metavar="REGEX", help="only where prompt, response, gold, answer, reason or a value of the row has it"
+    )
+    rightness = parser.add_mutually_exclusive_group()
+    rightness.add_argument("--right", action="store_const", const=True, help="only rewards of at least 0.5")
+    rightness.add_argument("--wrong", action="store_const", const=False, dest="right", help="only rewards below 0.5")
+    parser.add_argument("--min-reward", type=float, metavar="R")
+    parser.add_argument("--max-reward", type=float, metavar="R")
+    parser.add_argument("--advantage", choices=["positive", "negative", "zero"])
+    parser.add_argument("--vetoed", action="store_true", help="only responses that the veto takes tokens out of")
+    parser.add_argument(
+        "--policy", type=Path, metavar="DIR", help="Hugging Face checkpoint that the veto compares with; RUN_DIR/hf"
+    )
+    parser.add_argument("--limit", type=int, default=20, metavar="N", help="at most this many responses; 20 by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line, with everything that is known")
+    override_arguments(parser)
+
+
+def rollouts(options: Options) -> int:
+    """Show responses of a stage."""
+    from mugrpo_megatron.commands.rollouts import Selection, browse
+
+    selection = Selection(
+        update=options.update,
+        group=options.group,
+        min_reward=options.min_reward,
+        max_reward=options.max_reward,
+        right=options.right,
+        grep=options.grep,
+        advantage=options.advantage,
+        vetoed=options.vetoed,
+        limit=options.limit,
+    )
+    browse(options.run_dir, options.stage, selection, options.policy, options.overrides, options.json)
+    return 0
+
+
+def report_arguments(parser: Parser) -> None:
+    """Runs, and where their page goes."""
+    parser.add_argument("run_dir", type=Path, nargs="+", help="several share one page")
+    parser.add_argument("--out", type=Path, metavar="PAGE", help="the page of several runs")
+    parser.add_argument("--live", action="store_true", help="serve the page on this machine while the run goes on")
+    parser.add_argument("--port", type=int, default=0, help="of --live; a free one by default")
+
+
+def report(options: Options) -> int:
+    """Write the page of one run or of several and print where it is, or serve it until interrupted."""
+    run_dirs, out = options.run_dir, options.out
+    if options.live:
+        if len(run_dirs) > 1 or out is not None:
+            raise UserError("--live shows one run and writes nothing; name one run directory and leave --out out")
+        from mugrpo_megatron.report.live import serve
+
+        serve(run_dirs[0], options.port)
+        return 0
+    if len(run_dirs) == 1:
+        if out is not None:
+            raise UserError("--out is for a page of several runs; one run's is RUN_DIR/report.html")
+        from mugrpo_megatron.report.report import write_report
+
+        print(visible(str(write_report(run_dirs[0]))))
+        return 0
+    if out is None:
+        raise UserError("several runs need --out PAGE.html; no run's directory is the place of their common page")
+    from mugrpo_megatron.report.compare import write_comparison
+
+    print(visible(str(write_comparison(run_dirs, out))))
+    return 0
+
+
+def doctor_arguments(parser: Parser) -> None:
+    """None."""
+
+
+def doctor(options: Options) -> int:
+    """Show what this machine has."""
+    from mugrpo_megatron.commands.doctor import doctor
+
+    return doctor()

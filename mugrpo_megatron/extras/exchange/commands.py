@@ -1,0 +1,50 @@
+"""`mugrpo publish` and `mugrpo import`: their arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mugrpo_megatron.commands.common import Options, Parser, override_arguments
+from mugrpo_megatron.recipe import load_recipe
+
+
+def publish_stage_arguments(parser: Parser) -> None:
+    """A run's stage, and where it goes."""
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--stage", type=int, required=True, metavar="K", help="from 0; it has to be sealed")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the data set")
+    parser.add_argument("--overwrite", action="store_true", help="replace a published stage in DIR")
+    parser.add_argument("--weights", action="store_true", help="also the checkpoint that the stage begins with")
+    parser.add_argument("--hub", metavar="NAME", help="upload it as this data set of the Hugging Face hub, private")
+    parser.add_argument("--public", action="store_true", help="with --hub: for everybody to see")
+
+
+def publish_stage(options: Options) -> int:
+    """Write the stage as a data set."""
+    from mugrpo_megatron.extras.exchange.publish import publish, upload
+
+    publish(options.run_dir, options.stage, options.to, options.weights, options.overwrite)
+    if options.hub:
+        upload(options.to, options.hub, options.public)
+    return 0
+
+
+def import_stage_arguments(parser: Parser) -> None:
+    """Another program's responses, and the recipe that is to train on them."""
+    parser.add_argument("file", type=Path, help="JSON lines, Parquet, a JSON array or CSV: one response a row")
+    parser.add_argument("--recipe", type=Path, required=True, help="of the run that is to train on them")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="directory of the stage")
+    parser.add_argument("--reward", metavar="COLUMN", help="the rows' rewards; `reward`, or the verifier's, otherwise")
+    override_arguments(parser)
+
+
+def import_stage(options: Options) -> int:
+    """Write the responses as a stage."""
+    from mugrpo_megatron.data.files import check_file
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    check_file(options.file)
+    from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
+
+    import_rollouts(options.file, recipe, options.to, options.reward)
+    return 0

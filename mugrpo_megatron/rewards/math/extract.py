@@ -1,0 +1,274 @@
+"""Finds the answer in a response. Only string work, microseconds per response; nothing is parsed here."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+_PHRASE = re.compile(
+    r"\b(?:final\s+answer|answers?|correct\s+(?:option|choice)s?)\s*(?:(?:is|are|would\s+be|must\s+be)\b|:|=)\s*:?\s*"
+    r"|\b(?:I|we)\s+(?:choose|pick|select)\s+"
+    r"|(?:答案|答え)\s*(?:是|为|為|は|[:：])\s*[:：]?\s*"
+    r"|\bответ\s*[:：]\s*",
+    re.IGNORECASE,
+)
+_REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
+_NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:\b(?:not|never|hardly|neither|except|without|(?:anything|all|nothing)\s+but|far\s+from|unlikely)|n't|\bcannot)"
+    r"\s+(?:\w+\s+)?(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\$?\s*\Z"
+    r"|(?:\b(?:no\s+(?:es|son)|n[’']est\s+pas|nicht|não\s+é|non\s+è|не)\s+|(?:不是|并非|並非|不等于|不等於)\s*)\$?\s*\Z",
+    re.IGNORECASE,
+)
+_CHANGED_BEFORE = re.compile(
+    r"\b(?:at\s+(?:least|most)|\w+er\s+than|(?:more|less|fewer|other)\s+than|about|approximately|around|roughly|nearly"
+    r"|almost|close\s+to|up\s+to|under|below|above|between|plus|minus|times|(?:divided|multiplied)\s+by|negative|half"
+    r"|twice|double|triple"
+    r"|(?:half|double|root|square|cube|multiple|factor|power|logarithm)\s+of|(?:before|after)|if\s+it\s+is"
+    r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess|un(?:known|clear|sure))[\s:]+"
+    r"(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
+    re.IGNORECASE,
+)
+_CHANGED_BEHIND = re.compile(
+    r"\s*\$?\s*(?:or\s+(?:more|less|fewer|so|greater|higher|lower)\b|(?:more|less|fewer|greater|other)\s+than\b|squared\b"
+    r"|cubed\b|factorial\b|(?:plus|minus|times|divided|modulo|mod)\b"
+    r"|(?:is|was)\s+(?:wrong|incorrect|false|impossible)\b)",
+    re.IGNORECASE,
+)
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|[。！？]|\n")
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
+)
+_MATH = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]")
+"""A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts."""
+NUMBER = re.compile(
+    r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
+)
+_SPAN = (
+    r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
+    r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
+)
+"""A time, a ratio, a score, a range or a date: none of its numbers is a value of its own."""
+_MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b)?"
+_PLAIN_VALUE = re.compile(f"{_SPAN}|(?:{NUMBER.pattern}){_MAGNITUDE}")
+_VALUE = re.compile(f"{_MATH.pattern}|{_PLAIN_VALUE.pattern}")
+_TEXT = re.compile(
+    r"(?!\$[0-9])(?:.*?(?<![\\A-Za-z])[A-Za-z]{3,}|[\\$(\s]*(?:\\[a-z]+\{)*\(?[A-Z]\)?\}*[\\$).\s]*\Z)", re.DOTALL
+)
+"""A formula with words in it, or one that is the letter of a choice; no amount of money."""
+_LISTED = re.compile(r"\s*[,;]?\s*(?:\b(?:and|or)\b)?\s*(?:[A-Za-z](?:_\{?\w\}?)?\s*=\s*)?\$?")
+_CONDITION = re.compile(
+    r"\b(?:for|when|if|with|from|after|at|in|on|by|as|given|where)\s+(?:[A-Za-z]\s*=\s*)?\$?\Z", re.IGNORECASE
+)
+"""In front of a value: the comma behind it ends a condition and separates no list, as in "for $x = 2$, 5"."""
+_PROSE_CHARS = 1000
+_VALUES = 16
+"""So many values of a statement are looked at; more of them are a list that no gold asks for in prose."""
+
+
+def stated(text: str) -> str | None:
+    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase."""
+    phrases = list(_PHRASE.finditer(text))
+    return _SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip() if phrases else None
+
+
+def said(statement: str, text_gold: bool) -> str:
+    """`committed` for a response: a statement whose words deny or change one of its values stays as it is."""
+    reason = _REASON.split(statement, maxsplit=1)[0]
+    values = list(_VALUE.finditer(reason[:_PROSE_CHARS]))
+    if not text_gold and any(_is_changed(reason, value) for value in values[:_VALUES]):
+        return statement
+    return committed(statement, text_gold)
+
+
+def committed(statement: str, text_gold: bool = False) -> str:
+    """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
+
+    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
+    """
+    statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
+    statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
+    if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
+        return statement
+    found = _MATH.findall(statement) or _PLAIN_VALUE.findall(statement)
+    found = [part for part in found if not text_gold or _TEXT.match(part)]
+    return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
+
+
+def last_said(text: str, text_gold: bool) -> str:
+    """A displayed formula at the end, else the last line, or in prose its last value and those in a row with it."""
+    if text.endswith("$$") and text.count("$$") >= 2:
+        displayed = text[-_PROSE_CHARS:]
+        formulas = list(_MATH.finditer(displayed))
+        is_found = formulas and formulas[-1].end() == len(displayed)
+        return _listed(_last_group(displayed, formulas)) if is_found else text.rsplit("$$", 2)[1].strip()
+    line = text.rsplit("\n", 1)[-1].strip()
+    if not _is_prose(line[-_PROSE_CHARS:]):
+        return line
+    line = line[-_PROSE_CHARS:]
+    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
+    if not found or _NEGATED.search(line, found[-1].end()):
+        return line
+    group = _last_group(line, found)
+    return line if any(_is_changed(line, value) for value in group) else _listed(group)
+
+
+def _last_group(line: str, values: list[re.Match[str]]) -> list[re.Match[str]]:
+    """The last value of a line, after those before it that only connectives separate from it."""
+    group = values[-1:]
+    for value in reversed(values[:-1]):
+        between = line[value.end() : group[0].start()]
+        is_condition = "," in between and _CONDITION.search(line[: value.start()])
+        if not between or not _LISTED.fullmatch(between) or is_condition:
+            break
+        group.insert(0, value)
+    return group
+
+
+def _listed(values: list[re.Match[str]]) -> str:
+    return ", ".join(dict.fromkeys(value[0].strip("$ ") for value in values))
+
+
+def _is_changed(text: str, value: re.Match[str]) -> bool:
+    """Whether the words around a value deny it, or say another one with its help."""
+    before = text[max(0, value.start() - 40) : value.start()]
+    return bool(_DENIED.search(before) or _CHANGED_BEFORE.search(before) or _CHANGED_BEHIND.match(text, value.end()))
+
+
+def _is_prose(line: str) -> bool:
+    """Whether words stand around formulas or numbers."""
+    return bool(_PROSE.search(line) or (_MATH.search(line) and re.search(r"[A-Za-z]{2,}", _MATH.sub(" ", line))))
+
+
+_THOUGHT = r"(?:think|thinking|thought|reasoning)"
+_OPENING = re.compile(rf"<{_THOUGHT}>", re.IGNORECASE)
+_CLOSING = re.compile(rf".*</{_THOUGHT}>", re.IGNORECASE | re.DOTALL)
+_ANSWER = re.compile(
+    r"<(?P<tag>answer|final_answer)>(?P<inside>(?:(?!<(?P=tag)>).)*?)</(?P=tag)>", re.IGNORECASE | re.DOTALL
+)
+
+
+def after_thoughts(response: str) -> str:
+    """What follows the last thought that ends; a thought that does not end is left out up to the end of the response.
+
+    The prompt may hold the opening tag, so a closing tag needs none.
+    """
+    if "<" not in response:
+        return response
+    closing = _CLOSING.match(response)
+    rest = response[closing.end() :] if closing else response
+    opening = _OPENING.search(rest)
+    return rest[: opening.start()] if opening else rest
+
+
+def tagged_answers(text: str, connective: re.Pattern[str]) -> list[str]:
+    """The insides of the last group of `<answer>...</answer>`; empty without a complete pair.
+
+    Pairs form a group when only a connective stands between them, as boxes do.
+    """
+    if "<" not in text:
+        return []
+    pairs = list(_ANSWER.finditer(text))
+    group = pairs[-1:]
+    for pair in reversed(pairs[:-1]):
+        if not connective.fullmatch(text, pair.end(), group[0].start()):
+            break
+        group.insert(0, pair)
+    return [pair["inside"].strip() for pair in group]
+
+
+Extract = Literal["auto", "boxed", "final", "last_number"]
+
+_INTEGER = re.compile(r"[+-]?[0-9]{1,40}")
+_BOLD = re.compile(r"(?<![\w)}\]])\*\*(?=\S)([^*\n]+?)\*\*(?![\w(])")
+_CONNECTIVE = re.compile(
+    r"(?:\s|\$|,|;|\.|\\[()\[\],;:! ]|\\q?quad\b|\\text\s*\{[^{}0-9]{0,40}\}|\b(?:and|or)\b"
+    r"|[a-zA-Z](?:_\{?\w\}?)?\s*=)*"
+)
+_BRACE = re.compile(r"\\(?:boxed|fbox|framebox)\s*\{|\\.|\{|\}", re.DOTALL)
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?![A-Za-z{\s])([^\s${}\\]+)")
+_TAIL_CHARS = 8000
+"""Only this much of a response's end is searched; an earlier answer does not count."""
+
+
+def is_integer(text: str) -> bool:
+    """Whether text is one integer and nothing else."""
+    return _INTEGER.fullmatch(text) is not None
+
+
+def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
+    r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
+
+    Thoughts in tags are left out; where an answer stands in tags, nothing else is searched (transcript.py). "boxed"
+    takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
+    stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
+    `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
+    line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
+    "final"; a recipe whose prompts ask for a box makes it "boxed".
+
+    With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
+    """
+    text = response.strip()
+    if extract == "last_number":
+        found = NUMBER.findall(text[-_TAIL_CHARS:])
+        return found[-1] if found else ""
+    if extract != "boxed" and is_integer(text):
+        return text
+    text = after_thoughts(text).strip()[-_TAIL_CHARS:]
+    parts = tagged_answers(text, _CONNECTIVE) or [text]
+    if extract == "boxed":
+        return ", ".join(dict.fromkeys(boxed_answer(part) or "" for part in parts))
+    return ", ".join(dict.fromkeys(_final_answer(part, text_gold) for part in parts))
+
+
+def _final_answer(text: str, text_gold: bool) -> str:
+    boxed = boxed_answer(text)
+    if boxed is not None:
+        return boxed
+    text = _BOLD.sub(r"\1", text)
+    if "####" in text:
+        after = text.rsplit("####", 1)[1].strip().split("\n", 1)[0].strip()
+        if not after.lower().startswith(("final answer", "answer")):
+            return after
+    statement = stated(text)
+    return last_said(text, text_gold) if statement is None else said(statement, text_gold)
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""Contents of the last group of `\boxed{}`, joined by commas; None without a complete box.
+
+    Boxes form a group when only connectives stand between them. Several answers make a list, and a list never equals a
+    single gold, so boxing many candidates gains nothing.
+    """
+    boxes = _boxes(text)
+    if not boxes:
+        bare = _BARE_BOX.findall(text)
+        return bare[-1].rstrip(".,;") if bare else None
+    group = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        if not _CONNECTIVE.fullmatch(text, box.end, group[0].start):
+            break
+        group.insert(0, box)
+    return ", ".join(dict.fromkeys(text[box.inside : box.end - 1].strip() for box in group))
+
+
+class _Box(NamedTuple):
+    start: int
+    inside: int
+    end: int
+
+
+def _boxes(text: str) -> list[_Box]:
+    r"""Every complete, outermost `\boxed{...}` or `\fbox{...}`, in one pass; escaped braces are text."""
+    found: list[_Box] = []
+    open_braces: list[re.Match[str]] = []
+    for token in _BRACE.finditer(text):
+        if token[0].endswith("{") and token[0] != "\\{":
+            open_braces.append(token)
+        elif token[0] == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening[0] != "{":
+                while found and found[-1].start > opening.start():
+                    found.pop()
+                found.append(_Box(opening.start(), opening.end(), token.end()))
+    return found

@@ -1,0 +1,158 @@
+"""Reads a gold answer: its kind and its value, which decide how answers are compared with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+from mugrpo_megatron.rewards.math.extract import boxed_answer, committed
+from mugrpo_megatron.rewards.math.literal import gold_text, is_words, letter_of, letters_of, says_no_number
+from mugrpo_megatron.rewards.math.normalize import (
+    REPEATING,
+    Unit,
+    money,
+    normalize,
+    split_top,
+    split_unit,
+    without_words,
+)
+from mugrpo_megatron.rewards.math.values import (
+    PLAIN_NUMBER,
+    Number,
+    no_single_value,
+    parsed,
+    read_number,
+    same,
+    too_large,
+)
+
+_PLAIN_FRACTION = re.compile(r"[+-]?[0-9]*(?:\\frac ?\{?[0-9]+\}? ?\{?[0-9]+\}?|(?<=[0-9])/[0-9]+)")
+_NUMBER_AND_NAME = re.compile(r"([+-]?[0-9]+(?:\.[0-9]+)?) ?\((?!mod\b)[A-Za-z]{3,}(?:[ -][A-Za-z]{2,})*\)")
+IN_BASE = re.compile(r"([0-9][0-9A-Z]*) ?_ ?(?:\{ ?)?(?:\\text\{ ?)?([0-9]{1,2}|[a-z]+)[ }]*")
+_EQUALS = r"(?<![<>!:=])=(?!=)|\\approx(?![A-Za-z])"
+_CONSTANTS = frozenset({"\\pi", "e", "i", "\\infty"})
+_NAME_DETAIL = re.compile(
+    r"_(?:\{[^{}]*\}|\w)|\^\s*\{\s*-1\s*\}(?=\s*\()|(?<=\\(?:sin|cos|tan))\s*\^\s*\{?2\}?|(?<=[A-Za-z}'])\s*\([^()]*\)"
+)
+_NOT_A_NAME = re.compile(
+    r"[0-9]|^\s*-|\\sqrt|^\s*(?:\\[a-z]+\s*\{)?\s*"
+    r"(?i:not|no(?!\.)|never|if|unless|either|neither|maybe|perhaps|possibly|probably|un(?:known|clear|sure)|guess"
+    r"|let|suppose|assum(?:e|ing)|about|approximately|roughly|almost|at\s+(?:least|most)|(?:more|less|fewer)\s+than"
+    r"|(?:wrong|incorrect|false)\s+(?:answer|value|result|solution))\b"
+)
+"""A side with a digit or a root, or one that begins with a word that does not commit to what follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gold:
+    """A gold answer: `number` takes one value only, `other` is compared as a whole, the other kinds as text."""
+
+    text: str
+    kind: Literal["number", "words", "choice", "choices", "base", "other"]
+    plain: bool = False
+    """Whether it is a written-out number, so that an expression counts as not worked out."""
+    parsed: list[Any] = field(default_factory=list)
+    number: Number | None = None
+    unit: Unit | None = None
+    repeating: bool = False
+    """Whether it is a decimal with a bar, which a decimal that leaves the bar out does not equal."""
+
+
+@lru_cache(maxsize=4096)
+def read_gold(answer: str) -> Gold:
+    r"""Normalize and parse a gold answer, or its last `\boxed{}`; ValueError when it is empty.
+
+    A sentence about numbers or formulas is reduced to them; words with a number in them are not.
+    """
+    said = gold_text(answer)
+    text = normalize(said)
+    if not text:
+        raise ValueError("the gold answer is empty")
+    if letter := letter_of(text):
+        return Gold(letter, "choice")
+    if letters := letters_of(text):
+        return Gold(letters, "choices")
+    if is_words(text):
+        return Gold(text, "words")
+    whole = text
+    if named := _NUMBER_AND_NAME.fullmatch(text):
+        text = named[1]
+    elif _single_value(split_unit(text)[0]) is None:
+        text = _reduced(text, said if boxed_answer(answer) is None else "")
+    if IN_BASE.fullmatch(text):
+        return Gold(text, "base")
+    value, unit = split_unit(text)
+    found = _single_value(value)
+    if found is not None:
+        plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
+        repeating = REPEATING.search(said) is not None
+        return Gold(
+            whole if named else found,
+            "number",
+            plain,
+            parsed(found),
+            read_number(found),
+            unit or money(said),
+            repeating,
+        )
+    return Gold(text, "other", False, parsed(without_name(without_words(text))))
+
+
+def _reduced(text: str, prose: str) -> str:
+    """The formulas and numbers of a gold in prose where it says them, or text as it is."""
+    if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
+        return text
+    return normalize(committed(prose))
+
+
+def verifies_itself(response: str) -> float:
+    """1.0 for a gold that is compared as text or equals itself in math-verify, else 0.0; a reward function."""
+    try:
+        read = read_gold(response)
+    except ValueError:
+        return 0.0
+    return float(read.kind not in ("number", "other") or same(read.parsed, read.parsed))
+
+
+def sides(text: str, operators: str = "") -> list[str]:
+    """The sides of a chain of equations or approximations, less a first or last side that is a name.
+
+    A name has none of `operators`. The last side counts only in an equation of two: `5 = x`.
+    """
+    found = split_top(text, _EQUALS)
+    named = [_is_name(side) and not any(sign in side for sign in operators) for side in found]
+    if len(found) > 1 and named[0]:
+        return found[1:]
+    return found[:1] if len(found) == 2 and named[1] and re.search("[0-9]", found[0]) else found
+
+
+def name_of(text: str) -> str:
+    """What an equation names: `x` for `x = 5`; empty for text that is no such equation."""
+    found = split_top(text, _EQUALS)
+    return found[0] if len(found) > 1 and _is_name(found[0]) else ""
+
+
+def without_name(text: str) -> str:
+    """`x = 1, x = 2` becomes `1, 2`; text is unchanged unless every element assigns to the same name."""
+    pairs = [split_top(element, _EQUALS) for element in split_top(text, ",")]
+    if len(pairs) > 1 and all(len(pair) == 2 and _is_name(pair[0]) and pair[0] == pairs[0][0] for pair in pairs):
+        return ", ".join(value for _, value in pairs)
+    return text
+
+
+def _is_name(side: str) -> bool:
+    """Whether a side only names what was asked for: it has letters, but no digit, root or sign that changes a value."""
+    bare = _NAME_DETAIL.sub("", side)
+    return bool(re.search("[A-Za-z]", bare)) and not _NOT_A_NAME.search(bare) and bare.strip() not in _CONSTANTS
+
+
+def _single_value(text: str) -> str | None:
+    """The first value of a gold that is one number, else None."""
+    if len(split_top(text, ",")) > 1:
+        return None
+    values = [split_unit(side)[0] for side in sides(text, "+-*/")]
+    if any(no_single_value(value) or too_large(value, "") for value in values):
+        return None
+    return values[0] if read_number(values[0]) is not None else None

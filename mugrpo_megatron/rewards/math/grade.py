@@ -1,0 +1,317 @@
+"""Compares one extracted answer with its gold; runs in a worker process's main thread."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from mugrpo_megatron.rewards.math.gold import IN_BASE, Gold, name_of, read_gold, sides, without_name
+from mugrpo_megatron.rewards.math.literal import all_chosen, chosen, same_words
+from mugrpo_megatron.rewards.math.normalize import (
+    Unit,
+    encloses,
+    money,
+    normalize,
+    split_top,
+    split_unit,
+    units_differ,
+    unstyled,
+    without_words,
+)
+from mugrpo_megatron.rewards.math.values import (
+    PLAIN_NUMBER,
+    Number,
+    agree,
+    hedged,
+    is_rounding,
+    no_single_value,
+    not_worked_out,
+    parsed,
+    read_number,
+    rounded,
+    same,
+    too_large,
+)
+
+_ORDER = r"\s*(<=|>=|<|>|\\(?:le|ge|lt|gt)q?(?:slant)?(?![A-Za-z]))\s*"
+_CHAIN = re.compile(rf"([^<>]+?){_ORDER}([A-Za-z]){_ORDER}([^<>]+)")
+_ONE_SIDED = re.compile(rf"([A-Za-z]){_ORDER}([^<>]+)|([^<>A-Za-z]+(?:\\[A-Za-z]+[^<>A-Za-z]*)*){_ORDER}([A-Za-z])")
+_ABSOLUTE = re.compile(r"(?:\||\\vert ?)([A-Za-z])(?:\||\\vert ?)\s*(<=?|\\(?:le|lt)q?(?![A-Za-z]))\s*([^<>]+)")
+_SET_OF = re.compile(
+    r"\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|[|:])\s*(.+?)\s*\\\}"
+)
+_MEMBER = re.compile(r"[A-Za-z]\s*\\in(?![A-Za-z])\s*")
+_UNION = re.compile(r"\\cup(?![A-Za-z])")
+
+
+def as_interval(text: str) -> str:
+    """The interval, or union of intervals, that inequalities of one unknown describe; other text as it is."""
+    if described := _SET_OF.fullmatch(text):
+        text = described[2]
+    parts = [_interval(part) for part in split_top(text, ",")]
+    return " \\cup ".join(sorted(part for part in parts if part)) if all(parts) else text
+
+
+def is_interval(text: str) -> bool:
+    """Whether text is an interval or a union of intervals: brackets around two ends."""
+    parts = split_top(text, _UNION.pattern)
+    return all(part[:1] in "([" and part[-1:] in ")]" and encloses(part) and part.count(",") == 1 for part in parts)
+
+
+def is_range(text: str) -> bool:
+    r"""Whether text is an inequality, or an interval that is no point: `[0, 1)`, `(-\infty, 2]`."""
+    if not is_interval(text):
+        return is_interval(as_interval(text))
+    return text[0] + text[-1] in ("[)", "(]") or "\\infty" in text
+
+
+def without_membership(text: str) -> str:
+    r"""`x \in S` as `S`."""
+    return _MEMBER.sub("", text, count=1) if _MEMBER.match(text) else text
+
+
+def union_parts(text: str) -> list[str]:
+    """The parts of a union."""
+    return split_top(text, _UNION.pattern)
+
+
+def _interval(part: str) -> str:
+    if absolute := _ABSOLUTE.fullmatch(part):
+        _, sign, bound = absolute.groups()
+        return _between(f"-({bound})", sign, bound, sign)
+    if chain := _CHAIN.fullmatch(part):
+        low, first, _, second, high = chain.groups()
+        if _is_less(first) and _is_less(second):
+            return _between(low, first, high, second)
+        if not _is_less(first) and not _is_less(second):
+            return _between(high, second, low, first)
+    elif one := _ONE_SIDED.fullmatch(part):
+        name, after, bound, other_bound, before, _ = one.groups()
+        above = not _is_less(after) if name else _is_less(before)
+        end, sign = (bound, after) if name else (other_bound, before)
+        return _between(end, sign, "\\infty", "<") if above else _between("-\\infty", "<", end, sign)
+    return ""
+
+
+def _is_less(sign: str) -> bool:
+    return sign[0] == "<" or sign.startswith("\\l")
+
+
+def _between(low: str, first: str, high: str, second: str) -> str:
+    opening, closing = "(["["e" in first or "=" in first], ")]"["e" in second or "=" in second]
+    return f"{opening}{low.strip()}, {high.strip()}{closing}"
+
+
+Policy = Literal["strict", "lenient"]
+Verdict = tuple[float, str]
+
+_DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
+_COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
+_DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_OTHER_UNIT = "another unit than the gold answer's"
+_MATCHED_ELEMENTS = 16
+"""Longer lists are compared as sets by math-verify: matching takes the square of their length."""
+
+
+def grade(answer: str, gold: str, policy: Policy = "strict") -> Verdict:
+    """(1.0 or 0.0, why). Has no time limit of its own: the worker's alarm and the pool's kill set it."""
+    try:
+        read = read_gold(gold)
+    except ValueError as error:
+        return 0.0, str(error)
+    text = normalize(answer)
+    if not text:
+        return 0.0, "no answer found"
+    if text == read.text:
+        return _same_money(money(answer), read)
+    if refusal := too_large(text, read.text):
+        return 0.0, refusal
+    if read.kind not in ("number", "other"):
+        return _verdict(_same_text(text, read))
+    if policy == "lenient":
+        return _verdict(same(read.parsed, parsed(without_words(text))))
+    return _number_verdict(text, read, money(answer)) if read.kind == "number" else _other_verdict(text, read)
+
+
+def _same_money(sign: Unit | None, gold: Gold) -> Verdict:
+    """Of equal text, which has lost the signs of money."""
+    return (0.0, _OTHER_UNIT) if units_differ(sign, gold.unit) else _verdict(True)
+
+
+def _same_text(text: str, gold: Gold) -> bool:
+    """Choices, words and numbers in another base, as text. A missing base is no difference."""
+    if gold.kind == "choice":
+        return chosen(unstyled(text)) == gold.text
+    if gold.kind == "words":
+        return same_words(text, gold.text)
+    if gold.kind == "choices":
+        return all_chosen(unstyled(_without_brackets(text))) == gold.text
+    text = text if len(sides(text)) > 1 else sides(text)[0]
+    found, wanted = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
+    if found is None or wanted is None:
+        return text == IN_BASE.sub(r"\1", gold.text)
+    return found[1] == wanted[1] and found[2].lower() == wanted[2].lower()
+
+
+def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
+    """Every side of a chain `name = a = b` has a value: the first must equal the gold, the others the first."""
+    if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
+        text = f"{comma[1]}.{comma[2]}"
+    text = _single_element(text)
+    parts = [split_unit(side) for side in sides(text)]
+    values = [value for value, _ in parts]
+    for value in values:
+        if refusal := no_single_value(value):
+            return 0.0, refusal
+    if gold.plain and all(not_worked_out(value) for value in values):
+        return 0.0, not_worked_out(values[0])
+    numbers = [read_number(value) for value in values]
+    first = numbers[0]
+    if first is None or (gold.repeating and first.decimal) or not _is_gold(first, gold):
+        return _verdict(False)
+    if len(parts) == 1 and units_differ(parts[0][1] or sign, gold.unit):
+        return 0.0, _OTHER_UNIT
+    return _verdict(all(_follows(n, v, first, gold) for n, v in zip(numbers[1:], values[1:], strict=True)))
+
+
+def _is_gold(number: Number, gold: Gold) -> bool:
+    return gold.number is not None and agree(number, gold.number)
+
+
+def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bool:
+    """Whether a later side of a chain is the gold, or the first side rounded to the digits it shows."""
+    if number is None:
+        return False
+    rounded = PLAIN_NUMBER.fullmatch(value) is not None and not first.decimal and is_rounding(number, first.value)
+    return rounded or _is_gold(number, gold)
+
+
+def _other_verdict(text: str, gold: Gold) -> Verdict:
+    """Lists, tuples, intervals, equations and expressions with variables."""
+    text, wanted = without_words(text), without_words(gold.text)
+    if not text or not wanted:
+        return _verdict(False)
+    text, wanted = _as_intervals(without_membership(text), without_membership(wanted))
+    if refusal := hedged(text, wanted):
+        return 0.0, refusal
+    if text.count("'") != wanted.count("'"):
+        return _verdict(False)
+    elements, gold_elements = split_top(text, ","), split_top(wanted, ",")
+    if "=" not in wanted and any(len(sides(element)) > 1 for element in elements):
+        return 0.0, "ambiguous: an equation of two values"
+    if text.count("=") > max(wanted.count("="), len(elements)):
+        return 0.0, "ambiguous: more equations than in the gold answer"
+    if "=" not in wanted and len(elements) == 1:
+        text = without_membership(sides(text)[0])
+    ordered, gold_ordered = _ordered(text), _ordered(wanted)
+    if (ordered and _is_set(wanted)) or (gold_ordered and _is_set(text)):
+        return _verdict(False)
+    if ordered and gold_ordered:
+        same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
+        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
+    listed_alone = (not ordered and len(elements) > 1) or (not gold_ordered and len(gold_elements) > 1)
+    if listed_alone and is_range(text) != is_range(wanted):
+        return _verdict(False)
+    if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
+        return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
+    unordered, gold_unordered = _unordered(text), _unordered(wanted)
+    if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
+        return _in_any_order(unordered, gold_unordered, gold)
+    return _verdict(_same_values(text, wanted, gold))
+
+
+def _same_values(text: str, wanted: str, gold: Gold) -> bool:
+    """Equal in math-verify, as it is or with its roots rounded where the gold has three decimals or more."""
+    wanted_values = gold.parsed if wanted == gold.text else parsed(without_name(wanted))
+    values = parsed(without_name(text))
+    if same(wanted_values, values):
+        return True
+    places = min((len(decimals) for decimals in _DECIMALS.findall(wanted)), default=0)
+    return places >= 3 and "." not in text and same(wanted_values, [rounded(value, places) for value in values])
+
+
+def _as_intervals(text: str, wanted: str) -> tuple[str, str]:
+    """Both as intervals where one of them is an interval and the other an inequality."""
+    if is_interval(wanted):
+        return as_interval(text), wanted
+    return (text, as_interval(wanted)) if is_interval(text) else (text, wanted)
+
+
+def _elementwise(elements: list[str], golds: list[str]) -> Verdict:
+    same_length = len(elements) == len(golds)
+    return _verdict(same_length and all(grade(a, b)[0] == 1.0 for a, b in zip(elements, golds, strict=False)))
+
+
+def _by_name(elements: list[str]) -> list[str]:
+    """`y = 2, x = 1` in the order of a tuple `(x, y)`: by the letters that name them, if each has its own."""
+    names = [name_of(element).strip() for element in elements]
+    lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
+    return sorted(elements, key=name_of) if lettered else elements
+
+
+def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
+    """Whether each element equals a gold, and each gold an element; naming an element twice gains nothing.
+
+    Elements that do not repeat the names of a gold such as `x = 1, y = 2` have its order.
+    """
+    if len(elements) < len(golds):
+        return _verdict(False)
+    if len(golds) > _MATCHED_ELEMENTS:
+        return _verdict(same(gold.parsed, parsed(without_name(", ".join(elements)))))
+    names = {name_of(one) for one in golds}
+    named = len(names) == len(golds) and names == {name_of(element) for element in elements}
+    if len(names) == len(golds) and "" not in names and not named:
+        return _elementwise(elements, golds)
+
+    def matches(element: str, one: str) -> bool:
+        return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
+
+    left = list(golds)
+    for element in elements:
+        found = next((one for one in [*left, *golds] if matches(element, one)), None)
+        if found is None:
+            return _verdict(False)
+        if found in left:
+            left.remove(found)
+    return _verdict(not left)
+
+
+def _unordered(text: str) -> list[str]:
+    """The elements of a list, a set or a union of intervals, with each plus-minus as two of them."""
+    text = text[2:-2] if _is_set(text) else text
+    parts = union_parts(text) if is_interval(text) else split_top(text, ",")
+    return [
+        _PLUS_MINUS.sub(lambda _, sign=sign: sign, part)  # type: ignore[misc]
+        for part in parts
+        for sign in ("+-" if len(_PLUS_MINUS.findall(part)) == 1 else "+")
+    ]
+
+
+def _single_element(text: str) -> str:
+    r"""`\{3\}` as `3`."""
+    return text[2:-2].strip() if _is_set(text) and "," not in text else text
+
+
+def _without_brackets(text: str) -> str:
+    r"""The elements of a list, whether they stand in braces, in parentheses or alone."""
+    return text[2:-2] if _is_set(text) else text[1:-1] if text[:1] == "(" and "," in text and encloses(text) else text
+
+
+def _is_set(text: str) -> bool:
+    r"""Whether text is one set: `\{1, 2\}`."""
+    return text[:2] == "\\{" and text[-2:] == "\\}" and "\\}" not in text[2:-2]
+
+
+def _ordered(text: str) -> list[str]:
+    """The elements of a tuple, an interval or a column vector, in their order; empty for everything else."""
+    if column := _COLUMN.fullmatch(text):
+        return [row.strip() for row in column[2].split("\\\\") if row.strip()]
+    if text and text[0] in "([" and encloses(text):
+        inner = split_top(text[1:-1], ",")
+        return inner if len(inner) > 1 else []
+    return []
+
+
+def _verdict(equal: bool) -> Verdict:
+    return (1.0, "equal") if equal else (0.0, "differs from the gold answer")

@@ -1,0 +1,218 @@
+"""Verdicts and kinds of golds that characters alone decide: written-out numbers, choices, and words.
+
+No parser and no process: the caller's process asks too, because an answer in prose is reduced to its numbers unless
+its gold is words or a choice.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from functools import lru_cache
+
+from mugrpo_megatron.recipe.scoring import RewardSection
+from mugrpo_megatron.rewards.items import Verdict
+from mugrpo_megatron.rewards.math.extract import answer_of, boxed_answer, committed, is_integer, stated
+from mugrpo_megatron.rewards.math.normalize import normalize, unstyled
+
+MOST_ANSWER_CHARS = 2000
+"""A longer extracted answer scores 0 without being parsed."""
+_WRITTEN_OUT = re.compile(
+    r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
+    r"|(?P<top>[0-9]{1,40})/(?P<under>[0-9]{1,40})"
+    r"|\\[dt]?frac\{(?P<numerator>[0-9]{1,40})\}\{(?P<denominator>[0-9]{1,40})\})\$?"
+)
+
+
+def settle(response: str, gold: str, section: RewardSection) -> Verdict | str:
+    """The verdict on a response when its characters decide it, else the answer that math-verify has to compare."""
+    answer = answer_of(response, section.extract, is_text(gold))
+    verdict = literal_verdict(answer, gold)
+    if verdict is not None:
+        return Verdict(float(verdict), answer, "equal" if verdict else "differs from the gold answer")
+    if not answer:
+        return Verdict(0.0, "", "no answer found")
+    if len(answer) > MOST_ANSWER_CHARS:
+        return Verdict(0.0, answer[:200], f"answer longer than {MOST_ANSWER_CHARS} characters")
+    return answer
+
+
+def literal_verdict(answer: str, gold: str) -> bool | None:
+    """Whether answer and gold are equal, when their characters decide it; None leaves it to math-verify.
+
+    True needs equal strings or equal rational numbers. False needs two integers or fractions that differ: a decimal may
+    still be the other's rounding.
+    """
+    if answer == gold:
+        return True
+    if is_integer(answer) and is_integer(gold):
+        return int(answer) == int(gold)
+    left, right = _exact(answer), _exact(gold)
+    if left is None or right is None:
+        return None
+    if left == right:
+        return True
+    return None if "." in answer + gold else False
+
+
+def _exact(text: str) -> Fraction | None:
+    match = _WRITTEN_OUT.fullmatch(text)
+    if match is None:
+        return None
+    if match["whole"] is not None:
+        decimals = match["decimals"] or ""
+        value = Fraction(int(match["whole"].replace(",", "") + decimals), 10 ** len(decimals))
+    else:
+        under = int(match["under"] or match["denominator"])
+        if under == 0:
+            return None
+        value = Fraction(int(match["top"] or match["numerator"]), under)
+    return -value if match["sign"] == "-" else value
+
+
+_PREFIX = r"(?i:(?:the )?(?:correct )?(?:answer )?(?:option|choice)\b ?:? ?)?"
+_CHOICE = re.compile(rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])\)?)")
+_SMALL = re.compile(r"\(?([a-z])\)?")
+_SIDE_BY_SIDE = re.compile(r"[A-Z]{2,}")
+_LABEL = re.compile(
+    rf"{_PREFIX}(?:\(([A-Z])\)|([A-Z])(?:\)|(?=[.:]\s|\Z| is (?:the )?(?:correct|right|best)\b)))(?=[\s.:]|\Z)"
+)
+_BESIDE = re.compile(r"[\s.:-]*(?:,|\([A-Z]\)|[A-Z](?: [A-Z])*\s*(?:\Z|[.:),(/&|]))")
+"""A comma (an "or", once normalized), another bracketed letter, or letters that stand alone."""
+_ANOTHER = re.compile(
+    r"\([A-Z]\)|(?<![\w(])[A-Z]\)|\b(?i:option|choice) \(?[A-Z]\b"
+    r"|\b(?i:no,|(?:wait|but|rather|actually|instead|sorry)\b,?) (?:[a-z]+ )*[A-Z]\Z"
+)
+_ALONE = re.compile(r"(?<![\w'])[A-Z](?!\w)")
+_RIGHT = r"(?:the |an? )?(?:right|correct|true|valid|possible|best|answer)\b"
+_REJECTED = re.compile(
+    r"[\s.:-]*(?:"
+    r"(?:is|was|seems|looks|would be|must be) (?:(?:[a-z]+ly|also|just|the|an?) )*"
+    rf"(?:(?:wrong|incorrect|false|untrue|invalid|impossible|excluded|eliminated|ruled out)\b|not {_RIGHT})"
+    rf"|(?:isn|wasn)['’]?t {_RIGHT}|can(?:not| not|['’]?t) be {_RIGHT})",
+    re.IGNORECASE,
+)
+
+
+def letter_of(gold: str) -> str | None:
+    """The letter of a normalized gold that is a choice and nothing else: `C`, `(C)`, `Option C`."""
+    match = _CHOICE.fullmatch(gold)
+    return match[1] or match[2] if match else None
+
+
+def letters_of(gold: str) -> str | None:
+    """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`."""
+    letters = [letter_of(element.strip()) for element in gold.split(",")]
+    found = {letter for letter in letters if letter}
+    return ", ".join(sorted(found)) if 1 < len(found) == len(letters) else None
+
+
+def all_chosen(answer: str) -> str | None:
+    """The letters that a normalized answer chooses, sorted as in `letters_of`; they may stand side by side: `AC`."""
+    if letters := _SIDE_BY_SIDE.fullmatch(answer):
+        return ", ".join(sorted(set(letters[0])))
+    found = [chosen(element.strip()) for element in answer.split(",")]
+    return ", ".join(sorted({letter for letter in found if letter})) if all(found) else None
+
+
+def chosen(answer: str) -> str | None:
+    """The letter that a normalized answer chooses; None when it chooses none, or names another one beside it.
+
+    A small letter counts when nothing else is there.
+    """
+    if small := _SMALL.fullmatch(answer):
+        return small[1].upper()
+    label = _LABEL.match(answer)
+    if label is None:
+        return None
+    rest = answer[label.end() :]
+    if _BESIDE.match(rest) or _ANOTHER.search(rest) or _REJECTED.match(rest) or _ends_with_another(rest):
+        return None
+    return label[1] or label[2]
+
+
+def _ends_with_another(rest: str) -> bool:
+    """Whether a comma and one letter end it, and no other letter stands alone: `Paris, D`, but not `points A, B`."""
+    before, comma, last = rest.rpartition(",")
+    return bool(comma and _ALONE.fullmatch(last.strip()) and not _ALONE.search(before))
+
+
+_FUNCTIONS = "arcsin|arccos|arctan|sin|cos|tan|cot|sec|csc|log|exp|sqrt|mod|gcd|lcm|max|min"
+_LETTER = r"[^\W\d_]"
+_WORD = re.compile(rf"(?<![\w\\])(?!(?:{_FUNCTIONS})(?!{_LETTER})){_LETTER}{{3,}}(?!\w)")
+_WORDING = re.compile(r"(?:[^\W_]|[\s,.:'’\"()&!?]|(?<=[^\W_])-(?=[^\W_]))+")
+_SPAN = re.compile(
+    r"[0-9]{1,2}:[0-9]{2}(?: ?[ap]\.? ?m\.?)?|[0-9]+(?:/[0-9]+){2}|[0-9]+(?: ?-+ ?[0-9]+){1,2}", re.IGNORECASE
+)
+"""A time, a date, a score or a range: no number of it is a value, and none is computed from them."""
+_COUNTED = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?(?:/[0-9]+)? ?[A-Za-z' -]+")
+_BRACKETS = re.compile(r"\([^()]*[0-9]|\A[0-9]+ ?\(")
+"""A tuple, or a number before its name: `5 (five)`."""
+_STATEMENT = re.compile(
+    r"\A(?:the|she|he|they|it|we|you|there)\b|\b(?:is|are|was|were|be|equals?|has|have|had|gives|makes|costs|needs|takes|gets?|total|sum|about|only)\b|:",
+    re.IGNORECASE,
+)
+"""Prose about a number: the number is what it says."""
+_TOKEN = re.compile(r"[0-9]+(?:\.[0-9]+)?|[^\W\d_]+|[^\s,.\"`()\[\]{}!]")
+_APOSTROPHES = re.compile("['’]")
+_ARTICLES = frozenset(("a", "an", "the"))
+_GOLD_CHARS = 1000
+
+
+def gold_text(gold: str) -> str:
+    r"""What a gold says, before its kind is known: its last box, or what follows "the answer is", or all of it.
+
+    Words in a formula are what a sentence says: `The city is $\text{Paris}$` says Paris.
+    """
+    boxed = boxed_answer(gold)
+    if boxed is not None:
+        return boxed
+    statement = stated(gold) or gold
+    worded = committed(statement, text_gold=True)
+    return worded if _is_text(normalize(worded)) else statement
+
+
+@lru_cache(maxsize=4096)
+def is_text(gold: str) -> bool:
+    """Whether a gold is words, a choice or prose that says no number, so that answers are not reduced to numbers."""
+    if len(gold) > _GOLD_CHARS:
+        return False
+    statement = gold_text(gold)
+    return _is_text(normalize(statement)) or (says_no_number(statement) and committed(statement) != statement)
+
+
+def _is_text(text: str) -> bool:
+    return letter_of(text) is not None or is_words(text)
+
+
+def is_words(text: str) -> bool:
+    """Whether a normalized gold is words, possibly with numbers: `January 5`, `no solution`; or a time or a range.
+
+    Quantities (`42 apples`), formulas, prose about a number and lists without a number are not.
+    """
+    plain = unstyled(text)
+    if _SPAN.fullmatch(plain):
+        return True
+    if not _WORDING.fullmatch(plain) or _BRACKETS.search(plain) or not _WORD.search(plain):
+        return False
+    if not re.search("[0-9]", plain):
+        return "," not in plain
+    return not _STATEMENT.search(plain) and not all(_COUNTED.fullmatch(part.strip()) for part in plain.split(","))
+
+
+def says_no_number(text: str) -> bool:
+    """Whether prose has numbers that are not what it says: an inequality, or a function that is spelled out."""
+    return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
+
+
+def same_words(text: str, gold: str) -> bool:
+    """Whether two texts have the same words, numbers and signs in their order, whatever their case and punctuation.
+
+    An article in front does not count.
+    """
+    return _tokens(text) == _tokens(gold)
+
+
+def _tokens(text: str) -> list[str]:
+    tokens = _TOKEN.findall(_APOSTROPHES.sub("", unstyled(text)).casefold())
+    return tokens[1:] if len(tokens) > 1 and tokens[0] in _ARTICLES else tokens

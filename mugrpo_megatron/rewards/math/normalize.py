@@ -1,0 +1,325 @@
+"""Gives equal answers one spelling: wrappers, spacing, thousands, mixed numbers, units."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+"
+_PLAIN = str.maketrans(
+    {"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty ", "°": "^\\circ ",
+     "√": "\\sqrt ", "≤": "\\le ", "≥": "\\ge ", "≈": "\\approx ", "≠": "\\ne ", "∨": "\\lor ", "∪": "\\cup ",
+     "²": "^{2}", "³": "^{3}", "₹": " ", "¢": "\\text{ cents}", "\x00": "", "\u200b": "", "\u00a0": " ", "~": " "}
+)  # fmt: skip
+_FONT = (
+    r"text|textbf|textrm|textit|texttt|textsf|textnormal|mathrm|mathbf|mathit|mathcal|mathbb|mathsf|boldsymbol|bm|mbox|hbox|"
+    r"emph|underline"
+)
+_STYLE = rf"{_FONT}|boxed|fbox|framebox"
+_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\?[$€£¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])|(?<!\\)\\[()\[\]]", " "),
+        (r"^\s*(?:US|USD|EUR|GBP|INR|Rs\.?)\s*(?=[0-9])", ""),
+        (r"\\\\(?=(?:[lg]eq?|left|right|[dt]?frac|sqrt|text|pi|boxed|cdot|times|pm|infty)(?![A-Za-z]))", r"\\"),
+        (r"(?<=[0-9]),\\!\s*(?=[0-9])|(?<=[0-9])\{,\}\s*(?=[0-9])", ""),
+        (r"\\!|\\(?:left|right|displaystyle|limits|bf|rm|it)(?![A-Za-z])|\\(?:big|Big|bigg|Bigg)[lr]?(?![A-Za-z])", ""),
+        (r"\\(?:text)?color\s*\{[a-z]*\}|\\(?:large|Large|LARGE|huge|Huge|small|normalsize)(?![A-Za-z])", ""),
+        (r"(?<!\\)\\[,;: ]|\\q?quad", " "),
+        (r"\{:\}", ":"),
+        (r"\\div(?![A-Za-z])", "/"),
+        (r";", ","),
+        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\frac\s+([0-9])\s*([0-9])(?![0-9])", r"\\frac{\1}{\2}"),
+        (r"\\not\s*=", r"\\ne "),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"^\s*(?:[a-z]\s*\\in\s*)?\\mathbb\s*(?:\{\s*R\s*\}|R)\s*$", r"(-\\infty, \\infty)"),
+        (r"^\s*\\text\s*\{\s*[Aa]ll real(?: number)?s\s*\}\s*$", r"(-\\infty, \\infty)"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"\\lbrace(?![A-Za-z])", r"\\{"),
+        (r"\\rbrace(?![A-Za-z])", r"\\}"),
+        (rf"(?<![0-9A-Za-z.}}\])^_])\\(?:{_FONT})\s*\{{\s*([0-9]+(?:\.[0-9]+)?)\s*\}}(?!\s*[0-9.(\[{{])", r"\1"),
+        (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+        (rf"\\(?:{_STYLE})\s*\{{\s*\}}", " "),
+        (r"\\+text\s*\{[\s,]*(?:or|and|,)[\s,]*\}|\\(?:lor|vee)(?![A-Za-z])|(?<![A-Za-z])(?:or|and)(?![a-z])", ","),
+        (r"^\s*\\(?:text|textbf)\s*\{\s*(?:[Tt]he\s+)?(?:[Ff]inal\s+)?[Aa]nswer(?:\s+is)?\s*:?\s*\}", ""),
+        (r"^\s*\\(?:text|textbf|mathbf|mathrm|bf)\s*\{\s*(\([A-Z]\)|[A-Z][.:)])\s*\}", r"\1 "),
+        (r"\\+boxed\s*\{(?=[^{}]*$)", ""),
+        (r"(?<=[0-9)}])i(?![A-Za-z])", " i"),
+        (r",(?:\s*,)+", ","),
+        (r"\s+", " "),
+    )
+)
+_WHOLE = re.compile(rf"\s*\\+(?:{_STYLE})\s*(?=\{{)")
+_STYLED = re.compile(rf"\\(?:{_STYLE})\s*\{{([^{{}}]*)\}}")
+_WORDS = re.compile(r"\\(?:text|textbf|textrm|textit|mathrm|mbox)\s*\{[^{}0-9]*\}(?:\^\{?-?[0-9]\}?)?(?=\s*(?:$|,|=))")
+_THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:,[0-9]{3})+(?!,?[0-9])")
+_THOUSANDS_AND_UNIT = re.compile(
+    _THOUSANDS.pattern
+    + r"(?=(?:\.[0-9]+)?\s*(?:\Z|\\?%|\^\s*\{?\s*\\circ|\\(?:text[a-z]*|math(?:rm|sf|bf)|mbox|hbox)\s*\{))"
+)
+REPEATING = re.compile(
+    r"(?<![0-9.])([0-9]{0,20})\.([0-9]{0,20})(?:\\(?:overline|bar)\s*\{\s*([0-9]{1,20})\s*\}|\\(?:bar|dot)\s*\{?\s*([0-9])\s*\}?)"
+    r"(?!\s*(?:[0-9.]|\\[ld]*dots))"
+)
+_SPACED_THOUSANDS = re.compile(r"[+-]?[0-9]{1,3}(?: [0-9]{3})+")
+_MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]+) ?/ ?([0-9]+)")
+_SCIENTIFIC = re.compile(rf"([+-]?(?:{_NUMBER}))[eE]([+-]?[0-9]+)")
+_ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
+"""Behind a whole number it says that more follows; behind decimals, only that there are more of them."""
+_ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:is\b\s*:?|:|=)\s*", re.IGNORECASE)
+_SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
+_LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
+_LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
+"""Words and a colon in front of a number or a formula, but no sentence; `Option C: 5` is a choice."""
+_LEADING = ' ,;:\n\t"`'
+_TRAILING = _LEADING + ".。\\"
+
+
+def normalize(text: str) -> str:
+    """The same answer in one spelling; LaTeX stays LaTeX. Alternatives ("or", `\\lor`) become commas."""
+    text = _ELLIPSIS.sub(r"\1\\ldots ", text).translate(_PLAIN).rstrip(_TRAILING)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
+    text = REPEATING.sub(_as_fraction, _without_thousands(text))
+    while text[:1] == "{" and text[-1:] == "}" and encloses(text):
+        text = text[1:-1].strip()
+    if _SPACED_THOUSANDS.fullmatch(text):
+        text = text.replace(" ", "")
+    if mixed := _MIXED.fullmatch(text):
+        return f"{mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    if scientific := _SCIENTIFIC.fullmatch(text):
+        return f"{scientific[1]} \\times 10^{{{scientific[2]}}}"
+    return text
+
+
+def _without_thousands(text: str) -> str:
+    """`1,200` as `1200`; where text has brackets only outside of them, and only in front of a unit or the end."""
+    if not any(bracket in text for bracket in "([{"):
+        return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+
+    def joined(match: re.Match[str]) -> str:
+        before = text[: match.start()]
+        inside = any(before.count(opening) > before.count(closing) for opening, closing in ("()", "[]", "{}"))
+        return match[0] if inside else match[0].replace(",", "")
+
+    return _THOUSANDS_AND_UNIT.sub(joined, text)
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    r"""`0.1\overline{6}` as `\frac{1}{6}`."""
+    fixed, repeated = match[1] + match[2], match[3] or match[4]
+    value = Fraction(int(fixed + repeated) - int(fixed or "0"), 10 ** len(match[2]) * (10 ** len(repeated) - 1))
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _without_label(text: str) -> str:
+    r"""`The answer is 5` as `5`, and `\text{Total: } 5` as `Total = 5`, whose name is then judged as any name is."""
+    if label := _ANSWER_LABEL.match(text):
+        return unwrapped(text[label.end() :])
+    if label := _LABEL.match(text):
+        return f"\\text{{{label[1] or label[2]}}} = {text[label.end() :]}"
+    return text
+
+
+def unwrapped(text: str) -> str:
+    r"""Text without the style macros around all of it: `\text{5}` and `\mathbf{\boxed{5}}` are 5."""
+    while (macro := _WHOLE.match(text)) and encloses(text[macro.end() :].rstrip()):
+        text = text[macro.end() :].strip()[1:-1].strip()
+    return text
+
+
+def unstyled(text: str) -> str:
+    r"""Text without style macros, wherever they stand: `\text{Line } 3` is `Line 3`."""
+    return " ".join(_STYLED.sub(r"\1", _STYLED.sub(r"\1", text)).split())
+
+
+def without_words(text: str) -> str:
+    r"""Text without its `\text{...}` words at the end, before a comma or before an equals sign."""
+    return _WORDS.sub(" ", text).strip()
+
+
+def encloses(text: str) -> bool:
+    """Whether one pair of brackets encloses all of text."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return place > 0 and place == len(text) - 1
+    return False
+
+
+def split_top(text: str, separators: str) -> list[str]:
+    """Split where one of `separators` (a regular expression) is outside of all brackets and braces."""
+    parts, depth, begin, place = [], 0, 0, 0
+    pattern = re.compile(separators)
+    while place < len(text):
+        if text[place] in "([{":
+            depth += 1
+        elif text[place] in ")]}":
+            depth -= 1
+        elif depth <= 0 and (match := pattern.match(text, place)):
+            parts.append(text[begin:place].strip())
+            begin = place = match.end()
+            continue
+        place += 1
+    return [*parts, text[begin:].strip()]
+
+
+_EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
+_MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
+_SYMBOL = (
+    r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
+    r"|(?<=\\circ )[CF]\b|(?<=\\circ\})[CF]\b"
+)
+_LAST = re.compile(
+    rf"(?:{_MACRO}\s*\{{(?P<macro>(?:[^{{}}0-9^]|\^\s*(?:-?[0-9]|\{{-?[0-9]\}}))*)\}}|(?<![\\A-Za-z_^{{])(?P<word>[A-Za-z]{{3,}}|{_SYMBOL}))"
+    rf"(?P<exponent>{_EXPONENT})?[\s.]*\Z"
+)
+_VALUE_END = re.compile(r"(?:[0-9})!%]|\\(?:pi|circ|%))\s*\Z")
+_JOINT = re.compile(r"(?:\s|~|/|-|\.|\\cdot(?![A-Za-z])|\\[,;:! ])+\Z")
+_REFUSED = re.compile(
+    r",|not?|or|and|at|least|most|more|less|fewer|than|if|maybe|about|approximately|around|nearly|almost|mod|modulo|unless|"
+    r"is|isn|was|are|be|will|could|can|might|may|never|none|wrong|incorrect|false|impossible|so|"
+    r"except|when|where|for|over|under|above|below|plus|minus|times|divided|base|approx|roughly|circa|half|factorial|off|"
+    r"nor|but|versus|vs|too|fails?|failed|rejected|excluded|unknown|unlikely|perhaps|possibly|probably|guess|wait|actually|"
+    r"st|nd|rd|th|halves|(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s|mille|basis|power|"
+    r"multiplied|increased|decreased|added|subtracted|choose|nope|doubtful|estimated"
+)
+"""Words that say something about the number: it is then not the plain value before them."""
+_NUMERAL = re.compile(
+    r"\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|(?:thir|four|fif|six|seven|eigh|nine)teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b(?![^()]*\))"
+)
+"""A number in words, outside of parentheses: `5 (five)` says one number."""
+_NOT_IN_A_UNIT = re.compile(
+    r"[^\w\s.,'’\"/()·^{}$\\%-]|[半百千万萬亿億兆打或不非约約]|以[上下内內外]|左右|上下|[多余餘](?:个|個|\W|\Z)|未満|程度|ほど|[くぐ]らい"
+    r"|[천만억]|이상|이하|미만|정도|또는"
+    r"|\b(?:mil|mill[oó]n(?:es)?|mille|milliers?|milliards?|milh(?:ão|ões|ares)|tausend|hundert|dutzend|million(?:en)"
+    r"|milliarden?|cientos?|docenas?|douzaines?|тысяч\w*|миллион\w*|миллиард\w*|сот(?:ен|ни|ня)"
+    r"|o(?!['’])|ou|oder|или|más|menos|moins|mais|mehr|weniger|больше|меньше|более|менее|rund|etwa|environ|около)\b"
+)
+"""Signs of arithmetic and doubt, and what other languages call a magnitude, "or", "more", "not" and "about"."""
+_MAGNITUDES = {
+    "dozen": "12", "hundred": "100", "thousand": "10^{3}", "million": "10^{6}", "billion": "10^{9}",
+    "trillion": "10^{12}", "lakh": "10^{5}", "crore": "10^{7}",
+}  # fmt: skip
+_MONEY = re.compile(
+    r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)"
+    r"|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
+)
+_DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*\Z")
+_SCALES = frozenset(("celsius", "fahrenheit"))
+_PERCENT = frozenset(("percent", "percents", "pct"))
+_POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
+_NAMES = {
+    "mm": "millimeter millimetre", "cm": "centimeter centimetre", "m": "meter metre", "km": "kilometer kilometre",
+    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram",
+    "lb": "lbs pound", "oz": "ounce", "ml": "milliliter millilitre", "l": "liter litre", "gal": "gallon",
+    "s": "sec second", "min": "minute", "h": "hr hour", "day": "", "week": "", "month": "", "year": "yr",
+    "dollar": "usd", "cent": "", "euro": "", "degree": "deg", "radian": "rad", "celsius": "c", "fahrenheit": "f",
+    "newton": "n", "kn": "kilonewton", "joule": "j", "kj": "kilojoule", "watt": "w", "kw": "kilowatt", "volt": "v",
+    "hz": "hertz", "khz": "kilohertz", "pa": "pascal", "kpa": "kilopascal", "cal": "calorie", "kcal": "kilocalorie",
+    "yen": "", "rupee": "rs inr", "mph": "", "kph": "", "unit": "",
+}  # fmt: skip
+_KNOWN = {name: unit for unit, names in _NAMES.items() for name in (unit, *names.split())}
+_DERIVED = {
+    "newton": (("kg", 1), ("m", 1), ("s", -2)),
+    "joule": (("kg", 1), ("m", 2), ("s", -2)),
+    "watt": (("kg", 1), ("m", 2), ("s", -3)),
+    "pascal": (("kg", 1), ("m", -1), ("s", -2)),
+    "hz": (("s", -1),),
+    "mph": (("mi", 1), ("h", -1)),
+    "kph": (("km", 1), ("h", -1)),
+}
+"""Units by those that they are made of; those of the SI from BIPM, The International System of Units, table 4."""
+_TOKEN = re.compile(r"[A-Za-z]+|/|\^\s*\{?\s*(?P<power>[+-]?[0-9])")
+
+Unit = tuple[tuple[str, int], ...]
+"""Known units with their powers, sorted: square inches are (("in", 2),)."""
+
+
+def split_unit(text: str) -> tuple[str, Unit | None]:
+    r"""A number without the words behind it, and their unit when all of them are known.
+
+    "percent" becomes a percent sign and "million" a power of ten. The text is returned as it is when nothing stands
+    before the words, or when one of them changes the number ("5 or more").
+    """
+    value, named, words, plain = text, "", list[str](), False
+    while match := _LAST.search(value):
+        before = value[: match.start()]
+        found = (match["macro"] or match["word"] or "").lower()
+        words += re.findall("[a-z]+|,(?=.*[a-z])", found)
+        plain |= match["word"] is not None
+        joint = _JOINT.search(before)
+        separator = "/" if joint and "/" in joint[0] else " "
+        named = f"{separator}{found}{match['exponent'] or ''} {named}"
+        value = before[: joint.start()] if joint else before
+    if not value.strip() or (plain and not _VALUE_END.search(value)) or _changes_it(named, words):
+        return text, None
+    if scales := [scale for scale in map(_magnitude, words) if scale]:
+        return " \\times ".join([value, *scales]), None
+    if not _PERCENT.isdisjoint(words) or ("%" in named and not words):
+        return value + "\\%", None
+    return value, _unit("degree " * bool(_DEGREE_SIGN.search(value)) + named)
+
+
+def money(text: str) -> Unit | None:
+    r"""The currency whose sign an answer or a gold shows; None without one, or where it may also be a weight (`£`).
+
+    A lone `$` in front is a dollar; two of them enclose a formula.
+    """
+    sign = _MONEY.search(text)
+    return ((sign.lastgroup, 1),) if sign and sign.lastgroup else None
+
+
+def units_differ(left: Unit | None, right: Unit | None) -> bool:
+    """Whether both are known and not the same; a bare "unit" is any unit of that power, a degree of any scale."""
+    if left is None or right is None or left == right:
+        return False
+    names = {left[0][0], right[0][0]}
+    if "degree" in names and not _SCALES.isdisjoint(names):
+        return False
+    return not (left[0][0] == "unit" or right[0][0] == "unit") or left[0][1] != right[0][1]
+
+
+def _changes_it(named: str, words: list[str]) -> bool:
+    """Whether words behind a number make it another one, deny it or doubt it; "squared" does so without a unit."""
+    first = next(iter(re.findall("[a-z]+", named)), "")
+    is_power = first in _POWERS and first.endswith("d")
+    odd = _NOT_IN_A_UNIT.search(named) or _NUMERAL.search(named)
+    return is_power or odd is not None or any(map(_REFUSED.fullmatch, words))
+
+
+def _magnitude(word: str) -> str:
+    return _MAGNITUDES.get(word) or _MAGNITUDES.get(word.removesuffix("s")) or ""
+
+
+def _unit(words: str) -> Unit | None:
+    powers: dict[str, int] = {}
+    last, pending, sign = "", 1, 1
+    for token in _TOKEN.finditer(words):
+        word = token[0]
+        if token["power"] is not None:
+            powers[last] = powers.get(last, 0) * int(token["power"])
+        elif word in ("/", "per"):
+            sign = -1
+        elif word in _POWERS and not word.endswith("d"):
+            pending = _POWERS[word]
+        elif word in _POWERS:
+            powers[last] = powers.get(last, 0) * _POWERS[word]
+        else:
+            known = _KNOWN.get(word) or _KNOWN.get(word.removesuffix("s"))
+            if known is None:
+                return None
+            last, powers[known], pending = known, powers.get(known, 0) + sign * pending, 1
+    for name in _DERIVED.keys() & powers.keys():
+        power = powers.pop(name)
+        powers |= {base: powers.get(base, 0) + power * exponent for base, exponent in _DERIVED[name]}
+    if not _SCALES.isdisjoint(powers):
+        powers.pop("degree", None)
+    return tuple(sorted((name, power) for name, power in powers.items() if name and power)) or None

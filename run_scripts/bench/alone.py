@@ -1,0 +1,74 @@
+"""Runs one part of a bench in its own process, with a time limit, and keeps the logs of one that fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part has ended."""
+
+    code: int | None
+    """Exit code; None: it was killed at its limit."""
+    output: str
+    """What it printed."""
+    scratch: Path
+    """Its temporary files; `output.log` and `errors.log` are what it printed."""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, in a line; empty if it did not."""
+        if self.code == 0:
+            return ""
+        if self.code is None:
+            return "not done at its time limit"
+        lines = (self.scratch / "errors.log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"ended with code {self.code}"
+
+
+@contextmanager
+def run_alone(arguments: Sequence[str], limit_s: float) -> Iterator[Ended]:
+    """`python *arguments` in its own process group; it has ended, or was killed, when the block begins.
+
+    Its temporary folder exists until the block ends, so that logs outlive a part that was killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        scratch = Path(folder)
+        with (scratch / "output.log").open("w") as output, (scratch / "errors.log").open("w") as errors:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdout=output,
+                stderr=errors,
+                start_new_session=True,
+                env={**os.environ, "TMPDIR": folder},
+            )
+            code: int | None = None
+            try:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(limit_s)
+            finally:  # also after Ctrl-C
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        yield Ended(code, (scratch / "output.log").read_text(errors="replace"), scratch)
+
+
+def keep_logs(scratch: Path, logs: Path, part: str) -> list[str]:
+    """Copy every log under `scratch` into `logs`, under names that begin with the part's; returns the names."""
+    names = []
+    for log in sorted(scratch.rglob("*.log")):
+        if log.stat().st_size:
+            logs.mkdir(parents=True, exist_ok=True)
+            names.append("-".join([part, *log.relative_to(scratch).parts]))
+            shutil.copy(log, logs / names[-1])
+    return names

@@ -1,0 +1,31 @@
+"""Which machine and which packages a figure is of."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "megatron-core", "sglang", "transformers", "transformer-engine", "liger-kernel", "trl")
+
+
+def describe(command: Sequence[str]) -> dict[str, Any]:
+    """Date, machine, command and versions, as JSON values."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "command": " ".join(command),
+        "versions": {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES},
+    }
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,171 @@
+"""What an engine cannot be is said before it starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.checks.engines import (
+    check_engine_device,
+    check_without_sync,
+    engine_problems,
+    needs_a_kind_of_device,
+)
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe import Recipe
+
+MODEL = {
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+}
+BFLOAT16 = {"model": {"dtype": "bfloat16"}}
+FP8 = {"engine": {"quantization": "fp8"}}
+FP8_CACHE = {"kv_cache_dtype": "fp8_e5m2"}
+EQUAL = {"run": {"deterministic": True}}
+
+
+def recipe(**sections: dict[str, Any]) -> Recipe:
+    return Recipe.model_validate(sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"engine": {"tensor": 16, "nodes": 2}},
+        {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}, "rollout": {"min_p": 0.1}},
+        {**EQUAL, "engine": {"attention_backend": "triton"}},
+        {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
+        {"engine": {"extra": FP8_CACHE}, **BFLOAT16},
+        {"engine": {**FP8["engine"], "between_stages": "restart", "extra": FP8_CACHE}, **BFLOAT16},
+        {**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}, "objective": {"mismatch": "truncate"}},
+    ],
+)
+def test_possible_engines_pass(sections: dict[str, Any]) -> None:
+    assert list(engine_problems(recipe(**sections), MODEL)) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"engine": {"tensor": 8, "nodes": 3}}, "engine.nodes = 3 does not divide engine.tensor = 8"),
+        ({"engine": {"tensor": 16, "nodes": 2, "per_node": 2}}, "leave engine.per_node out"),
+        ({**FP8, "model": {"dtype": "float16"}}, 'set model.dtype = "bfloat16"'),
+        ({**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}}, 'set objective.mismatch = "truncate" or "drop"'),
+        ({**BFLOAT16, "engine": {"quantization": "fp8", "tensor": 8}}, "intermediate_size is 2368 on each of 8"),
+        ({**EQUAL, "engine": {"attention_backend": "torch_native"}}, "take one of auto, fa3, flashinfer, triton"),
+        ({**EQUAL, "rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: SGLang has no random stream of a single request"),
+        ({**EQUAL, "engine": {"extra": {"speculative_algorithm": "NGRAM"}}}, "by a random stream that all requests"),
+        ({"engine": {"extra": {"speculative_algorithm": "EAGLE3"}}}, "'EAGLE3' needs a draft model"),
+        (
+            {"engine": {**FP8["engine"], "extra": FP8_CACHE}, **BFLOAT16},
+            "kv_cache_dtype = 'fp8_e5m2': the cache's scales",
+        ),
+    ],
+)
+def test_impossible_engines_are_refused(sections: dict[str, Any], said: str) -> None:
+    problems = list(engine_problems(recipe(**sections), MODEL))
+    assert any(said in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_tied_embeddings_are_refused_where_the_engine_would_not_tie_them(family: str) -> None:
+    untied = {**MODEL, "model_type": family}
+    (problem,) = engine_problems(recipe(), {**untied, "tie_word_embeddings": True})
+    assert f"a {family} with tie_word_embeddings" in problem
+    assert list(engine_problems(recipe(), {**untied, "tie_word_embeddings": False})) == []
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", "tie_word_embeddings": True})) == []
+
+
+def test_the_engines_routes_need_cuda() -> None:
+    wanted = recipe(learner={"routing_replay": "rollout"})
+    check_engine_device(wanted, cuda=True)
+    check_engine_device(recipe(learner={"routing_replay": "learner"}), cuda=False)
+    with pytest.raises(UserError, match=r'"rollout" needs CUDA to generate.*pinned host memory.* set it to "learner"'):
+        check_engine_device(wanted, cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("sections", "needs"),
+    [
+        ({}, False),
+        ({"engine": {"replicas": 1}}, False),
+        ({"engine": {"replicas": 2}}, True),
+        ({"learner": {"routing_replay": "rollout"}}, True),
+        (FP8, True),
+        (EQUAL, True),
+    ],
+)
+def test_a_run_looks_for_a_device_only_where_the_recipe_needs_one_kind(sections: dict[str, Any], needs: bool) -> None:
+    assert needs_a_kind_of_device(recipe(**sections)) == needs
+
+
+def test_engines_of_several_nodes_need_a_learner() -> None:
+    wide = recipe(engine={"tensor": 2, "nodes": 2})
+    for cuda in (True, False):
+        check_engine_device(wide, cuda)
+    with pytest.raises(UserError, match="needs a learner's ranks on each: leave --engine-only out"):
+        check_without_sync(wide)
+
+
+def test_fp8_engines_need_cuda_and_a_sync() -> None:
+    check_engine_device(recipe(**FP8), cuda=True)
+    check_without_sync(recipe())
+    with pytest.raises(UserError, match="needs a learner, whose weight sync quantises"):
+        check_without_sync(recipe(**FP8))
+    with pytest.raises(UserError, match=r'quantization = "fp8" needs CUDA.* set it to "none"'):
+        check_engine_device(recipe(**FP8), cuda=False)
+
+
+def test_float32_on_cuda_needs_other_norms() -> None:
+    single = {"model": {"dtype": "float32"}}
+    for sections, cuda in ((single, False), (BFLOAT16, True), ({**single, **EQUAL}, True)):
+        check_engine_device(recipe(**sections), cuda)
+    with pytest.raises(UserError, match=r'float32" with an engine on CUDA: .* set model.dtype to "bfloat16", or'):
+        check_engine_device(recipe(**single), cuda=True)
+
+
+def test_deterministic_engines_need_cuda() -> None:
+    check_engine_device(recipe(**EQUAL), cuda=True)
+    check_engine_device(recipe(), cuda=False)
+    with pytest.raises(
+        UserError, match=r"run.deterministic = true needs CUDA to generate: .*; set it to false, the le"
+    ):
+        check_engine_device(recipe(**EQUAL), cuda=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling of type linear"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "rope scaling of type llama3"),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}, "head_dim 32"),
+    ],
+)
+def test_a_mixtral_is_refused_where_the_engine_would_compute_another_attention(
+    changes: dict[str, Any], said: str
+) -> None:
+    (problem,) = engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **changes})
+    assert said in problem
+    plain = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default"}}
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "mixtral", **plain})) == []
+    assert list(engine_problems(recipe(), {**MODEL, "model_type": "qwen3", **changes})) == []
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_refused_where_the_engine_would_scale_attention_otherwise(name: str) -> None:
+    for scaling in (YARN, {**YARN, "attention_factor": None}, {**YARN, "attention_factor": 0.1 * math.log(4) + 1}):
+        assert list(engine_problems(recipe(), {**MODEL, name: scaling})) == []
+    assert list(engine_problems(recipe(), {**MODEL, name: {"rope_type": "llama3"}})) == []
+    for more in ({"attention_factor": 1.0}, {"mscale": 0.707, "mscale_all_dim": 0.707}):
+        (problem,) = engine_problems(recipe(), {**MODEL, name: {**YARN, **more}})
+        assert "engine and learner would be different policies" in problem
+    (problem,) = engine_problems(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
+    assert "YaRN has no factor, for which SGLang takes 1" in problem

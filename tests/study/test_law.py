@@ -1,0 +1,70 @@
+"""The law's cells: their order, how far a stage has moved, and the rows of its problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from run_scripts.study import law
+from run_scripts.study.grid import load_grid
+
+GRID = load_grid(law.GRID)
+
+
+def updates(*stages: list[float]) -> list[dict[str, float]]:
+    return [{"stage": stage, "kl_k3": value} for stage, values in enumerate(stages) for value in values]
+
+
+def test_every_step_is_of_a_start_and_a_block_and_no_step_comes_twice() -> None:
+    assert {start for start, _ in law.STEPS} == set(law.STARTS)
+    assert len(set(law.STEPS)) == len(law.STEPS)
+    assert all(law.cells_of(GRID, block) for _, block in law.STEPS)
+
+
+def test_blocks_of_equal_rate_share_no_cell() -> None:
+    cells = [cell for block in GRID.blocks for cell in law.cells_of(GRID, block)]
+    assert len(set(cells)) == len(cells)
+
+
+def test_stages_of_e5_take_as_many_updates_as_grpo() -> None:
+    assert {GRID.phases(cell.method) * GRID.methods[cell.method].mu for cell in law.cells_of(GRID, "stages")} == {512}
+    assert {GRID.methods[name].updates for name in GRID.methods} == {512}
+
+
+def test_nats_are_those_of_each_stages_end() -> None:
+    long = [0.0] * (100 - law.TAIL) + [0.01] * law.TAIL
+    assert law.nats_of(updates(long, long), tokens=60.0) == pytest.approx([0.6, 0.6])
+
+
+def test_nats_of_a_short_stage_are_of_its_last_quarter() -> None:
+    assert law.nats_of(updates([0.0, 0.0, 0.0, 0.5]), tokens=2.0) == pytest.approx([1.0])
+    assert law.nats_of(updates([0.0] * 24 + [0.1] * 8), tokens=1.0) == pytest.approx([0.1])
+
+
+def test_nats_of_a_stage_of_one_update() -> None:
+    assert law.nats_of(updates([0.25], [0.5]), tokens=4.0) == pytest.approx([1.0, 2.0])
+
+
+def test_an_unfinished_evaluation_counts_as_none(tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text("")
+    assert law.read_sampled(tmp_path) is None
+    assert list(law.problem_rows(None, start="s", of="end")) == []
+
+
+def test_right_samples_are_counted_problem_by_problem(tmp_path: Path) -> None:
+    rows = [{"problem": {"question": name}, "rewards": own} for name, own in (("b=", [1.0, 0.0]), ("a=", [1.0, 1.0]))]
+    (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "summary.json").write_text("{}")
+    sampled = law.read_sampled(tmp_path)
+    assert sampled is not None
+    assert sampled.accuracy == 0.75
+    assert [(row["problem"], row["right"]) for row in law.problem_rows(sampled, of="end")] == [("a=", 2), ("b=", 1)]
+
+
+def test_a_difference_is_paired_problem_by_problem() -> None:
+    left, right = law.Sampled({"a": 8, "b": 4}, 8), law.Sampled({"b": 2, "a": 6}, 8)
+    assert law.difference(left, right) == (0.25, 0.0)
+    gap, half = law.difference(left, law.Sampled({"a": 8, "b": 0}, 8))
+    assert (gap, half) == (0.25, pytest.approx(1.96 * 0.35355 / 2**0.5, rel=1e-4))

@@ -1,0 +1,45 @@
+"""Figures of README that other pages hold: planned hours, and times against TRL."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.checkout import ROOT
+
+README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
+PLAN, PERFORMANCE = (Path(ROOT, f"docs/{name}.md").read_text(encoding="utf-8") for name in ("plan", "performance"))
+
+
+def cells(page: str, *words: str) -> list[str]:
+    """The cells of the one line of a table that begins with these cells."""
+    (line,) = [line for line in page.splitlines() if line.startswith("| " + " | ".join(words) + " |")]
+    return [cell.strip() for cell in line.strip("| ").split(" | ")]
+
+
+def test_the_hours_and_the_memory_of_7b_are_the_plans() -> None:
+    hours = {name: float(cells(PLAN, "qwen2.5-math-7b", name)[6]) for name in ("mu-GRPO", "GRPO, µ=4")}
+    _, _, _, engine, host, _, checkpoint, kept = cells(PLAN, "qwen2.5-math-7b", "TP2 DP2 SP")
+    assert f"{hours['mu-GRPO']:.0f} hours, {engine} of 139 GiB per GPU, {host} GiB of host memory" in README
+    assert f"GRPO's schedule is planned at {hours['GRPO, µ=4']:.0f} hours" in README
+    assert f"and {kept} of disk for all 16 checkpoints" in README
+    assert f"needs {2 * float(checkpoint.split()[0]) / 1000:.1f} TB" in README
+    mean = cells(PLAN, "mean")
+    assert f"planned: {mean[4]} and {mean[2]};" in README
+
+
+def test_the_times_against_trl_are_those_of_the_table() -> None:
+    rows = [line.strip("| ").split(" | ") for line in PERFORMANCE.splitlines() if re.search(r"\| (Xeon|EPYC) \|", line)]
+    ratios = [float(trl) / float(ours) for _, _, trl, ours, *_ in rows]
+    assert [float(row[-1]) for row in rows] == pytest.approx(ratios, abs=0.05)
+    *longer, short = ratios
+    assert f"{min(longer):.1f} to {max(longer):.1f} times as long as our GRPO" in README
+    assert f"{short:.2f} times on answers of five" in README
+
+
+def test_what_a_switch_costs_is_that_of_the_table() -> None:
+    sleeps = cells(PERFORMANCE, "sleeps (the default)")[-1]
+    restarts = cells(PERFORMANCE, "is stopped and started")[-1]
+    assert f"with an engine that sleeps {sleeps}, with one that restarts {restarts}" in README
