@@ -44,6 +44,8 @@ class Columns:
     """What the learner's routers chose then, with `learner.routing_replay = "learner"`."""
     anchor: LogprobColumn | None
     """Under the anchor of the KL penalty, unless that is the behaviour."""
+    anchor_weights: Path | None
+    """The anchor's checkpoint; None where it is the learner at the stage's start."""
     reference: Callable[[int], LogprobColumn] | None
     """Age -> under the weights at that age, for `objective.reference_every` updates from there on."""
 
@@ -61,16 +63,17 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
         )
 
     behaviour = LogprobColumn(directory.behaviour(stage), of, computed_again(after()))
-    weights_on_disk = anchor_weights(recipe) is not None
+    weights = anchor_weights(recipe)
     anchor = LogprobColumn(
         directory.anchor(stage),
         {**of, "anchor": section.kl_anchor},
-        computed_again("" if weights_on_disk else after()),
+        computed_again("" if weights else after()),
     )
     return Columns(
         behaviour=behaviour if recipe.rollout.behaviour == "learner" else None,
         routes=route_column(store.directory, "learner", of) if store.replay == "learner" else None,
         anchor=anchor if section.kl_anchor and not anchor_is_behaviour(recipe) else None,
+        anchor_weights=weights,
         reference=reference if section.reference_every > 1 else None,
     )
 

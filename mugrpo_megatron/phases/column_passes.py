@@ -10,7 +10,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner, holding
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.batches import StageUpdates, anchor_weights
+from mugrpo_megatron.phases.batches import StageUpdates
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import check_begun
@@ -93,7 +93,7 @@ def compute_anchor(run: Run, learner: Learner, stage: StageUpdates, cursor: Curs
     another stage or to other weights than the anchor's directory holds now, and when it is gone although it cannot be
     computed again.
     """
-    column, weights = stage.columns.anchor, anchor_weights(run.recipe)
+    column, weights = stage.columns.anchor, stage.columns.anchor_weights
     if column is None:
         return
     mark = fingerprint(weights) if weights else ""

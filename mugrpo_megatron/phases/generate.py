@@ -40,21 +40,24 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
     With `schedule.max_sample_age` other processes may be generating it ahead: waits while they do. Collective; raises
     Stopped, with the learner saved, when the run is asked to stop meanwhile.
     """
-    stage = run.stage_store(cursor, engines.writer)
-    if stage.sealed or not run.recipe.schedule.max_sample_age:
-        return stage
-    if run.is_main:
-        _wait_for_others(run, cursor)
-    run.world.barrier()
-    if any(run.world.any_rank(run.stop.asked)):
-        raise run.stop.all_stopped(cursor)
+    if run.recipe.schedule.max_sample_age:
+        if run.is_main:
+            _wait_for_others(run, cursor)
+        run.world.barrier()
+        if any(run.world.any_rank(run.stop.asked)):
+            raise run.stop.all_stopped(cursor)
+        stage = StageStore(run.directory.stage(cursor.stage))
+        if run.world.broadcast(run.is_main and stage.sealed):
+            check_shared(run, stage, stage.wait_for(set(), sealed=True))
     return run.stage_store(cursor, engines.writer)
 
 
 def _wait_for_others(run: Run, cursor: Cursor) -> None:
     path = run.directory.stage_lock(cursor.stage)
+    if not path.exists():
+        return
     with run.phase("generate", cursor), run.display.waiting(f"waiting for those that generate stage {cursor.stage}"):
-        while path.exists() and not run.stop.heard():
+        while not run.stop.heard():
             try:
                 with locked(path):
                     return

@@ -120,11 +120,13 @@ def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor)
     """
     if cursor.age > 0:
         return  # the weights have changed; it was done at the stage's start
-    samples = stage.read_update(0)[:MISMATCH_RESPONSES]
+    shows = run.is_main and run.recipe.track.wandb_project is not None
+    samples = stage.read_update(0, whole=shows)
     same = samples[0].weight_version == cursor.updates
-    run.log.stage(cursor.stage, stage.statistics() | (_mismatch(run, learner, samples, cursor) if same else {}))
-    if run.is_main and run.recipe.track.wandb_project:
-        run.log.samples(cursor.stage, _shown(stage.read_update(0, whole=True)[:WANDB_SAMPLES]))
+    mismatch = _mismatch(run, learner, samples[:MISMATCH_RESPONSES], cursor) if same else {}
+    run.log.stage(cursor.stage, stage.statistics() | mismatch)
+    if shows:
+        run.log.samples(cursor.stage, _shown(samples[:WANDB_SAMPLES]))
     probe(run, learner, stage, cursor, age=0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
@@ -98,6 +99,10 @@ class Files:
     display: Display
     stop: StopRequest
 
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory.checkpoints
+
 
 @contextmanager
 def open_run(
@@ -118,10 +123,9 @@ def open_run(
             seat = stack.enter_context(open_seat(recipe, files, warm_host)) if generates else None
             learner, world = stack.enter_context(open_learner(recipe, files, seat))
             record = world.broadcast(files.record)
-            assert record is not None
+            assert record
             cursor = restore(learner, files.directory, record, files.log, files.display)
-            place = files.directory.checkpoints
-            saver = stack.enter_context(open_saver(learner, place, recipe.checkpoint, record.id, files.log))
+            saver = stack.enter_context(open_saver(learner, files.checkpoints, recipe.checkpoint, record.id, files.log))
             engines = stack.enter_context(open_engines(learner, world, files, seat, prepared))
         greet(files, cursor, recipe, prepared)
         with telling_failures(learner.ranks):

@@ -80,8 +80,9 @@ def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
                 where = claimed(directory, run_recipe, where)
                 groups = _generate_missing(run_recipe, share, where, problems, display, stop)
                 display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
-                while not seal_ahead(directory, run_recipe, where) and wait():
-                    pass
+                sealed = seal_ahead(directory, run_recipe, where)
+            while not sealed and wait():  # other shares are not done: the learner waits for those that are at work
+                sealed = seal_ahead(directory, run_recipe, where)
             stages += 1
         if stop.asked:
             raise stop.stopped(f"share {share} waited for the weights of the next stage")
