@@ -10,8 +10,6 @@ import numpy as np
 
 from mugrpo_megatron.errors import EngineFailure
 
-UNFINISHED = "unfinished"
-"""Finish reason of a response that was interrupted."""
 Message = tuple[str, str]
 """A chat message: role and text."""
 
@@ -86,7 +84,7 @@ class Response:
     logprobs: np.ndarray
     """float32 [R]: log-probabilities under the behaviour policy at the sampling temperature."""
     finish_reason: str
-    """`stop` (end-of-sequence) or `length`; `unfinished` while it can be continued."""
+    """`stop` (end-of-sequence) or `length`."""
     weight_version: int
     """Optimizer updates behind the weights that sampled it."""
     routes: np.ndarray | None = None

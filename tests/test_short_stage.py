@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron import train
+from mugrpo_megatron.phases import stage as phase
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.rundir import PROMPTS, group
 
@@ -30,18 +34,29 @@ def test_a_stage_ends_with_its_last_responses(stages: int, tmp_path: Path, monke
     """The run began with S=2, ended a stage early and sealed its last one for the two updates that were left."""
     schedule = {"stages": stages, "updates_per_stage": MU}
     recipe = Recipe.model_validate({"schedule": schedule, "rollout": {"prompts_per_update": PROMPTS}})
-    run: Any = SimpleNamespace(recipe=recipe, evaluates_every=0)
+    store = stage(tmp_path)
+    run: Any = SimpleNamespace(
+        recipe=recipe,
+        evaluates_every=0,
+        directory=RunDirectory(tmp_path),
+        record=Record("r"),
+        stage_store=lambda cursor: store,
+        log=SimpleNamespace(update=lambda *_: None),
+    )
+    learner: Any = SimpleNamespace(skipped_in_a_row=0)
+    bar = SimpleNamespace(advance=lambda **_: None)
     nothing: Any = None
     trained: list[int] = []
 
     def update(learner: None, samples: list[Any], advantages: Any, of_stage: float) -> dict[str, float]:
         trained.extend(sample.group for sample in samples[::2])
-        return {"ess": 1.0, "vetoed_fraction": 0.0}
+        return {"ess": 1.0, "vetoed_fraction": 0.0, "tokens": 1.0, "loss": 0.0}
 
-    monkeypatch.setattr(train, "refresh_reference", lambda *_: None)
+    for name in ("_record_stage", "probe", "save_if_due"):
+        monkeypatch.setattr(phase, name, lambda *_, **__: None)
+    monkeypatch.setattr(phase, "_utilization", lambda *_: {})
+    monkeypatch.setattr(phase, "_optimizing", lambda *_: nullcontext(bar))
     monkeypatch.setattr(train, "update", update)
-    monkeypatch.setattr(train, "record_update", lambda *_: None)
-    monkeypatch.setattr(train, "save_if_due", lambda *_: None)
-    left = train.take_updates(run, nothing, stage(tmp_path), Cursor(2, 0, 6), nothing)
-    assert left == Cursor(3, 0, 8)
+    monkeypatch.setattr(train, "evaluate_if_due", lambda *_: None)
+    assert train.optimize_stage(run, learner, nothing, Cursor(2, 0, 6)) == Cursor(3, 0, 8)
     assert trained == list(range(UPDATES * PROMPTS))

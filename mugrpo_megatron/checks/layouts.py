@@ -255,7 +255,7 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
             "could end a stage (schedule.min_ess, schedule.max_vetoed) at another update than before; set it to 1"
         )
-    yield from _prefetch_problems(recipe)
+    yield from _sample_age_problems(recipe)
     limit = model.get("max_position_embeddings")
     response = recipe.longest_response
     longest = recipe.data.max_prompt_tokens + response
@@ -267,11 +267,12 @@ def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _prefetch_problems(recipe: Recipe) -> Iterator[str]:
-    """Settings that need the weights which sampled a stage at its start, where a prefetched stage has later ones."""
-    if not recipe.schedule.prefetch:
+def _sample_age_problems(recipe: Recipe) -> Iterator[str]:
+    """Settings that need, at a stage's start, the weights that sampled it: not of a stage that is generated ahead."""
+    age = recipe.schedule.max_sample_age
+    if not age:
         return
-    setting = f"schedule.prefetch = {recipe.schedule.prefetch}"
+    setting = f"schedule.max_sample_age = {age}"
     if recipe.rollout.behaviour == "learner":
         yield (
             f"{setting}: when the stage begins, the learner no longer has the weights that sampled it, so "

@@ -28,7 +28,7 @@ from mugrpo_megatron.rewards.shaping import verdict_in
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_cached_model
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import check_stage, of_stage
 from mugrpo_megatron.stages.store import StageStore
 
@@ -239,12 +239,12 @@ def _rollouts(
 
 def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     """The learner's logprobs of an update's responses; UserError when they are missing or damaged."""
-    if not has_logprobs(path):
+    column = LogprobColumn(path, of_stage(store.content))
+    if not column.whole:
         raise UserError(
             f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first update'
         )
-    remedy = "restore both files from a copy"
-    return read_logprobs(path, of_stage(store.content), update, remedy)
+    return column.read(update)
 
 
 def _pattern(grep: str | None) -> re.Pattern[str] | None:

@@ -9,7 +9,6 @@ from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.phases.finish import export
-from mugrpo_megatron.phases.prefetch import next_is_offered
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.branch import branch, stage_to_take
 from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor
@@ -20,25 +19,23 @@ from mugrpo_megatron.train import generate_stage, optimize_stage
 
 
 def generate_alone(
-    recipe: Recipe, stage: int | None, found: Problems | None = None, ahead: HostProcess | None = None
+    recipe: Recipe, stage: int | None, problems: Problems | None = None, warm_host: HostProcess | None = None
 ) -> None:
     """Generate, score and seal the run's current stage. Every rank runs this.
 
-    `found` are the problems if they were read already, `ahead` the engine's process if it was started. Raises UserError
-    when `stage` is given and is not the current one.
+    `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given and is not the current
+    one.
     """
-    if _sealed(recipe, _standing(recipe, stage)):
+    if _sealed(recipe, _current_stage(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
-    with open_run(recipe, found=found, ahead=ahead) as (run, learner, engines, cursor):
+    with open_run(recipe, problems, warm_host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
 
 
 def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None) -> None:
     """Take the updates of a sealed stage without an engine, and write the policy to `hf/`. Every rank runs this.
-
-    Where `schedule.prefetch` has offered the next stage, `hf/` stays as it is until that one is sampled.
 
     Without an engine there is no evaluation inside the stage; `eval.every_updates` is ignored.
 
@@ -51,7 +48,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)
-        if not _sealed(recipe, _standing(recipe, stage)):
+        if not _sealed(recipe, _current_stage(recipe, stage)):
             raise UserError(
                 f"{recipe.run.dir}: the stage is not complete; run `mugrpo generate` with this recipe first"
             )
@@ -59,14 +56,11 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
     with open_run(recipe, generates=False) as (run, learner, engines, cursor):
         after = optimize_stage(run, learner, engines, cursor)
-        if offered := next_is_offered(run, after):
-            holds = f"{run.directory.hf} holds the weights that sample stage {after.stage}"
-        else:
-            export(run, learner, after)
-    _say(f"stage {cursor.stage} is optimized; {holds if offered else f'Hugging Face checkpoint: {run.directory.hf}'}")
+        export(run, learner, after)
+    _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
 
 
-def _standing(recipe: Recipe, stage: int | None) -> int:
+def _current_stage(recipe: Recipe, stage: int | None) -> int:
     """The run's current stage; UserError when `stage` is given and is another."""
     directory = RunDirectory(recipe.run.dir)
     cursor = newest_cursor(directory.checkpoints)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 
 from mugrpo_megatron.commands.common import Options, Parser, recipe_arguments, say, with_recipe
@@ -18,12 +19,12 @@ def train(options: Options) -> int:
     """Train, or show what a finished run has."""
 
     def run(recipe: Recipe) -> None:
-        from mugrpo_megatron.run.directory import is_finished
+        from mugrpo_megatron.run.directory import RunDirectory, is_finished
 
         if is_finished(recipe):
             from mugrpo_megatron.phases.finish import show_finished
 
-            show_finished(recipe)
+            show_finished(RunDirectory(recipe.run.dir))
             return
         from mugrpo_megatron.checks.preflight import check_run
         from mugrpo_megatron.engine.ahead import host_ahead
@@ -31,9 +32,11 @@ def train(options: Options) -> int:
         recipe, problems = check_run(recipe, say)
         with host_ahead(recipe) as warm_host:
             say(IMPORTING)
-            from mugrpo_megatron.train import train
+            from mugrpo_megatron.run.run import open_run
+            from mugrpo_megatron.train import train_stages
 
-            train(recipe, problems, warm_host)
+            with open_run(recipe, problems, warm_host) as opened:
+                train_stages(*opened)
 
     return with_recipe(options, run)
 
@@ -59,7 +62,7 @@ def generate_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--follow",
         action="store_true",
-        help="with --engine-only: every stage that a learner with schedule.prefetch offers, until the run's last",
+        help="with --engine-only: with schedule.max_sample_age, every stage ahead of the learner, until the run's last",
     )
 
 
@@ -85,25 +88,25 @@ def generate(options: Options) -> int:
 
 
 def _generate_share(options: Options) -> int:
-    from mugrpo_megatron.run.batch import parse_share
-
-    share = parse_share(options.shard or "0/1")
+    share = import_module("mugrpo_megatron.extras.prefetch.shares").parse_share(options.shard or "0/1")
     if options.follow and options.stage is not None:
-        raise UserError("--follow takes the stages as the learner offers them; omit --stage")
+        raise UserError("--follow takes the stages as the learner comes to them; omit --stage")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
 
-        if options.follow and not recipe.schedule.prefetch:
-            raise UserError("--follow waits for what a learner offers: set schedule.prefetch, or leave out --follow")
+        if options.follow and not recipe.schedule.max_sample_age:
+            raise UserError(
+                "--follow generates stages that a learner accepts ahead: set schedule.max_sample_age, or leave out "
+                "--follow"
+            )
         recipe, problems = check_engine_only(recipe, say)
-        from mugrpo_megatron.phases.generate_share import follow, generate_share
-
+        engine_only = import_module("mugrpo_megatron.extras.prefetch.engine_only")
         if options.follow:
-            stages = follow(recipe, share, problems)
-            say(f"share {share}: no stage is left to offer, and the {stages} before are generated")
+            stages = engine_only.follow(recipe, share, problems)
+            say(f"share {share}: the run has no further stage; {stages} were generated ahead")
             return
-        groups = generate_share(recipe, share, options.stage, problems)
+        groups = engine_only.generate_share(recipe, share, options.stage, problems)
         say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
 
     return with_recipe(options, run)
@@ -116,9 +119,8 @@ def seal_arguments(parser: Parser) -> None:
 
 def seal(options: Options) -> int:
     """Close the stage at which the run stands."""
-    from mugrpo_megatron.commands.seal import seal
-
-    say(visible(seal(options.run_dir)))
+    sealing = import_module("mugrpo_megatron.extras.prefetch.sealing")
+    say(visible(sealing.seal(options.run_dir)))
     return 0
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,9 +13,8 @@ from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, 
 from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
-from mugrpo_megatron.engine.queue import Flights, LoadRecord
-from mugrpo_megatron.engine.unfinished import Unfinished, continues
-from mugrpo_megatron.engine.wire import Message, Sampling
+from mugrpo_megatron.engine.queue import LoadRecord
+from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.environment import group_memory
@@ -28,11 +25,9 @@ Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
 PROMPTS_PER_MESSAGE = 64
-HAND_OVER_SECONDS = 8.0
-"""An engine that is asked to stop while it generates has this long to return what it has not finished."""
 
 PromptSource = Callable[[int, int], list[Prompt]]
-"""(unfinished prompts that the engine holds, prompts that it decodes together) -> the next prompts, possibly empty."""
+"""(prompts in flight in the engine, prompts that it decodes together) -> the next prompts, possibly empty."""
 
 
 class Engine:
@@ -64,13 +59,8 @@ class Engine:
         self._replicas = replicas_here(self._section, model_dir, self._cuda, slot)
         self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
-        self._ready, self._receiving, self._starts = False, False, starts_before(log)
+        self._ready, self._starts = False, starts_before(log)
         self._asleep: set[Tag] = set()
-        self._handing_over = False
-        """Whether a request to stop closes the generation instead of ending the engine."""
-        self._closed = True
-        """Whether the generation was closed, or there is none."""
-        self._asked_at: float | None = None
         self.record = LoadRecord()
         """Readings of the engine's load in the last generation."""
 
@@ -106,7 +96,7 @@ class Engine:
         if ahead is None or ahead.cuda != self._cuda:
             ahead = HostProcess(self._environment, self._cuda, self._section.compiled, self._section.nodes == 1)
         self._host = ahead
-        self._host.load(replica_arguments(arguments, self._replicas), self.log, self._ends, self._bond.broken)
+        self._host.load(replica_arguments(arguments, self._replicas), self.log, self._cancelled, self._bond.broken)
         self._starts += 1
 
     @property
@@ -181,7 +171,7 @@ class Engine:
         return self._call("checksums")
 
     def generate(
-        self, prompts: Iterable[Prompt], n: int, sampling: Sampling, unfinished: Unfinished | None = None
+        self, prompts: Iterable[Prompt], n: int, sampling: Sampling
     ) -> Generator[tuple[Prompt, list[Response]]]:
         """Sample `n` responses to each prompt; yield groups in order of completion.
 
@@ -190,70 +180,42 @@ class Engine:
         """
         source = iter(prompts)
 
-        def take(held: int, slots: int) -> list[Prompt]:
-            return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - held))))
+        def take(in_flight: int, slots: int) -> list[Prompt]:
+            return list(islice(source, max(0, min(PROMPTS_PER_MESSAGE, 2 * slots - in_flight))))
 
-        return self.generate_from(take, n, sampling, unfinished)
+        return self.generate_from(take, n, sampling)
 
-    def generate_from(
-        self, take: PromptSource, n: int, sampling: Sampling, unfinished: Unfinished | None = None
-    ) -> Generator[tuple[Prompt, list[Response]]]:
+    def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
         """`generate` from a source that several engines share: `take` is called whenever groups have finished.
 
-        Ends when no prompt is in flight and `take` returns none, or early when `cancelled()`. Groups in `unfinished`
-        are continued. It holds every group that was taken, as far as it is sampled, until the caller has stored it.
+        Ends when no prompt is in flight and `take` returns none.
         """
         self.wait_ready()
-        held = unfinished if unfinished is not None and continues(self._recipe, sampling) else None
-        self._send(("generate", replace(sampling, unfinished=held is not None)), "generate")
+        self._send(("generate", sampling), "generate")
         self.record = LoadRecord()
-        flights = Flights(n, held)
+        in_flight: dict[int, Prompt] = {}
         slots = max(1, int(self._arguments["max_running_requests"]) // n)
-        self._handing_over, self._closed, self._asked_at = held is not None, False, None
-        over = False
+        keys = count()
         try:
             while True:
-                while taken := take(len(flights), slots):
-                    work, whole = flights.begin(taken)
-                    if work:
-                        self._send(("prompts", work), "generate")
-                    yield from whole
-                if not len(flights):
+                while prompts := take(len(in_flight), slots):
+                    work = [Work(next(keys), prompt.ids, n, prompt.index) for prompt in prompts]
+                    in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
+                    self._send(("prompts", work), "generate")
+                if not in_flight:
                     return
-                kind, groups = self._receive_any(self._section.request_timeout_s, "generate")
-                if over := kind == "done":  # a request to stop has closed it
-                    return
-                yield from flights.take_in(kind, groups)
+                groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
+                for key, responses in groups.unpack():
+                    yield in_flight.pop(key), responses
         finally:
-            try:
-                if self._host is not None and not over:
-                    self._close_generation(flights)
-            finally:
-                self._handing_over = False
-                flights.leave()
+            if self._host is not None:
+                self._close_generation()
 
-    def _close_generation(self, flights: Flights) -> None:
-        """Close it unless that is done, and take in what the host still sends: groups that it had, aborted ones."""
-        if not self._closed:
-            self._closed = True
-            self._send(("close", None), "generate")
-        while (message := self._receive_any(self._section.request_timeout_s, "generate"))[0] != "done":
-            flights.take_in(*message)
-
-    def _ends(self) -> bool:
-        """Whether a wait ends the engine: on a request to stop, once it had time to return what is not finished.
-
-        The first time that a wait for groups asks, it closes the generation.
-        """
-        if not self._cancelled():
-            return False
-        if not self._handing_over or self._host is None:
-            return True
-        self._asked_at = self._asked_at or time.monotonic()
-        if not self._closed and self._receiving:
-            self._closed = True
-            self._host.send(("close", None), HAND_OVER_SECONDS, "generate")
-        return time.monotonic() - self._asked_at > HAND_OVER_SECONDS
+    def _close_generation(self) -> None:
+        """Abort what is in flight, and drop the groups that the host has sent before it hears of it."""
+        self._send(("close", None), "generate")
+        while self._receive_any(self._section.request_timeout_s, "generate")[0] == "groups":
+            pass
 
     def _call(self, name: str, *arguments: Any) -> Any:
         self.wait_ready()
@@ -272,14 +234,10 @@ class Engine:
 
     def _receive_any(self, timeout_s: float, doing: str) -> Message:
         """The next message other than `progress`: the engine is silent when no token comes for `timeout_s`."""
-        self._receiving = True
-        try:
-            with self._used() as host:
-                while (message := host.receive(timeout_s, doing))[0] == "progress":
-                    self.record.add(message[1])
-                return message
-        finally:
-            self._receiving = False
+        with self._used() as host:
+            while (message := host.receive(timeout_s, doing))[0] == "progress":
+                self.record.add(message[1])
+            return message
 
     @contextmanager
     def _used(self) -> Iterator[HostProcess]:

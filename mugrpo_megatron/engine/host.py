@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,7 +31,7 @@ from typing import IO, Any
 from mugrpo_megatron.cpu.engine_group import EngineGroup
 from mugrpo_megatron.cpu.kernels import Build
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds, unfinished_output
+from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
 
 
@@ -134,8 +134,6 @@ class Generation:
         self._tokens = 0
         """Of finished requests."""
         self._closing = False
-        self._told: dict[str, int] = {}
-        """Tokens of each unfinished request that the client knows of."""
         # Two threads for the blocking socket: a client that is busy scoring must not block the event loop or the
         # reading of prompts. Daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
@@ -169,18 +167,16 @@ class Generation:
             return
         # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
         outputs = await self._engines.generate(
-            input_ids=[work.ids + ids for ids in work.begun] if work.begun else [work.ids] * work.n,
+            input_ids=[work.ids] * work.n,
             sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
             top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
-            rid=[f"{work.key}-{place}" for place in range(work.n)] if self._sampling.unfinished else None,
         )
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
-        # An aborted request ends with reason `abort`; the client takes its tokens, or does not wait for its group.
-        whole = all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs)
-        if whole or self._sampling.unfinished:
+        # An aborted request ends with reason `abort`; the client does not wait for its group.
+        if all(output["meta_info"]["finish_reason"]["type"] in FINISH_REASONS for output in outputs):
             self._finished.append((work.key, outputs))
             self._gathering.set()
         if not self._in_flight:
@@ -188,8 +184,6 @@ class Generation:
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
-        if work.begun:  # never with seeds: unfinished.py
-            return [{**self._parameters, "max_new_tokens": self._sampling.max_tokens - len(b)} for b in work.begun]
         if self._sampling.stream is None:
             return self._parameters
         own = seeds(self._sampling.stream, self._version, work)
@@ -203,26 +197,7 @@ class Generation:
             tokens = self._tokens + sum(len(state.output_ids) for state in self._engines.states.values())
             if tokens != before:
                 self._outbox.put(("progress", await self._engines.load(tokens)))
-                if self._sampling.unfinished and not self._sampling.routed:
-                    self._tell(self._engines.states)
             before = tokens
-
-    def _tell(self, states: Mapping[str, Any]) -> None:
-        """Send the tokens that have come since the last time, of every request that is not finished.
-
-        Without routes: SGLang returns the experts of a whole request alone.
-        """
-        places, pieces = [], []
-        self._told = {rid: told for rid, told in self._told.items() if rid in states}
-        for rid, state in states.items():
-            told = self._told.get(rid, 0)
-            if len(state.output_ids) > told:
-                key, place = rid.split("-")
-                places.append(int(place))
-                pieces.append((int(key), [unfinished_output(state, told)]))
-                self._told[rid] = len(state.output_ids)
-        if pieces:
-            self._outbox.put(("begun", (places, pack(pieces, self._version, self._sampling))))
 
     async def _send_gathered(self) -> None:
         """Send finished groups, a moment after the first of them."""

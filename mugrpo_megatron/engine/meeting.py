@@ -1,6 +1,6 @@
 """Rendezvous of an engine's processes on several nodes, and the messages between them afterwards.
 
-SGLang's ranks meet at an address of the leader's node. The learner's ranks agree on it (`run.together`), and the
+SGLang's ranks meet at an address of the leader's node. The learner's ranks agree on it (`run.leader`), and the
 rendezvous store carries the news that one of the processes has ended, so that the others do not wait for it.
 """
 

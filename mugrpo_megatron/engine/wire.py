@@ -6,8 +6,7 @@ cost of a short response at a few microseconds. So do the experts of a mixture's
 
 Client to host:  `start` (arguments, log) · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work]
                  · `close` · `stop`
-Host to client:  `ready` · `result` value · `groups` Groups · `begun` (places, Groups) · `progress` Load · `done`
-                 · `error` text
+Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load · `done` · `error` text
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mugrpo_megatron.samples import UNFINISHED, Response, expert_type
+from mugrpo_megatron.samples import Response, expert_type
 
 ABSENT = -1
 """Fills a row of kept tokens that are fewer than top-k."""
@@ -60,9 +59,6 @@ def kept_tokens(
 
 Message = tuple[str, Any]
 FINISH_REASONS = ("stop", "length")
-REASONS = (*FINISH_REASONS, UNFINISHED)
-_REASON = {"stop": 0, "length": 1, "abort": 2}
-"""SGLang's reasons as indices into REASONS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +96,6 @@ class Sampling:
     stream: str | None = None
     """Name of the random numbers: a response draws from this stream, for the weights, its prompt's place and its number
     alone. None: from the engine's, in the order in which requests meet."""
-    unfinished: bool = False
-    """Tell of the tokens of unfinished responses, every few seconds and when they are aborted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +107,6 @@ class Work:
     n: int
     place: int = 0
     """The prompt's index in the stage or the held-out set."""
-    begun: list[list[int]] | None = None
-    """Of each of the `n` responses the tokens that it has already, and continues from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +123,7 @@ class Groups:
     logprobs: np.ndarray
     """float32 [tokens]"""
     finish: np.ndarray
-    """uint8 [responses]: index into REASONS."""
+    """uint8 [responses]: index into FINISH_REASONS."""
     weight_version: int
     routes: np.ndarray | None = None
     """uint8 or uint16 [routed tokens, layers, k] of all responses."""
@@ -151,7 +143,7 @@ class Groups:
             Response(
                 ids=self.ids[end - length : end],
                 logprobs=self.logprobs[end - length : end],
-                finish_reason=REASONS[finish],
+                finish_reason=FINISH_REASONS[finish],
                 weight_version=self.weight_version,
                 kept=None if self.kept is None else self.kept[end - length : end],
                 routes=experts,
@@ -187,45 +179,17 @@ def seeds(stream: str, version: int, work: Work) -> list[int]:
     return [int.from_bytes(blake2b(name, digest_size=8).digest()) >> 1 for name in names]
 
 
-def _usable(output: dict[str, Any], sampling: Sampling) -> dict[str, Any]:
-    """An output as it is; an aborted one without its tokens where something that was asked for is missing.
-
-    SGLang returns neither the experts of a request that it aborts while that waits, nor always as many logprobs.
-    """
-    meta = output["meta_info"]
-    if meta["finish_reason"]["type"] in FINISH_REASONS:
-        return output
-    counts = [meta.get("output_token_logprobs") or (), *([meta.get("output_top_logprobs") or ()] * sampling.keep)]
-    whole = min(len(output["output_ids"]), *map(len, counts))
-    if sampling.routed and not meta.get("routed_experts"):
-        whole = 0
-    if whole == len(output["output_ids"]) == len(counts[0]):
-        return output
-    if sampling.routed:
-        whole = 0  # the experts are of the tokens that were dropped, too
-    cut = {name: (meta.get(name) or [])[:whole] for name in ("output_token_logprobs", "output_top_logprobs")}
-    bare = {**meta, **cut} | ({} if whole else {"routed_experts": None})
-    return {**output, "output_ids": output["output_ids"][:whole], "meta_info": bare}
-
-
-def _routes(output: dict[str, Any], routed: Routed) -> np.ndarray:
-    """`decode_routes`; of no place for an aborted response without tokens."""
-    if not output["output_ids"] and output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:
-        return np.zeros((0, routed.layers, routed.chosen), dtype=expert_type(routed.experts))
-    return decode_routes(output, routed)
-
-
 def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sampling: Sampling) -> Groups:
     """Flatten finished groups as SGLang returns them: per response `output_ids` and `meta_info`.
 
     Where `sampling.keep` asks for it, with the kept tokens and with logprobs among them; where `sampling.routed`
     does, with the experts.
     """
-    outputs = [_usable(output, sampling) for _, group in groups for output in group]
+    outputs = [output for _, group in groups for output in group]
     for output in outputs:  # flat, one logprob less would shift those of all later responses
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError("a response with another number of logprobs than of token ids")
-    routes = [_routes(output, sampling.routed) for output in outputs] if sampling.routed else None
+    routes = [decode_routes(output, sampling.routed) for output in outputs] if sampling.routed else None
     ids = np.array([token for output in outputs for token in output["output_ids"]], dtype=np.int32)
     logprobs = np.array(
         [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
@@ -239,7 +203,9 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         lengths=np.array([len(output["output_ids"]) for output in outputs], dtype=np.int32),
         ids=ids,
         logprobs=logprobs,
-        finish=np.array([_REASON[output["meta_info"]["finish_reason"]["type"]] for output in outputs], dtype=np.uint8),
+        finish=np.array(
+            [FINISH_REASONS.index(output["meta_info"]["finish_reason"]["type"]) for output in outputs], dtype=np.uint8
+        ),
         weight_version=weight_version,
         routes=np.concatenate(routes) if routes else None,
         routed=np.array([len(part) for part in routes]) if routes else None,
@@ -261,13 +227,3 @@ def _kept(
         tokens.reshape(shape), values.reshape(shape), ids, logprobs,
         sampling.top_p, sampling.min_p, sampling.one_after_another,
     )  # fmt: skip
-
-
-def unfinished_output(state: Any, start: int) -> dict[str, Any]:
-    """What SGLang has of a running request from the token `start` on, in the form in which it returns one."""
-    meta = {
-        "finish_reason": {"type": "abort"},
-        "output_token_logprobs": state.output_token_logprobs[start:],
-        "output_top_logprobs": state.output_top_logprobs[start:],
-    }
-    return {"output_ids": state.output_ids[start:], "meta_info": meta}

@@ -49,8 +49,8 @@ PLACE: dict[Kind, tuple[str, ...]] = {
 PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
     "sync": "The learner's weights are sent to the engine.",
-    "generate": "The engine samples the stage's responses; scoring overlaps with it. With `schedule.prefetch` the "
-    "learner waits for the groups that other processes still generate, and seals the stage.",
+    "generate": "The engine samples the stage's responses; scoring overlaps with it. With "
+    "`schedule.max_sample_age` the learner waits for other processes that generate the stage.",
     "score": "Verification that remains after generation has ended.",
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
@@ -100,7 +100,7 @@ METRICS: tuple[Metric, ...] = (
         "staleness",
         "updates",
         "Updates between the weights that sampled the responses and the current ones: the age, or more with "
-        "`schedule.prefetch`.",
+        "`schedule.max_sample_age`.",
     ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
     Metric("update", "own/NAME", "any", "The value that your function `objective.diagnostics` returns under NAME."),
@@ -165,7 +165,7 @@ METRICS: tuple[Metric, ...] = (
         "mismatch_mean",
         "nats",
         "Mean |log π_engine − log π_learner| over response tokens, same weights; "
-        "missing for stages that `schedule.prefetch` samples with other weights.",
+        "missing for stages that earlier weights have sampled (`schedule.max_sample_age`).",
     ),
     Metric("stage", "mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
     Metric("stage", "mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),

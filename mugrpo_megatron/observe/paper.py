@@ -33,7 +33,7 @@ NAMES: tuple[tuple[str, str, str], ...] = (
         "µ, staleness",
         "`schedule.updates_per_stage`, `staleness`",
         "`age` is the number of updates taken on a stage before the current one, 0 to µ x `schedule.passes` − 1; "
-        "`staleness` is the same, and more by what `schedule.prefetch` samples early.",
+        "`staleness` is the same, and more where a stage was generated ahead (`schedule.max_sample_age`).",
     ),
     ("average accuracy, Avg.", "`accuracy/mean`", "Unweighted mean of `accuracy/<set>` over the held-out sets."),
     (

@@ -10,15 +10,13 @@ from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue
-from mugrpo_megatron.phases.saves import save_and_stop
-from mugrpo_megatron.phases.sync import sleep_engines, sync_weights
+from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Generator
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.leader import EngineLeader, Engines
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Prompt
 
 
@@ -39,35 +37,21 @@ ByPlace = dict[int, Answers]
 """Answers by a held-out problem's place."""
 
 
-def evaluate_before_stage(run: Run, engines: Engines, cursor: Cursor) -> None:
-    """Evaluate before the first stage and before every `eval.every_stages`-th one after it; the engines are awake.
+def evaluate_if_due(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Evaluate before every `eval.every_stages`-th stage and after every `eval.every_updates`-th update of a stage.
 
-    Logs nothing when every engine has failed or the run is asked to stop: generation comes next and handles both.
+    Never twice the same weights, and never in a run without engines. Training continues bit by bit as without it.
+    Engines that are awake are about to generate: that handles their failures and a request to stop, after which nothing
+    is logged here. Others are synced and put to sleep again (`evaluate_weights`).
     """
-    if _due_before_stage(run, cursor) and not _evaluated(run, cursor):
-        _evaluate(run, engines.generator, cursor)
-
-
-def evaluate_meanwhile(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """`evaluate_before_stage` where other processes generate or have generated the stage, and the engines sleep.
-
-    Not inside a stage, whose first weights are gone.
-    """
-    if cursor.age == 0 and _due_before_stage(run, cursor):
-        evaluate_weights(run, learner, engines, cursor)
-
-
-def _due_before_stage(run: Run, cursor: Cursor) -> bool:
-    every = run.recipe.eval.every_stages
-    return cursor.stage == 0 or bool(every and cursor.stage % every == 0)
-
-
-def evaluate_inside_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """Evaluate after every `eval.every_updates`-th update of a stage; never in a run without engines.
-
-    Training continues bit by bit as without it: the learner's state is offloaded and reloaded.
-    """
-    if cursor.due(run.evaluates_every):
+    section = run.recipe.eval
+    before_stage = cursor.stage % section.every_stages == 0 if section.every_stages else cursor.stage == 0
+    due = before_stage if cursor.age == 0 else cursor.due(section.every_updates)
+    if not run.world.engines or not due or _evaluated(run, cursor):
+        return
+    if engines.awake:
+        _evaluate(run, engines.leader, cursor)
+    else:
         evaluate_weights(run, learner, engines, cursor)
 
 
@@ -80,10 +64,10 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
     done = _evaluated(run, cursor)
     while not done:
         sync_weights(run, learner, engines, cursor)
-        done = _evaluate(run, engines.generator, cursor)
+        done = _evaluate(run, engines.leader, cursor)
         sleep_engines(run, learner, engines)
         if any(run.world.any_rank(not done and run.stop.asked)):
-            save_and_stop(run, cursor, "the evaluation is dropped, to be made when the run goes on; ")
+            raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
 
 
 def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]:
@@ -100,26 +84,26 @@ def _evaluated(run: Run, cursor: Cursor) -> bool:
     return any(run.world.any_rank(run.is_main and cursor.updates in run.log.evaluated))
 
 
-def _evaluate(run: Run, generator: Generator | None, cursor: Cursor) -> bool:
+def _evaluate(run: Run, leader: EngineLeader | None, cursor: Cursor) -> bool:
     """Sample and score every held-out set with the engines' weights and log the figures. Collective.
 
     Returns False, with nothing logged, when every engine has failed or the run is asked to stop. Problems of an engine
     that fails go to the others.
     """
-    own = generator.problems.held_out.problems if generator else []
+    own = leader.problems.held_out.problems if leader else []
     names = run.world.broadcast([problem.source for problem in own])
     answers: ByPlace = {}
     with run.phase("eval", cursor), run.display.bar("evaluate", len(names), "problems") as bar:
         for alike in sampled_alike(run.recipe.eval, list(dict.fromkeys(names))):
             places = [place for place, name in enumerate(names) if name in alike]
-            if not _score(run, generator, alike[0], places, answers, bar):
+            if not _score(run, leader, alike[0], places, answers, bar):
                 break
         done = len(answers) == len(names)
         if done:
             _log(run, cursor, names, answers, bar)
-            if generator:
-                generator.failures_in_a_row = 0
-    report_failures(run, generator)
+            if leader:
+                leader.failures_in_a_row = 0
+    report_failures(run, leader)
     return done
 
 
@@ -140,47 +124,49 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
     tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
-    kept = [answers[place].kept for place in sorted(answers)]
-    if run.is_main and any(kept):
-        write_kept(run.directory.samples(cursor.updates), [one for one in kept if one])
+    shown = [answers[place].kept for place in sorted(answers)]
+    if run.is_main and any(shown):
+        write_kept(run.directory.samples(cursor.updates), [one for one in shown if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
         bar.values |= {name: one.mean.value for name, one in sets.items()}
 
 
-def _score(run: Run, generator: Generator | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
+def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[int], answers: ByPlace, bar: Bar) -> bool:
     """Add the answers to the problems at `places`, sampled as the set `name` asks, to `answers`. Collective.
 
     Returns False when every engine has failed or the run is asked to stop.
     """
     while missing := [place for place in places if place not in answers]:
         queue = shared_queue(run.world, missing)
-        own = _answered(run, generator, name, queue, bar) if generator else {}
+        own = _answered(run, leader, name, queue, bar) if leader else {}
         run.world.barrier()
-        found = {place: one for part in run.world.gather(own) for place, one in part.items()}
-        answers |= found
+        gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
+        answers |= gathered
         bar.advance(len(answers) - bar.done, sum(one.tokens for one in answers.values()) - bar.tokens)
-        if not found or any(run.world.any_rank(run.stop.asked)):
+        if not gathered or any(run.world.any_rank(run.stop.asked)):
             return False
     return True
 
 
-def _answered(run: Run, generator: Generator, name: str, queue: PromptQueue, bar: Bar) -> ByPlace:
+def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar) -> ByPlace:
     """The answers to what this rank's engine takes from the queue."""
-    held_out = generator.problems.held_out
+    held_out = leader.problems.held_out
     samples = run.recipe.eval.of(name).samples
-    how = held_out_sampling(run.recipe, generator.tokenizer, name)
+    how = held_out_sampling(run.recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-    kept = set(chosen_places(names, run.recipe.report.eval_problems))
+    shown = set(chosen_places(names, run.recipe.report.eval_problems))
     answers: ByPlace = {}
 
-    def take(held: int, slots: int) -> list[Prompt]:
-        return [Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(held, slots)]
+    def take(waiting: int, slots: int) -> list[Prompt]:
+        return [
+            Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
+        ]
 
-    groups = sampled(run, generator, queue, take, samples, how)
-    for group in scored(groups, generator.verifier, generator.tokenizer, run.stop.heard):
-        answers[group.prompt.index] = _answers(group, group.prompt.index in kept)
+    groups = sampled(run, leader, queue, take, samples, how)
+    for group in scored(groups, leader.verifier, leader.tokenizer, run.stop.heard):
+        answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers
 

@@ -10,29 +10,22 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.phases.evaluate import evaluate_weights
-from mugrpo_megatron.phases.hf import check_own_hf
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.phases.saves import check_own_hf
 from mugrpo_megatron.report.report import FILE_NAME, write_report
 from mugrpo_megatron.report.summary import summarize, summary_table
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory, is_finished
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.leader import Engines
 from mugrpo_megatron.run.record import MARK, mark
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.weights.hf import save_hf
 
 
-def show_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds this run, finished; the main rank then shows its results.
-
-    Raises UserError when the directory belongs to another run.
-    """
-    if not is_finished(recipe):
-        return False
-    directory = RunDirectory(recipe.run.dir)
+def show_finished(directory: RunDirectory) -> None:
+    """The main rank shows the results of a run that was finished before."""
     with open_display(show=rank_of_environment() == 0) as display:
         display.say(f"{directory.path} is finished; choose another run.dir for a new run")
         show(directory, display)
-    return True
 
 
 def show(directory: RunDirectory, display: Display) -> None:
@@ -64,8 +57,8 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     """
     check_own_hf(run)
     run.saver.wait()  # for one that is still written beside training
-    kept = f"all updates are saved, {run.directory.hf} is not written yet"
-    with run.log.phase("save", cursor.stage), run.stop.at_once(kept):
+    so_far = f"all updates are saved, {run.directory.hf} is not written yet"
+    with run.log.phase("save", cursor.stage), run.stop.at_once(so_far):
         chunks = [policy(chunk) for chunk in learner.chunks]
         save_hf(
             chunks,

@@ -1,70 +1,186 @@
-"""Generation: the engines draw a stage's prompts from one queue, the verifier scores, groups go to the stage store."""
+"""Generation: weights go to the engines, which draw a stage's prompts from one queue; the verifier scores.
+
+The devices are handed over around it: a device never holds learner and engine in full.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
 
-from mugrpo_megatron.engine.client import PromptSource
+from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
-from mugrpo_megatron.engine.unfinished import Unfinished, sampled_with
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
-from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.evaluation.scoring import Group, Scorer
+from mugrpo_megatron.learner.learner import Learner, offload, reload
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
-from mugrpo_megatron.phases.saves import save_and_stop
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.directory import InUse, locked
+from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
+from mugrpo_megatron.weights.check import check, unchecked
+from mugrpo_megatron.weights.sync import sync
+
+LOOK_S = 1.0
+"""How often a learner that waits for other processes looks for them."""
+
+
+def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
+    """The cursor's stage on disk, sealed or not.
+
+    With `schedule.max_sample_age` other processes may be generating it ahead: waits while they do. Collective; raises
+    Stopped, with the learner saved, when the run is asked to stop meanwhile.
+    """
+    if run.recipe.schedule.max_sample_age:
+        if run.is_main:
+            _wait_for_others(run, cursor)
+        run.world.barrier()
+        if any(run.world.any_rank(run.stop.asked)):
+            raise run.stop.all_stopped(cursor)
+        stage = StageStore(run.directory.stage(cursor.stage))
+        if run.world.broadcast(run.is_main and stage.sealed):
+            check_shared(run, stage, stage.wait_for(set(), sealed=True))
+    return run.stage_store(cursor, engines.writer)
+
+
+def _wait_for_others(run: Run, cursor: Cursor) -> None:
+    path = run.directory.stage_lock(cursor.stage)
+    if not path.exists():
+        return
+    with run.phase("generate", cursor), run.display.waiting(f"waiting for those that generate stage {cursor.stage}"):
+        while not run.stop.heard():
+            try:
+                with locked(path):
+                    return
+            except InUse:
+                time.sleep(LOOK_S)
+
+
+def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
+    """Send the learner's weights to the engines, then give them the devices: a device never holds both in full.
+
+    First the optimizer state is offloaded, the engine's weights wake and are synced, then the learner's weights are
+    offloaded and the engine's KV cache wakes. An engine that fails here generates nothing until the next sync.
+    """
+    leader = engines.leader
+    with run.phase("sync", cursor) as facts:
+        reload(learner)  # where it is offloaded already: an engine that failed is synced again
+        offload(learner, "optimizer")
+        run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
+        if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
+            leader.failed(EngineFailure(ended))
+        engine = _wake_weights(leader) if leader else None
+        run.world.barrier()  # has no timeout, while a collective would time out on an engine that restarts
+        try:
+            sync(engines.bridge, engine, version=cursor.updates)
+        except EngineFailure as failure:
+            assert leader
+            leader.failed(failure)
+            engine = None
+        _check_weights(run, engines, engine, facts)
+        offload(learner, "weights")
+        run.world.barrier()
+        if leader and leader.engine.running:
+            _wake_kv_cache(leader)
+        facts["bytes"] = float(engines.bridge.bytes)
+        engines.awake = True
+
+
+def _check_weights(run: Run, engines: Engines, engine: Engine | None, facts: dict[str, float]) -> None:
+    """Compare the engines' weights with the learner's where `engine.check_weights` asks for it. Collective.
+
+    WeightMismatch on every rank ends the run; an engine that fails here generates nothing until the next sync.
+    """
+    mode, leader = run.recipe.engine.check_weights, engines.leader
+    due = leader is not None and engine is not None and (mode == "every" or not leader.checked)
+    if mode == "never" or not any(run.world.any_rank(due)):
+        return
+    try:
+        compared = check(engines.bridge, engine if due else None)
+    except EngineFailure as failure:
+        assert leader
+        leader.failed(failure)
+        return
+    if leader and due and not leader.checked:
+        leader.checked = True
+        if reason := unchecked(engines.bridge):
+            run.display.say(f"The engine's weights are not compared with the learner's: {reason}.")
+    facts["checked"] = float(compared)
+
+
+def _wake_weights(leader: EngineLeader) -> Engine | None:
+    """The engine with its weights' memory allocated, restarted where it had failed; None when it does not start."""
+    try:
+        leader.engine.wake("weights")
+        leader.engine.wait_ready()
+    except EngineFailure as failure:
+        leader.failed(failure)
+        return None
+    return leader.engine
+
+
+def _wake_kv_cache(leader: EngineLeader) -> None:
+    try:
+        leader.engine.wake("kv_cache")
+    except EngineFailure as failure:
+        leader.failed(failure)
+
+
+def sleep_engines(run: Run, learner: Learner, engines: Engines) -> None:
+    """Put the engines to sleep, then reload the learner. Collective."""
+    engines.awake = False
+    if leader := engines.leader:
+        try:
+            leader.engine.sleep()
+        except EngineFailure as failure:  # it was ended, which frees the devices as well
+            leader.failed(failure)
+    sleep_joined(run.world, engines.joined, run.recipe.engine.nodes)
+    reload(learner)
 
 
 def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> None:
     """Sample and score the groups that the stage still lacks, and seal it. Collective.
 
     Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after
-    the sync that restarts it, as far as they are sampled: the stage is then not sealed. Raises EngineFailure on every
+    the sync that restarts it: the stage is then not sealed. Raises EngineFailure on every
     rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
-    with every scored group and the tokens of the others on disk, when the run was asked to stop.
+    with every scored group on disk, when the run was asked to stop.
     """
-    recipe, generator = run.recipe, engines.generator
+    recipe, leader = run.recipe, engines.leader
     updates = cursor.stage_updates(recipe.schedule)
     groups = range(updates * recipe.rollout.prompts_per_update)
     queue = shared_queue(run.world, sorted(set(groups) - stage.present()) if run.is_main else [])
-    scorer = Scorer(generator.verifier, generator.tokenizer) if generator else None
-    held = _unfinished(run, generator, stage, cursor) if generator else None
+    scorer = Scorer(leader.verifier, leader.tokenizer) if leader else None
     with (
         run.phase("generate", cursor) as facts,
         run.display.bar(f"{run.title(cursor)}: generate", queue.total, "prompts") as bar,
     ):
-        if generator and scorer:
-            for group in scorer.during(_sampled(run, generator, cursor, queue, bar, held)):
-                _store(stage, group, recipe, held)
+        if leader and scorer:
+            for group in scorer.during(_sampled(run, leader, cursor, queue, bar)):
+                stage.append(rows_of(group, recipe))
             if run.stop.asked:
                 stage.flush()  # before it waits: another rank may have died
-                if held is not None:
-                    held.save(stage.written)
         run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
         _show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
-        facts["engine_memory"] = max(run.world.gather(_engine_memory(generator)))
-        _log_loads(run, generator, cursor)
+        facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
+        _log_loads(run, leader, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
-            _store(stage, group, recipe, held)
+            stage.append(rows_of(group, recipe))
         stage.flush()
-        left = held.save(stage.written) if held is not None else 0
         run.world.barrier()
         (stopping,) = run.world.any_rank(run.stop.asked)
-        begun = sum(run.world.gather(left))
-        report_failures(run, generator)
+        report_failures(run, leader)
         written = run.world.gather(stage.written)
         check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
         if run.is_main and not stopping and stage.named().issuperset(groups):
@@ -72,52 +188,47 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
     if any(run.world.any_rank(run.is_main and stage.sealed)):
         check_shared(run, stage, stage.wait_for(set(), sealed=True))
     if stopping:
-        kept = f"{len(stage.present())} of {len(groups)} groups of this stage are on disk"
-        save_and_stop(run, cursor, f"{kept}{f', and {begun:,} tokens of unfinished ones' if begun else ''}; ")
+        raise run.stop.all_stopped(
+            cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; "
+        )
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
     """The main rank's `groups` as one queue for all engines. Collective; the other ranks' `groups` do not count."""
-    name, wanted = world.broadcast((uuid4().hex, groups))
+    name, missing = world.broadcast((uuid4().hex, groups))
     if world.ranks.world == 1:
-        return PromptQueue(wanted)
-    return PromptQueue(wanted, world.engines, lambda counter, amount: world.count(f"queue/{name}/{counter}", amount))
+        return PromptQueue(missing)
+    return PromptQueue(missing, world.engines, lambda counter, amount: world.count(f"queue/{name}/{counter}", amount))
 
 
 def sampled(
-    run: Run,
-    generator: Generator,
-    queue: PromptQueue,
-    take: PromptSource,
-    n: int,
-    how: Sampling,
-    held: Unfinished | None = None,
+    run: Run, leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
 ) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
-    Ends early when the engine fails or the run is asked to stop; what is in flight is then left in `held`, or dropped.
+    Ends early when the engine fails or the run is asked to stop; what is in flight is then dropped.
     """
-    if generator.engine.running and not run.stop.heard():
+    if leader.engine.running and not run.stop.heard():
         try:
-            with closing(generator.engine.generate_from(take, n, how, held)) as groups:
+            with closing(leader.engine.generate_from(take, n, how)) as groups:
                 for group in groups:
                     yield group
                     if run.stop.heard():
                         break
         except EngineFailure as failure:
-            generator.failed(failure)
+            leader.failed(failure)
     if run.stop.asked:
         queue.close()
 
 
-def report_failures(run: Run, generator: Generator | None) -> None:
+def report_failures(run: Run, leader: EngineLeader | None) -> None:
     """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
     Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
     """
     mine = None
-    if generator and generator.failure:
-        mine, generator.failure = (str(generator.failure), generator.failures_in_a_row), None
+    if leader and leader.failure:
+        mine, leader.failure = (str(leader.failure), leader.failures_in_a_row), None
     for rank, report in enumerate(run.world.gather(mine)):
         if report is None:
             continue
@@ -128,52 +239,33 @@ def report_failures(run: Run, generator: Generator | None) -> None:
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
 
 
-def _store(stage: StageStore, group: ScoredGroup, recipe: Recipe, held: Unfinished | None) -> None:
-    stage.append(rows_of(group, recipe))
-    if held is not None:
-        held.stored(group.prompt.index)
-
-
-def _unfinished(run: Run, generator: Generator, stage: StageStore, cursor: Cursor) -> Unfinished:
-    """What earlier generations of the stage left of groups that it lacks, and all that this one will."""
-    recipe = run.recipe
-    of = sampled_with(recipe, sampling(recipe, generator.tokenizer), cursor.updates)
-    held = Unfinished(stage.directory, generator.slot.number, of, stage.named())
-    if len(held) and run.is_main:
-        run.display.say(f"{held.tokens:,} tokens of {len(held)} unfinished groups are there already.")
-    return held
-
-
-def _sampled(
-    run: Run, generator: Generator, cursor: Cursor, queue: PromptQueue, bar: Bar, held: Unfinished | None
-) -> Iterator[Group]:
+def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue, bar: Bar) -> Iterator[Group]:
     """`sampled` for the stage at `cursor`; counts finished groups, and leaves the queue where the engine fails."""
     recipe = run.recipe
 
     def take(waiting: int, slots: int) -> list[Prompt]:
-        return [stage_prompt(recipe, generator.problems, cursor, g) for g in queue.take(waiting, slots)]
+        return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
-    how = sampling(recipe, generator.tokenizer)
-    for prompt, responses in sampled(run, generator, queue, take, recipe.rollout.responses_per_prompt, how, held):
-        generator.failures_in_a_row = 0
+    how = sampling(recipe, leader.tokenizer)
+    for prompt, responses in sampled(run, leader, queue, take, recipe.rollout.responses_per_prompt, how):
+        leader.failures_in_a_row = 0
         yield prompt, responses
-        had = held.had(prompt.index) if held is not None else 0
-        queue.finished(sum(len(response.ids) for response in responses) - had)
+        queue.finished(sum(len(response.ids) for response in responses))
         _show_totals(bar, queue, run.is_main)
-    if not generator.engine.running:
+    if not leader.engine.running:
         queue.leave()
 
 
-def _engine_memory(generator: Generator | None) -> float:
+def _engine_memory(leader: EngineLeader | None) -> float:
     """Bytes of this rank's engine, as the metric `engine_memory` counts them; 0 without an engine."""
-    if generator is None:
+    if leader is None:
         return 0.0
-    return device_memory_in_use() or generator.engine.memory
+    return device_memory_in_use() or leader.engine.memory
 
 
-def _log_loads(run: Run, generator: Generator | None, cursor: Cursor) -> None:
+def _log_loads(run: Run, leader: EngineLeader | None, cursor: Cursor) -> None:
     """Log the engines' loads during the generation that has just ended. Collective."""
-    mine = (generator.slot.number, generator.engine.record.loads) if generator else (0, [])
+    mine = (leader.slot.number, leader.engine.record.loads) if leader else (0, [])
     for engine, loads in run.world.gather(mine):
         for load in loads:
             run.log.engine(cursor.stage, engine, load.time, load.metrics())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from dataclasses import asdict
 
-from torch.profiler import ProfilerActivity, profile, supported_activities
-
-from mugrpo_megatron.phases.hf import write_hf
-from mugrpo_megatron.run.checkpoints import newest_cursor
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import MARK, check_hf, mark
 from mugrpo_megatron.run.run import Run
 
 
@@ -19,54 +15,45 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 
     The run resumes from `cursor`. Saves at the end of every `checkpoint.every_stages`-th stage and of the last, after
     every `checkpoint.every_updates`-th update of a stage, and every `checkpoint.every_minutes`; without engines,
-    in a run that takes one stage's updates, always at its end. A save at a stage's end writes `hf/`, too. Raises
-    Stopped, with everything saved, when the run was asked to stop.
+    in a run that takes one stage's updates, always at its end. A save at a stage's end writes `hf/`, too; so do the
+    first weights of a stage that may sample the next one (`schedule.max_sample_age`). Raises Stopped, with everything
+    saved, when the run was asked to stop.
 
     The stages since the last save are sealed: a resumed run generates none of them again and repeats their updates.
     """
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
-    last = cursor.finished(run.recipe.schedule) or not run.world.engines
+    last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)
     due = last or cursor.stage % section.every_stages == 0 if stage_ends else cursor.due(section.every_updates)
     stopping, overdue = run.world.any_rank(run.stop.asked, run.is_main and run.saver.overdue)
-    if stopping or overdue or due:
+    saves = stopping or overdue or due
+    exports = not last and (cursor.samples_next(run.recipe.schedule) or (stage_ends and saves and section.hf))
+    if saves or exports:
         with run.log.phase("save", cursor.stage):
-            run.saver.save(cursor)
-            if stage_ends and not last and section.hf and not run.recipe.schedule.prefetch:
-                write_hf(run, cursor)  # with prefetch hf/ holds the weights that sample the next stage
+            if saves:
+                run.saver.save(cursor)
+            if exports:
+                write_hf(run, cursor)
     if stopping:
-        save_and_stop(run, cursor)
+        raise run.stop.all_stopped(cursor)
 
 
-def save_now(run: Run, cursor: Cursor) -> None:
-    """Save the learner, durably, unless it is saved at `cursor`, where the run will resume. Collective."""
-    run.saver.wait()
-    if not any(run.world.any_rank(run.is_main and newest_cursor(run.directory.checkpoints) == cursor)):
-        with run.log.phase("save", cursor.stage):
-            run.saver.save(cursor)
-        run.saver.wait()
+def write_hf(run: Run, cursor: Cursor) -> None:
+    """Write the policy to `hf/`, in place of an earlier one; training continues once it is copied. Collective.
 
-
-def save_and_stop(run: Run, cursor: Cursor, kept: str = "") -> NoReturn:
-    """`save_now`, and raise Stopped. Collective.
-
-    `kept` says what else is kept or dropped.
+    Engine-only processes sample from it. Raises UserError when something else has come to lie there.
     """
-    save_now(run, cursor)
-    raise run.stop.stopped(f"{kept}the learner is saved at update {cursor.updates} of the run")
+    check_own_hf(run)
+    notes = {MARK: mark(run.record, asdict(cursor))}
+    run.saver.save_hf(run.recipe.model.directory, run.directory.hf, notes)
 
 
-@contextmanager
-def profiled(run: Run, cursor: Cursor) -> Iterator[None]:
-    """Record the update inside where the recipe asks for it, on every rank; it takes longer than others.
-
-    The trace is for chrome://tracing or Perfetto.
-    """
-    if cursor.updates not in run.recipe.track.profile_updates:
-        yield
-        return
-    path = run.directory.trace(cursor.updates, run.world.ranks.rank)
-    path.parent.mkdir(exist_ok=True)
-    with profile(activities=list(supported_activities() & {ProfilerActivity.CPU, ProfilerActivity.CUDA})) as found:
-        yield
-    found.export_chrome_trace(str(path))
-    run.display.say(f"the profile of update {cursor.updates} is in {path.parent}")
+def check_own_hf(run: Run) -> None:
+    """UserError on every rank unless the run may replace its `hf/`. Collective."""
+    refusal = ""
+    if run.is_main:
+        try:
+            check_hf(run.directory.path)
+        except UserError as error:
+            refusal = f"{error}; the checkpoint is not written, and the same command then writes it"
+    if refusal := run.world.broadcast(refusal):
+        raise UserError(refusal)

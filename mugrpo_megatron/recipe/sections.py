@@ -204,12 +204,10 @@ class ScheduleSection(Section):
     updates."""
     max_vetoed: float = Field(1.0, gt=0.0, le=1.0, json_schema_extra=changes("method"))
     """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
-    prefetch: int = Field(0, ge=0, json_schema_extra=changes("branch"))
-    """Updates before a stage's end at which the next stage's sampling begins, by `mugrpo generate --engine-only
-    --follow` processes; its responses are this many updates staler. 0 samples after the stage has ended; at most µ x
-    passes."""
-    prefetch_patience_s: float = Field(1800.0, gt=0.0, le=30 * 86_400.0, json_schema_extra=changes("work"))
-    """Seconds without a new group of a prefetched stage after which a waiting learner saves and exits."""
+    max_sample_age: int = Field(0, ge=0, json_schema_extra=changes("branch"))
+    """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
+    weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
+    With 0 every stage is sampled with the weights at its start; at most µ x passes."""
 
     @field_validator("stages")
     @classmethod
@@ -218,9 +216,9 @@ class ScheduleSection(Section):
             raise ValueError(f"is above {MOST_NUMBERED:,}: its stages could not be numbered")
         return value
 
-    @field_validator("prefetch")
+    @field_validator("max_sample_age")
     @classmethod
-    def _check_prefetch(cls, value: int, info: ValidationInfo) -> int:
+    def _check_sample_age(cls, value: int, info: ValidationInfo) -> int:
         data = info.data
         if value > data.get("updates_per_stage", value) * data.get("passes", 1):
             raise ValueError("is above updates_per_stage x passes, the updates of the stage before")

@@ -103,7 +103,7 @@ def staleness(update: Row) -> int:
 
 
 def sampled_early(updates: Iterable[Row]) -> dict[int, int]:
-    """Stage -> updates before its start at which its responses were sampled (`schedule.prefetch`)."""
+    """Stage -> updates before its start at which its responses were sampled (`schedule.max_sample_age`)."""
     return {row["stage"]: staleness(row) - row["age"] for row in updates}
 
 

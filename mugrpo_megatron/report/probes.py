@@ -30,7 +30,7 @@ class Followed:
     log_ratio: np.ndarray
     """float32 [A, R]: log of the learner's over the behaviour probability."""
     early: int = 0
-    """Updates before the stage's start at which it was sampled: `schedule.prefetch`."""
+    """Updates before the stage's start at which it was sampled: `schedule.max_sample_age`."""
 
     @property
     def staleness(self) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from mugrpo_megatron.run.record import (
     with_model,
     write_record,
 )
-from mugrpo_megatron.stages.logprobs import sums
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 
@@ -44,10 +44,10 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
     of = RunDirectory(source)
     recipe = with_model(recipe, run_dir=source)
     origin, taken = _check(recipe, of, stage)
-    begun = Branch(str(source.resolve()), stage, origin.run)
+    start_of = Branch(str(source.resolve()), stage, origin.run)
     with open_directory(recipe) as directory:
         record = claim(directory.path, hub_model(recipe), begun_weights(recipe))
-        if _is_branch(directory.path, record, begun):
+        if _is_branch(directory.path, record, start_of):
             return
         _link(
             of.stage(stage),
@@ -58,13 +58,13 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
-        write_record(directory.path, replace(record, branch=begun))
+        write_record(directory.path, replace(record, branch=start_of))
 
 
 def _of_other_routes(recipe: Recipe, source: Recipe, logprobs: Path) -> list[str]:
     """Names of the behaviour logprobs' files, if the source computed them with other experts than the branch takes."""
     same = source.learner.routing_replay == recipe.learner.routing_replay
-    return [] if same else [logprobs.name, sums(logprobs).name]
+    return [] if same else [logprobs.name, LogprobColumn(logprobs, {}).index.name]
 
 
 def stage_to_take(source: Path, stage: int | None) -> int:
@@ -86,9 +86,9 @@ def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
     return _check(recipe, RunDirectory(source), stage)[0]
 
 
-def _is_branch(directory: Path, record: Record, wanted: Branch) -> bool:
+def _is_branch(directory: Path, record: Record, expected: Branch) -> bool:
     """Whether the directory's run is the branch already; UserError when it is another run, and one that has begun."""
-    if record.branch == wanted:
+    if record.branch == expected:
         return True
     if record.branch:
         raise UserError(
@@ -120,15 +120,15 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
     check_logprobs(store, recipe)
     if published:
         check_start(published, recipe)
-    begun = read_record(recipe.run.dir)
-    if begun is None or begun.branch is None:  # one that has begun goes on as it began
+    present = read_record(recipe.run.dir)
+    if present is None or present.branch is None:  # one that has begun goes on as it began
         _check_length(recipe, taken, start, store.updates)
     hidden = tuple(published.hidden) if published else ()
     changed = [key for key in differing(taken, recipe) if not (Recipe.changes_of(key) or key.startswith(hidden))]
     if changed:
         raise UserError(f"a branch cannot change {', '.join(changed)}; take these keys from {source.recipe}")
-    if begun is not None:
-        _is_branch(recipe.run.dir, begun, Branch(str(source.path.resolve()), stage, origin.run))
+    if present is not None:
+        _is_branch(recipe.run.dir, present, Branch(str(source.path.resolve()), stage, origin.run))
     return origin, taken
 
 
@@ -159,20 +159,20 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     return origin, Cursor(**state["cursor"])
 
 
-def _check_length(recipe: Recipe, source: Recipe, start: Cursor, held: int) -> None:
+def _check_length(recipe: Recipe, source: Recipe, start: Cursor, stage_updates: int) -> None:
     """Raise UserError when the branch's own stages and passes end it before it has taken every pass of the stage.
 
     The updates before the stage are the source's: with fewer stages or passes than it had, none may be left.
     """
-    schedule, wanted = recipe.schedule, held * recipe.schedule.passes
-    left = start.stage_length(schedule, held)
+    schedule, needed = recipe.schedule, stage_updates * recipe.schedule.passes
+    remaining = start.stage_length(schedule, stage_updates)
     changed = (schedule.stages, schedule.passes) != (source.schedule.stages, source.schedule.passes)
-    if changed and left < wanted:
-        fitting = math.ceil((start.updates + wanted) / schedule.updates_on_stage)
+    if changed and remaining < needed:
+        fitting = math.ceil((start.updates + needed) / schedule.updates_on_stage)
         raise UserError(
             f"stage {start.stage} begins after {start.updates:,} updates, and schedule.stages = {schedule.stages} with "
-            f"passes = {schedule.passes} is {schedule.total_updates:,} in all, which leaves {max(left, 0):,} of the "
-            f"{wanted:,} that the stage is for; set schedule.stages to {fitting} or more"
+            f"passes = {schedule.passes} is {schedule.total_updates:,} in all, which leaves {max(remaining, 0):,} of "
+            f"the {needed:,} that the stage is for; set schedule.stages to {fitting} or more"
         )
 
 
@@ -208,9 +208,9 @@ def _empty(directory: Path) -> None:
 
 def _check_commit(recipe: Recipe, record: Record, source: Path) -> None:
     """UserError when the branch would begin with another commit of a model of the hub than the run of `record` did."""
-    begun, now = record.model, hub_model(recipe)
-    if begun and now and begun.name == now.name and begun.commit != now.commit:
+    first, now = record.model, hub_model(recipe)
+    if first and now and first.name == now.name and first.commit != now.commit:
         raise UserError(
-            f"{source} began with {begun.name} at {begun.commit}, and model.revision now stands for {now.commit}; "
-            f"begin the branch with --set model.revision={begun.commit}"
+            f"{source} began with {first.name} at {first.commit}, and model.revision now stands for {now.commit}; "
+            f"begin the branch with --set model.revision={first.commit}"
         )

@@ -24,11 +24,12 @@ from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.pinned import Staging
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.stopping import AllStopped, Stopped
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.hf import gather_hf, save_hf
 
@@ -139,11 +140,25 @@ class Saver:
 
 
 @contextmanager
-def open_saver(learner: Learner, directory: Path, section: CheckpointSection, run: str) -> Iterator[Saver]:
-    """A saver whose last save is durable when the block ends, also by Stopped; after an error it waits `GRACE_S`."""
+def open_saver(
+    learner: Learner, directory: Path, section: CheckpointSection, run: str, log: MetricLog
+) -> Iterator[Saver]:
+    """A saver whose last save is durable when the block ends, also by Stopped; after an error it waits `GRACE_S`.
+
+    Where all ranks have stopped together, the learner is saved where the run will resume.
+    """
     saver = Saver(learner, directory, section, run)
     try:
         yield saver
+    except AllStopped as stopped:
+        saver.wait()
+        newest = [learner.ranks.rank == 0 and newest_cursor(directory)]
+        dist.broadcast_object_list(newest)
+        if newest[0] != stopped.cursor:
+            with log.phase("save", stopped.cursor.stage):
+                saver.save(stopped.cursor)
+            saver.wait()
+        raise
     except Stopped:
         saver.wait()
         raise
@@ -166,10 +181,10 @@ def restore_newest(learner: Learner, directory: Path, record: Record, say: Calla
         for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):  # of a save or a removal that was killed
             shutil.rmtree(leftover)
         remove_leftovers(directory, CHECKPOINTS)
-    found = [named(directory) if is_main else []]
-    dist.broadcast_object_list(found)
+    candidates = [named(directory) if is_main else []]
+    dist.broadcast_object_list(candidates)
     damaged: list[tuple[Path, str]] = []
-    for candidate in reversed(found[0]):
+    for candidate in reversed(candidates[0]):
         damage = checkpoint.find_damage(learner, candidate)
         if damage is None:
             break

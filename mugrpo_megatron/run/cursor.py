@@ -13,7 +13,7 @@ class Cursor:
     """The next optimizer update: `age` of stage `stage`.
 
     `age` counts the updates already taken on the stage's responses, so it is also how stale they are, but for those
-    that were sampled before the stage began (`schedule.prefetch`). Each of the stage's µ updates is taken
+    that were sampled before the stage began (`schedule.max_sample_age`). Each of the stage's µ updates is taken
     `schedule.passes` times. A run is finished after S µ x passes updates; where stages end early, it takes more than S
     stages to get there.
     """
@@ -32,9 +32,9 @@ class Cursor:
         """Updates that the stage's responses are generated for: the stage's length, or the run's remaining ones."""
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
-    def stage_length(self, schedule: ScheduleSection, held: int) -> int:
+    def stage_length(self, schedule: ScheduleSection, sampled: int) -> int:
         """Updates taken on a stage that holds the responses of `held`: all of its passes, or the run's remaining."""
-        return min(held * schedule.passes, schedule.total_updates - self._before_stage)
+        return min(sampled * schedule.passes, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
         """Positions in the run's prompt order that the stage samples: they start where the last stage's ended.
@@ -44,38 +44,33 @@ class Cursor:
         start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
 
-    def advanced(self, schedule: ScheduleSection, held: int, exhausted: bool = False) -> Cursor:
+    def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False) -> Cursor:
         """The cursor after one more update on a stage that holds the responses of `held` updates.
 
         The stage ends with its last update, or early with `exhausted`.
         """
-        if exhausted or self.age + 1 >= self.stage_length(schedule, held):
-            repeated = max(0, self.age + 1 - held)
+        if exhausted or self.age + 1 >= self.stage_length(schedule, sampled):
+            repeated = max(0, self.age + 1 - sampled)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
         return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated)
 
-    def next_stage(self, schedule: ScheduleSection, held: int) -> Cursor:
+    def next_stage(self, schedule: ScheduleSection, sampled: int) -> Cursor:
         """The start of the stage after this one, which holds the responses of `held` updates and ends with its last."""
-        length = self.stage_length(schedule, held)
-        return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - held))
+        length = self.stage_length(schedule, sampled)
+        return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - sampled))
 
-    def offers(self, schedule: ScheduleSection, held: int) -> Cursor | None:
-        """The start of the next stage, if the weights at this cursor may sample it: `schedule.prefetch`; else None.
+    def samples_next(self, schedule: ScheduleSection) -> bool:
+        """Whether the weights here are the first that may sample the next stage: `schedule.max_sample_age`.
 
-        They may from that many updates before the stage's end on, from its start where it is shorter.
+        They are of that many updates before the stage's end, or of its start where it is shorter.
         """
-        following = self.next_stage(schedule, held)
-        due = following.updates - self.updates <= schedule.prefetch
-        return following if due and not following.finished(schedule) else None
+        length = self.stage_length(schedule, self.stage_updates(schedule))
+        last = self._before_stage + length >= schedule.total_updates
+        return not last and length - self.age == min(schedule.max_sample_age, length) > 0
 
-    def begins_offer(self, schedule: ScheduleSection, held: int) -> bool:
-        """Whether this is the first cursor of the stage at which `offers` names the next one."""
-        left = self.stage_length(schedule, held) - self.age
-        return left == schedule.prefetch or (self.age == 0 and left < schedule.prefetch)
-
-    def of_stage(self, schedule: ScheduleSection, held: int) -> float:
+    def of_stage(self, schedule: ScheduleSection, sampled: int) -> float:
         """The part of the stage's updates that are taken, from 0 to below 1."""
-        return self.age / self.stage_length(schedule, held)
+        return self.age / self.stage_length(schedule, sampled)
 
     def due(self, every: int) -> bool:
         """Whether a multiple of `every` updates of the stage are taken; False for `every` = 0 and at a stage's ends."""

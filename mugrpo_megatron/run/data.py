@@ -76,14 +76,14 @@ def _told_with_place(problem: Problem) -> list[object]:
     return [problem.id, *_told(problem)]
 
 
-def _fingerprint(problems: Problems, told: Callable[[Problem], list[object]]) -> Fingerprint:
-    return {"train": sums_by_set(problems.train, told), "held-out": sums_by_set(problems.held_out, told)}
+def _fingerprint(problems: Problems, fields: Callable[[Problem], list[object]]) -> Fingerprint:
+    return {"train": sums_by_set(problems.train, fields), "held-out": sums_by_set(problems.held_out, fields)}
 
 
-def sums_by_set(problems: Sequence[Problem], told: Callable[[Problem], list[object]] = _told) -> dict[str, str]:
+def sums_by_set(problems: Sequence[Problem], fields: Callable[[Problem], list[object]] = _told) -> dict[str, str]:
     """A set's name -> SHA-256 of its problems, with their rows and their order."""
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
-        line = json.dumps(told(problem))
+        line = json.dumps(fields(problem))
         sums.setdefault(problem.source, hashlib.sha256()).update(f"{line}\n".encode())
     return {name: whole.hexdigest() for name, whole in sums.items()}

@@ -61,10 +61,14 @@ class RunDirectory:
     def stage(self, stage: int) -> Path:
         return self.path / "stages" / f"{stage:05d}"
 
+    def stage_lock(self, stage: int) -> Path:
+        """Held by processes that generate the stage ahead of the learner, which waits for them."""
+        return self.path / "stages" / f"{stage:05d}.lock"
+
     def stages(self) -> dict[int, Path]:
         """The directories of stages, by number; others next to them, such as a backup, are left out."""
-        found = sorted((self.path / "stages").glob("[0-9]" * 5))
-        return {int(path.name): path for path in found if path.is_dir()}
+        paths = sorted((self.path / "stages").glob("[0-9]" * 5))
+        return {int(path.name): path for path in paths if path.is_dir()}
 
     def poisoned(self, stage: int, age: int) -> Path:
         """The batch of the update that ended the run, the last of too many skipped ones."""
@@ -215,8 +219,8 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     # Where stages grow, their lengths depend on their number.
     longer = {"schedule.stages"} if new.schedule.growth == 1.0 else set()
     if wrong := sorted(set(differing(load_recipe(directory.recipe), new)) - longer):
-        begun = directory.stages() or any(directory.checkpoints.glob("stage*"))
-        way = "resume with the recipe it holds" if begun else "remove this one, in which nothing was generated"
+        has_work = directory.stages() or any(directory.checkpoints.glob("stage*"))
+        way = "resume with the recipe it holds" if has_work else "remove this one, in which nothing was generated"
         keys = ", ".join(wrong)
         raise UserError(
             f"{directory.path} belongs to a run with other values of {keys}; choose another run.dir, or {way}"

@@ -71,8 +71,8 @@ def check_start(published: Published, recipe: Recipe) -> None:
     """Raise UserError when `model.path` has other weights than those that sampled the published stage 0."""
     if published.stage:
         return  # its weights are in its checkpoint
-    found = weight_sums(recipe.model.directory)
-    if found != published.weights:
+    sums = weight_sums(recipe.model.directory)
+    if sums != published.weights:
         raise UserError(
             f"model.path = {recipe.model.path} has other weights than {published.model}"
             f"{f' at revision {published.revision}' if published.revision else ''}, which sampled the published stage; "

@@ -90,8 +90,8 @@ def read_record(run_dir: Path) -> Record | None:
     try:
         body = read_sealed(path, "run")
         branch, model = body["branch"], body.get("model")
-        begun = Branch(**branch) if branch else None, HubModel(**model) if model else None
-        return Record(body["id"], *begun, body.get("weights", ""))
+        origin = Branch(**branch) if branch else None, HubModel(**model) if model else None
+        return Record(body["id"], *origin, body.get("weights", ""))
     except (OSError, ValueError, TypeError, KeyError):
         raise UserError(f"{path}: damaged, so this run cannot be identified; restore the file from a copy") from None
 
@@ -164,16 +164,10 @@ def check_hf(run_dir: Path) -> None:
         raise UserError(f"{hf / foreign[0]} was not written by this run, which replaces {hf}; move it elsewhere")
 
 
-def mark(
-    record: Record, cursor: Mapping[str, int] | None = None, samples: Mapping[str, int] | None = None
-) -> dict[str, Any]:
-    """The content of `MARK`: the run, the model of the hub that it started from, and the cursor of these weights.
-
-    `samples` is the start of the later stage that these weights sample, where `schedule.prefetch` asks for that.
-    """
+def mark(record: Record, cursor: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """The content of `MARK`: the run, the model of the hub that it started from, and the cursor of these weights."""
     from_hub = {"model": asdict(record.model)} if record.model else {}
-    places = {"cursor": cursor, "samples": samples}
-    return {"run": record.id, **from_hub} | {name: dict(place) for name, place in places.items() if place}
+    return {"run": record.id, **from_hub} | ({"cursor": dict(cursor)} if cursor else {})
 
 
 def _real(path: Path) -> Path:
@@ -235,8 +229,8 @@ def check_begun(record: Record, recipe: Recipe, what: str) -> None:
 
 def _placed(recipe: Recipe, name: str, run_dir: Path | None, cached: bool) -> Recipe:
     record = read_record(run_dir) if run_dir else None
-    begun = record.model if record else None
-    revision = begun.commit if begun and begun.name == name else recipe.model.revision
+    first = record.model if record else None
+    revision = first.commit if first and first.name == name else recipe.model.revision
     snapshot = download_model(name, revision, cached)
     return recipe.model_copy(update={"model": recipe.model.at(snapshot)})
 
@@ -258,7 +252,7 @@ def own_files(recipe: Recipe) -> dict[str, str]:
     }
     sums = {key: source_sum(name) for key, name in named.items()}
     sums["data.chat_template"] = file_sum(recipe.data.chat_template)
-    return {key: found for key, found in sums.items() if found}
+    return {key: digest for key, digest in sums.items() if digest}
 
 
 def file_sum(path: Path | None) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mugrpo_megatron.checks.preflight import check_run
-from mugrpo_megatron.data.prepare import Problems, prepare
+from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.joined import JoinedEngine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
-from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
+from mugrpo_megatron.engine.placement import EngineSlot, rank_of_environment, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
@@ -22,19 +22,21 @@ from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.systems import BUCKET_BYTES
+from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.generator import Generator, first_start_problem, start
-from mugrpo_megatron.run.prefetch import stage_origin
+from mugrpo_megatron.run.leader import EngineLeader, Engines, first_start_problem, join, meet, sleep_joined, start
+from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening
-from mugrpo_megatron.run.together import join, meet, sleep_joined
 from mugrpo_megatron.run.world import World, open_world, telling_failures
-from mugrpo_megatron.stages.manifest import check_stage
+from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.sync import Bridge, build_bridge
+
+__all__ = ["Cursor", "Engines", "Learner", "Run", "open_run"]
 
 
 @dataclass(frozen=True)
@@ -87,109 +89,182 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Engines:
-    """What a rank needs to sync all engines and to run its own."""
+class Files:
+    """A run's directory, open, before there is a learner."""
 
-    bridge: Bridge
-    """Carries the learner's weights to the engines."""
-    generator: Generator | None
-    """None on a rank that leads no engine."""
-    joined: JoinedEngine | None = None
-    """What this rank runs of an engine that a rank of another node leads."""
-
-    @property
-    def own(self) -> Engine | JoinedEngine | None:
-        """What this rank runs of an engine."""
-        return self.generator.engine if self.generator else self.joined
+    directory: RunDirectory
+    record: Record | None
+    """On the main rank."""
+    log: MetricLog
+    display: Display
+    stop: StopRequest
 
     @property
-    def writer(self) -> int:
-        """This rank's writer number in a stage store: its engine's number."""
-        return self.generator.slot.number if self.generator else 0
+    def checkpoints(self) -> Path:
+        return self.directory.checkpoints
 
 
 @contextmanager
 def open_run(
-    recipe: Recipe, generates: bool = True, found: Problems | None = None, ahead: HostProcess | None = None
+    recipe: Recipe, problems: Problems | None = None, warm_host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
     """Check what can be checked before anything starts, start engines and learner, resume at the newest checkpoint.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    With `generates` false there is neither engine nor verifier, and no problems are read; `found` are the problems if
-    `check_run` has read them before, `ahead` the engine's process if it was started before (`engine.ahead`).
+    `problems` are those that `check_run` has read, `warm_host` the engine's process (`engine.ahead`), where a command
+    has done that before. With `generates` false there is neither engine nor verifier, and no problems are read.
     Raises UserError before any process starts when the model, the data or the layout cannot work.
     """
-    is_main = rank_of_environment() == 0
-    if found is None:  # read on rank 0 of a run that generates
-        recipe, found = check_run(recipe, generates=generates)
-    cuda = runs_on_cuda(recipe)
-    if cuda and generates:
+    if problems is None:  # read on rank 0 of a run that generates
+        recipe, problems = check_run(recipe, generates=generates)
+    prepared = prepared_problems(recipe, problems) if generates else None
+    with open_files(recipe, problems) as files, ExitStack() as stack:
+        with starting(files):
+            seat = stack.enter_context(open_seat(recipe, files, warm_host)) if generates else None
+            learner, world = stack.enter_context(open_learner(recipe, files, seat))
+            record = world.broadcast(files.record)
+            assert record
+            cursor = restore(learner, files.directory, record, files.log, files.display)
+            saver = stack.enter_context(open_saver(learner, files.checkpoints, recipe.checkpoint, record.id, files.log))
+            engines = stack.enter_context(open_engines(learner, world, files, seat, prepared))
+        greet(files, cursor, recipe, prepared)
+        with telling_failures(learner.ranks):
+            yield Run(recipe, files.directory, world, files.log, files.display, saver, record), learner, engines, cursor
+
+
+def prepared_problems(recipe: Recipe, problems: Problems | None) -> PreparedData | None:
+    """The problems with their prompts, on the rank that has read them."""
+    if runs_on_cuda(recipe):
         check_allocator()
-    slot = slot_of_environment(recipe.engine, cuda) if generates else None
-    tokenizer = load_tokenizer(recipe.model.directory)
-    problems = prepare(recipe.data, recipe.reward, tokenizer, found) if is_main and generates else None
+    return prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems) if problems else None
+
+
+@contextmanager
+def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
+    """The run's directory and log, held by the main rank, and what the run shows and hears."""
+    is_main = rank_of_environment() == 0
     with ExitStack() as stack:
         directory = stack.enter_context(open_directory(recipe)) if is_main else RunDirectory(recipe.run.dir)
         record = read_record(directory.path) if is_main else None
-        standing = newest_cursor(directory.checkpoints)
-        if is_main and found:
-            record_data(directory.path, found)
+        cursor = newest_cursor(directory.checkpoints)
+        if is_main and problems:
+            record_data(directory.path, problems)
         if record:
-            origin = stage_origin(directory, record, standing, recipe.schedule)
-            check_stage(directory.stage(standing.stage), origin)
-            check_stage_held(directory, standing)
-            if (stage := StageStore(directory.stage(standing.stage), 0, origin)).sealed:
-                stage.remove_merged()
-        tracked = open_log(
+            check_current_stage(directory, stage_origin(directory, record, cursor, recipe.schedule), cursor)
+        log = open_log(
             directory.path,
             recipe.track,
-            updates_done=standing.updates,
+            updates_done=cursor.updates,
             run_id=record.id if record else "",
             config=recipe.model_dump(mode="json"),
             write=is_main,
         )
-        log = stack.enter_context(tracked)
-        display = stack.enter_context(open_display(show=is_main))
-        stop = stack.enter_context(listening(is_main))
-        with log.phase("start", 0), stop.at_once("the run was still starting, and what it has on disk is as it was"):
-            leads = slot if slot and slot.leads_engine else None
-            early = leads is not None and not cuda and recipe.engine.nodes == 1
-            equipment = start(recipe, directory.logs, leads, stack, stop.heard, ahead) if leads and early else None
-            with display.waiting(f"building the learner{', the engine loads' if equipment else ''}"):
-                learner = build_learner(recipe)
-            stack.enter_context(joined(learner.ranks))
-            stack.enter_context(named_phase(learner.ranks))
-            world = open_world(learner.ranks, recipe.run.collective_timeout_s, slot.engines if slot else 0, stop)
-            stack.callback(stop.leave)
-            record = world.broadcast(record)
-            assert record is not None
+        with log as opened, open_display(show=is_main) as display, listening(is_main) as stop:
+            yield Files(directory, record, opened, display, stop)
 
-            cursor = restore(learner, directory, record, log, display)
-            saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id))
-            bridge = bridge_of(learner)
-            read = world.broadcast(problems)
-            if slot and (cuda or recipe.engine.nodes > 1):
-                for part in PARTS:
-                    offload(learner, part)
-                world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
-                equipment = start(recipe, directory.logs, leads, stack, stop.heard) if leads else None
-            generator = Generator(*equipment, tokenizer, read) if equipment and read else None
-            engines = Engines(bridge, generator, join(recipe, directory.logs, slot, stack) if slot else None)
-            if slot and recipe.engine.nodes > 1:
+
+def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
+    """UserError when the stage at which the run stands is not its own, or not whole where updates were taken on it."""
+    check_stage(directory.stage(cursor.stage), origin)
+    check_stage_held(directory, cursor)
+    if (stage := StageStore(directory.stage(cursor.stage), 0, origin)).sealed:
+        stage.remove_merged()
+
+
+@contextmanager
+def starting(files: Files) -> Iterator[None]:
+    """The phase in which a request to stop ends the run at once."""
+    on_disk = "the run was still starting, and what it has on disk is as it was"
+    with files.log.phase("start", 0), files.stop.at_once(on_disk):
+        yield
+
+
+@dataclass
+class Seat:
+    """This rank's place in an engine, and what it leads of it once that is started."""
+
+    recipe: Recipe
+    files: Files
+    slot: EngineSlot
+    started: tuple[EngineSlot, Engine, Verifier] | None = None
+
+    def start(self, stack: ExitStack, warm_host: HostProcess | None = None) -> None:
+        """Start the engine, if this rank leads one; it loads while this returns, and `stack` ends it."""
+        if self.slot.leads_engine:
+            logs, stop = self.files.directory.logs, self.files.stop
+            self.started = start(self.recipe, logs, self.slot, stack, stop.heard, warm_host)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
+        return runs_on_cuda(self.recipe) or self.recipe.engine.nodes > 1
+
+
+@contextmanager
+def open_seat(recipe: Recipe, files: Files, warm_host: HostProcess | None) -> Iterator[Seat]:
+    """This rank's place; its engine is started, unless it has to wait for the learner."""
+    with ExitStack() as stack:
+        seat = Seat(recipe, files, slot_of_environment(recipe.engine, runs_on_cuda(recipe)))
+        if not seat.waits:
+            seat.start(stack, warm_host)
+        yield seat
+
+
+@contextmanager
+def open_learner(recipe: Recipe, files: Files, seat: Seat | None) -> Iterator[tuple[Learner, World]]:
+    """The learner, and the world of the ranks that its process groups connect. Collective."""
+    with ExitStack() as stack:
+        loads = seat is not None and seat.started is not None
+        with files.display.waiting(f"building the learner{', the engine loads' if loads else ''}"):
+            learner = build_learner(recipe)
+        stack.enter_context(joined(learner.ranks))
+        stack.enter_context(named_phase(learner.ranks))
+        engines = seat.slot.engines if seat else 0
+        world = open_world(learner.ranks, recipe.run.collective_timeout_s, engines, files.stop)
+        stack.callback(files.stop.leave)
+        yield learner, world
+
+
+@contextmanager
+def open_engines(
+    learner: Learner, world: World, files: Files, seat: Seat | None, problems: PreparedData | None
+) -> Iterator[Engines]:
+    """The engines, started and asleep, with the devices given back to the learner. Collective."""
+    bridge, problems = bridge_of(learner), world.broadcast(problems)
+    with ExitStack() as stack:
+        engines = Engines(bridge, None)
+        if seat:
+            if seat.waits:
+                give_devices(learner, world)
+                seat.start(stack)
+            recipe, logs = learner.recipe, files.directory.logs
+            if seat.started and problems:
+                tokenizer = load_tokenizer(recipe.model.directory)
+                engines.leader = EngineLeader(*seat.started, tokenizer, problems)
+            engines.joined = join(recipe, logs, seat.slot, stack)
+            if recipe.engine.nodes > 1:
                 meet(world, engines.own)
-            with display.waiting(f"waiting for the engine, see {directory.logs}") if generates else nullcontext():
-                first_start(generator, world)
-            hand_over(engines, learner, world)
-        if cursor != Cursor():
-            total = recipe.schedule.total_updates
-            display.say(f"{directory.path} continues after {cursor.updates:,} of {total:,} updates")
-        for note in problems.notes if problems else ():
-            display.say(note)
-        if note := sampling_note(recipe) if problems else "":
-            display.say(note)
-        run = Run(recipe, directory, world, log, display, saver, record)
-        with telling_failures(learner.ranks):
-            yield run, learner, engines, cursor
+            with files.display.waiting(f"waiting for the engine, see {logs}"):
+                first_start(engines.leader, world)
+        hand_over(engines, learner, world)
+        yield engines
+
+
+def give_devices(learner: Learner, world: World) -> None:
+    """Offload the learner of every rank: an engine spans several ranks' devices. Collective."""
+    for part in PARTS:
+        offload(learner, part)
+    world.barrier()
+
+
+def greet(files: Files, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
+    """Say where the run goes on, and what there is to know of its data and sampling."""
+    if cursor != Cursor():
+        total = recipe.schedule.total_updates
+        files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
+    for note in (*problems.notes, sampling_note(recipe)) if problems else ():
+        if note:
+            files.display.say(note)
 
 
 def restore(learner: Learner, directory: RunDirectory, record: Record, log: MetricLog, display: Display) -> Cursor:
@@ -221,17 +296,17 @@ def hand_over(engines: Engines, learner: Learner, world: World) -> None:
     """After the engines' first start: give the devices to the learner until the first sync. Collective."""
     engine = learner.recipe.engine
     gives = runs_on_cuda(learner.recipe) or engine.between_stages == "sleep"
-    if engines.generator and gives:
-        engines.generator.engine.sleep()
+    if engines.leader and gives:
+        engines.leader.engine.sleep()
     sleep_joined(world, engines.joined if gives else None, engine.nodes)
     reload(learner)
 
 
-def first_start(generator: Generator | None, world: World) -> None:
+def first_start(leader: EngineLeader | None, world: World) -> None:
     """Wait for every engine of the world; UserError on every rank when one of them does not start."""
-    problem = first_start_problem(generator.engine) if generator else ""
+    problem = first_start_problem(leader.engine) if leader else ""
     world.barrier()
-    for rank, found in enumerate(world.gather(problem)):
-        if found:
+    for rank, reason in enumerate(world.gather(problem)):
+        if reason:
             where = f"rank {rank}: " if world.ranks.world > 1 else ""
-            raise UserError(f"{where}{found}")
+            raise UserError(f"{where}{reason}")

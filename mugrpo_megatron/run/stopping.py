@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mugrpo_megatron.run.cursor import Cursor
 
 HEEDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 LOOK_EVERY_S = 1.0
@@ -35,6 +39,14 @@ class Stopped(Exception):
         super().__init__(kept)
         self.code = code
         """Exit code of the command: 130 after Ctrl-C, so that a script does not go on, else 0."""
+
+
+class AllStopped(Stopped):
+    """Every rank has stopped at one place: `checkpoints.open_saver` saves the learner at `cursor` on the way out."""
+
+    def __init__(self, also: str, code: int, cursor: Cursor) -> None:
+        super().__init__(f"{also}the learner is saved at update {cursor.updates} of the run", code)
+        self.cursor = cursor
 
 
 def no_others(tell: bool) -> bool:
@@ -78,7 +90,15 @@ class StopRequest:
 
     def stopped(self, kept: str) -> Stopped:
         """What ends the run, with what it keeps."""
-        return Stopped(kept, 130 if self.interrupted else 0)
+        return Stopped(kept, self._code)
+
+    def all_stopped(self, cursor: Cursor, also: str = "") -> AllStopped:
+        """What ends the run where all ranks agree to stop; `also` says what is kept or dropped, the learner aside."""
+        return AllStopped(also, self._code, cursor)
+
+    @property
+    def _code(self) -> int:
+        return 130 if self.interrupted else 0
 
     @contextmanager
     def at_once(self, kept: str) -> Iterator[None]:

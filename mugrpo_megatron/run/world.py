@@ -62,11 +62,11 @@ class World:
 
     def any_rank(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank: the same answers everywhere."""
-        found = torch.tensor(flags, dtype=torch.int32)
+        answers = torch.tensor(flags, dtype=torch.int32)
         if self.group:
             with named_phase(self.ranks):
-                dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in found]
+                dist.all_reduce(answers, dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in answers]
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""

@@ -28,7 +28,7 @@ DIGITS = "[0-9]" * 5
 """Any number of a shard."""
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
-MERGED = ("shard-*.parquet", OTHER_MANIFESTS, "unfinished-*.npz")
+MERGED = ("shard-*.parquet", OTHER_MANIFESTS)
 """What a sealed stage has no use for."""
 
 
@@ -80,8 +80,8 @@ class Origin:
     """Id of the run that generated it."""
     stage: int
     updates: int
-    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer by
-    `schedule.prefetch`."""
+    """The version of the weights that sampled its responses: optimizer updates before the stage, or fewer where it was
+    generated ahead (`schedule.max_sample_age`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,12 @@ def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
 def _unreadable(path: Path) -> str:
     """What is wrong with a manifest that cannot be read, and the way out."""
     try:
-        found = read_json(path).get("format")
+        version = read_json(path).get("format")
     except UserError:
-        found = None
-    if isinstance(found, int) and found != FORMAT:
+        version = None
+    if isinstance(version, int) and version != FORMAT:
         return (
-            f"the stage has format {found}, and this version reads format {FORMAT} alone; finish the run with the "
+            f"the stage has format {version}, and this version reads format {FORMAT} alone; finish the run with the "
             "version that began it"
         )
     return "damaged, so the stage's contents are unknown; restore it from a copy"
@@ -162,24 +162,17 @@ def check_listed(directory: Path, writer: int) -> None:
         )
 
 
-def origins(directory: Path) -> list[Origin]:
-    """What the stage's manifests say of where it belongs."""
-    names = [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]
-    found = (read_manifest(directory, name).origin for name in names)
-    return [origin for origin in found if origin]
-
-
 def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> None:
     """Raise UserError when the manifest in `directory` names another origin; for None, another stage than its name."""
-    found = manifest.origin
+    origin_here = manifest.origin
     if origin is None:
-        if found and NUMBER.fullmatch(directory.name) and int(directory.name) != found.stage:
-            raise UserError(f"{directory} holds {_described(found)}; give it its right name")
+        if origin_here and NUMBER.fullmatch(directory.name) and int(directory.name) != origin_here.stage:
+            raise UserError(f"{directory} holds {_described(origin_here)}; give it its right name")
         return
-    if found == origin or not (found or manifest.shards or manifest.sealed):
+    if origin_here == origin or not (origin_here or manifest.shards or manifest.sealed):
         return
     raise UserError(
-        f"{directory} holds {_described(found)}, not {_described(origin)}; put the right stage there, or "
+        f"{directory} holds {_described(origin_here)}, not {_described(origin)}; put the right stage there, or "
         f"remove {directory} to generate it again"
     )
 
@@ -240,10 +233,10 @@ def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[
     for index in range(metadata.num_row_groups):
         row_group = metadata.row_group(index)
         chunks = [row_group.column(column) for column in range(row_group.num_columns)]
-        for found, mine in zip(spans, (True, False), strict=True):
+        for part, mine in zip(spans, (True, False), strict=True):
             start = end
             end += sum(
                 chunk.total_compressed_size for chunk in chunks if (chunk.path_in_schema.split(".")[0] in first) is mine
             )
-            found.append(digest(path, start, end))
+            part.append(digest(path, start, end))
     return *spans, digest(path, end)

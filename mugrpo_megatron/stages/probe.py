@@ -93,10 +93,10 @@ def read_probe(directory: Path) -> Probe | None:
         ]
         logprobs = {}
         for path in sorted(directory.glob("age*.parquet")):
-            found = pq.read_table(path, schema=LOGPROBS)["logprobs"].to_pylist()
+            values = pq.read_table(path, schema=LOGPROBS)["logprobs"].to_pylist()
             age = int(path.stem.removeprefix("age"))
-            logprobs[age] = [np.array(own, np.float32) for own in found]
-            if [len(own) for own in found] != [len(one.tokens) for one in responses]:
+            logprobs[age] = [np.array(own, np.float32) for own in values]
+            if [len(own) for own in values] != [len(one.tokens) for one in responses]:
                 raise ValueError(f"{path.name} is of other responses")
     except (OSError, ValueError, TypeError, pa.ArrowException) as error:
         raise UserError(f"{directory} is damaged ({error}); remove it, the report does not need it") from None

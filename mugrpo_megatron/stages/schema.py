@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.samples import Sample
@@ -74,18 +75,18 @@ SHAPE = b"shape"
 
 def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
     """Names of the optional columns that the samples have; ValueError where only some of them have one."""
-    found = {tuple(name for name in OPTIONAL if getattr(sample, name) is not None) for sample in samples}
-    if len(found) > 1:
-        raise ValueError(f"all samples of a stage have the same optional columns, these have {sorted(found)}")
-    return found.pop() if found else ()
+    sets = {tuple(name for name in OPTIONAL if getattr(sample, name) is not None) for sample in samples}
+    if len(sets) > 1:
+        raise ValueError(f"all samples of a stage have the same optional columns, these have {sorted(sets)}")
+    return sets.pop() if sets else ()
 
 
-def check_same_columns(directory: Path, columns: Sequence[str], asked: tuple[str, ...]) -> None:
+def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, ...]) -> None:
     """UserError when new groups have other optional columns than the stage in `directory`; `columns` are all of its."""
-    found = tuple(name for name in OPTIONAL if name in columns)
-    if found != asked:
+    present = tuple(name for name in OPTIONAL if name in columns)
+    if present != new:
         raise UserError(
-            f"{directory}: the groups on disk have the optional columns {list(found)}, the new ones {list(asked)}; "
+            f"{directory}: the groups on disk have the optional columns {list(present)}, the new ones {list(new)}; "
             "take the recipe's keys that the stage was begun with, or remove the directory to generate the stage again"
         )
 
@@ -103,16 +104,16 @@ def schema(samples: Sequence[Sample]) -> pa.Schema:
     return pa.schema(fields)
 
 
-def training_columns(found: pa.Schema) -> list[str]:
+def training_columns(stored: pa.Schema) -> list[str]:
     """The columns of a stage's file that training reads."""
-    return [name for name in found.names if name not in TOLD]
+    return [name for name in stored.names if name not in TOLD]
 
 
 def to_table(samples: Sequence[Sample]) -> pa.Table:
     """Samples as an Arrow table of `schema(samples)`; `samples` must not be empty."""
-    found = schema(samples)
+    fields = schema(samples)
     return pa.Table.from_arrays(
-        [_column([getattr(sample, field.name) for sample in samples], field.type) for field in found], schema=found
+        [_column([getattr(sample, field.name) for sample in samples], field.type) for field in fields], schema=fields
     )
 
 
@@ -151,3 +152,65 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
     offsets = lists.offsets.to_numpy().tolist()
     arrays = [values[start:end] for start, end in pairwise(offsets)]
     return [array.reshape(-1, *inner) for array in arrays] if inner else arrays
+
+
+class StageStatistics:
+    """Running sums over the updates of a stage; memory does not grow with the stage."""
+
+    def __init__(self) -> None:
+        self._responses = 0
+        self._groups = 0
+        self._reward = 0.0
+        self._tokens = 0
+        self._longest = 0
+        self._truncated = 0
+        self._without_variance = 0
+        self._components: dict[str, list[float]] = {}
+        """Name -> sum and count."""
+
+    def add(self, table: pa.Table) -> None:
+        """Add the rows of one update; the rows of a group are consecutive."""
+        groups = table["group"].to_numpy()
+        rewards = table["reward"].to_numpy()
+        lengths = pc.list_value_length(table["response_ids"]).to_numpy()
+        starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
+        spread = np.maximum.reduceat(rewards, starts) - np.minimum.reduceat(rewards, starts)
+        self._responses += len(rewards)
+        self._groups += len(starts)
+        self._reward += float(rewards.sum())
+        self._tokens += int(lengths.sum())
+        self._longest = max(self._longest, int(lengths.max()))
+        self._truncated += table["finish_reason"].to_pylist().count("length")
+        self._without_variance += int((spread == 0).sum())
+        components = ({one["name"]: one["value"] for one in row} for row in table["components"].to_pylist())
+        for name, values in by_name(components).items():
+            total = self._components.setdefault(name, [0.0, 0.0])
+            total[0] += sum(values)
+            total[1] += len(values)
+
+    def result(self) -> dict[str, float]:
+        """Means over responses, fractions of responses and of groups, token counts."""
+        return {
+            "responses": self._responses,
+            "reward_mean": self._reward / self._responses,
+            "response_length_mean": self._tokens / self._responses,
+            "response_length_max": self._longest,
+            "generated_tokens": self._tokens,
+            "truncated_fraction": self._truncated / self._responses,
+            "zero_variance_fraction": self._without_variance / self._groups,
+            **{f"reward/{name}": total / count for name, (total, count) in self._components.items()},
+        }
+
+
+def component_means(components: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics `reward/NAME`: the mean of each part of the rewards over the responses that have it."""
+    return {f"reward/{name}": sum(values) / len(values) for name, values in by_name(components).items()}
+
+
+def by_name(components: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of each part of the rewards, over the responses that have it."""
+    values_of: dict[str, list[float]] = {}
+    for one in components:
+        for name, value in one.items():
+            values_of.setdefault(name, []).append(value)
+    return values_of

@@ -11,7 +11,7 @@ from typing import IO, Final
 import pyarrow.parquet as pq
 
 from mugrpo_megatron.samples import HeldRoutes, Sample
-from mugrpo_megatron.stages.route_column import add_routes
+from mugrpo_megatron.stages.routes import add_routes
 from mugrpo_megatron.stages.schema import to_table
 
 SHARD_TOKENS = 1 << 20
@@ -42,8 +42,7 @@ class Waiting:
         self.groups.append(group)
         self.tokens += _tokens(group)
         self.responses += len(group)
-        held = (sample.routes for sample in group)
-        self.routes += sum(routes.experts.nbytes for routes in held if isinstance(routes, HeldRoutes))
+        self.routes += sum(one.routes.experts.nbytes for one in group if isinstance(one.routes, HeldRoutes))
 
     @property
     def due(self) -> bool:
@@ -62,14 +61,14 @@ def write_shard(file: IO[bytes], groups: Sequence[list[Sample]]) -> None:
 
 def _parts(groups: Sequence[list[Sample]]) -> Iterator[list[Sample]]:
     part: list[Sample] = []
-    held = 0
+    size = 0
     for group in groups:
         tokens = _tokens(group)
-        if part and held + tokens > ROW_GROUP_TOKENS:
+        if part and size + tokens > ROW_GROUP_TOKENS:
             yield part
-            part, held = [], 0
+            part, size = [], 0
         part.extend(group)
-        held += tokens
+        size += tokens
     yield part
 
 

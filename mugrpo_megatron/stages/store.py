@@ -45,20 +45,24 @@ from mugrpo_megatron.stages.manifest import (
     verify,
     write_manifest,
 )
-from mugrpo_megatron.stages.route_column import take_routes, without_routes
-from mugrpo_megatron.stages.routes import routes_path, with_routes, write_routes
-from mugrpo_megatron.stages.schema import check_same_columns, optional_columns, to_samples, training_columns
+from mugrpo_megatron.stages.routes import route_column, take_routes, with_routes, without_routes
+from mugrpo_megatron.stages.schema import (
+    StageStatistics,
+    check_same_columns,
+    optional_columns,
+    to_samples,
+    training_columns,
+)
 from mugrpo_megatron.stages.shards import COMPRESSION, Waiting, write_shard
-from mugrpo_megatron.stages.summary import StageStatistics
 
 ROW_GROUPS_IN_MEMORY = 32
 """Decoded row groups that sealing keeps: an update's groups finish at different times, so several hold them."""
 
 
-def covering(directory: Path, shards: list[Shard], wanted: set[int]) -> list[Shard]:
+def covering(directory: Path, shards: list[Shard], groups: set[int]) -> list[Shard]:
     """The intact shards; UserError when a damaged shard holds a group that no intact one holds."""
     whole = intact(directory, shards)
-    lost = wanted.difference(*(shard.groups for shard in whole))
+    lost = groups.difference(*(shard.groups for shard in whole))
     for shard in shards:
         if lost.intersection(shard.groups):
             verify(directory / shard.file, shard.whole, "run the same command again to generate its groups again")
@@ -88,11 +92,11 @@ def _places(path: Path, shard: Shard) -> dict[int, tuple[int, int, int]]:
     """The row group, first row and number of rows of each group; no group is in two row groups."""
     layout = pq.read_metadata(path)
     begins = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
-    found = {}
+    places = {}
     for group, rows, end in zip(shard.groups, shard.rows, accumulate(shard.rows), strict=True):
         row_group = bisect_right(begins, end - rows) - 1
-        found[group] = (row_group, end - rows - begins[row_group], rows)
-    return found
+        places[group] = (row_group, end - rows - begins[row_group], rows)
+    return places
 
 
 VISIBLE_SECONDS = 20.0
@@ -157,7 +161,7 @@ class StageStore:
             verify(self.directory / sealed.file, span, REMEDY)
 
     def statistics(self) -> dict[str, float]:
-        """The sealed stage's metrics, as `summary.StageStatistics` defines them."""
+        """The sealed stage's metrics, as `schema.StageStatistics` defines them."""
         return self._sealed().statistics
 
     def present(self) -> set[int]:
@@ -230,15 +234,15 @@ class StageStore:
         self.flush()
         self._open_for_writing()
         named = self._shards()
-        wanted = set(range(updates * prompts_per_update))
-        if missing := sorted(wanted.difference(*(shard.groups for shard in named))):
+        groups = set(range(updates * prompts_per_update))
+        if missing := sorted(groups.difference(*(shard.groups for shard in named))):
             raise ValueError(f"{self.directory} lacks {len(missing)} groups, first {missing[:5]}: it cannot be sealed")
-        shards = covering(self.directory, named, wanted)
+        shards = covering(self.directory, named, groups)
         path = self.directory / SEALED_NAME
-        found = pq.read_schema(self.directory / shards[0].file)
-        schema, of = without_routes(found), dict[str, str]()
+        stored = pq.read_schema(self.directory / shards[0].file)
+        schema, of = without_routes(stored), dict[str, str]()
         statistics = StageStatistics()
-        with write_routes(routes_path(self.directory, "rollout"), of, write=found != schema) as append_routes:
+        with route_column(self.directory, "rollout", of).write(stored != schema) as append_routes:
             with durable_file(path) as file, pq.ParquetWriter(file, schema, compression=COMPRESSION) as writer:
                 for whole in in_order(self.directory, shards, updates, prompts_per_update):
                     table, routes = take_routes(whole)
@@ -246,8 +250,8 @@ class StageStore:
                     statistics.add(table)
                     if routes:
                         append_routes(*routes)
-            row_groups, told, footer = parquet_spans(path, training_columns(schema))
-            final = Sealed(path.name, updates, prompts_per_update, row_groups, told, footer, statistics.result())
+            row_groups, other, footer = parquet_spans(path, training_columns(schema))
+            final = Sealed(path.name, updates, prompts_per_update, row_groups, other, footer, statistics.result())
             of |= of_stage(final.content)
         self._replace([], final)
         self._final = final

@@ -4,8 +4,8 @@
 
 Both are runs on a random Qwen2 of 100k parameters; one by `mugrpo train` alone, the other by `mugrpo train` and, beside
 it on the same machine, `--shares` processes with `--engine-only --follow`. Prints Markdown: seconds by phase of the
-learner's process, and how stale the data of each stage were. Phases lie in one another: an offer's `save` is in
-`optimize`. `generate` of an offered stage is the learner's wait for it.
+learner's process, and how stale the data of each stage were. Phases lie in one another: the `save` of hf/ is in
+`optimize`. `generate` of a stage that others generate is the wait for it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(folder: Path, options: argparse.Namespace, prefetch: int, shares: int) -
     place = folder / f"prefetch-{prefetch}"
     place.mkdir()
     sections = {
-        "schedule": {"stages": options.stages, "updates_per_stage": options.updates, "prefetch": prefetch},
+        "schedule": {"stages": options.stages, "updates_per_stage": options.updates, "max_sample_age": prefetch},
         "rollout": {"prompts_per_update": options.prompts, "responses_per_prompt": 8, "max_response_tokens": 48},
         "reward": {"function": "run_scripts.bench.prefetch:parity"},
         "engine": {"max_running_requests": 256},

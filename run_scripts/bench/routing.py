@@ -36,7 +36,7 @@ from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.update import record_routes, token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import read_logprobs
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import of_stage
 from mugrpo_megatron.stages.store import StageStore
 from run_scripts.svg import LIGHT, write_svg
@@ -154,7 +154,7 @@ def arm(folder: Path, run: Path, options: argparse.Namespace, replay: bool) -> l
 
 def _stored(stage: StageStore, number: int) -> list[Sample]:
     path = stage.directory / "behaviour.parquet"
-    own = read_logprobs(path, of_stage(stage.content), number, "")
+    own = LogprobColumn(path, of_stage(stage.content)).read(number)
     return [replace(s, behaviour_logprobs=each) for s, each in zip(stage.read_update(number), own, strict=True)]
 
 

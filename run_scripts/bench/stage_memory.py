@@ -32,7 +32,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.record import claim
 from mugrpo_megatron.samples import HeldRoutes, Sample
 from mugrpo_megatron.stages.manifest import Origin
-from mugrpo_megatron.stages.routes import routes_path
+from mugrpo_megatron.stages.routes import NAMES
 from mugrpo_megatron.stages.store import StageStore
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def measure(folder: Path, updates: int, tokens: int, vocabulary: int, routes: bo
     store.flush()
     store.seal(updates, PROMPTS_PER_UPDATE)
     size = sum(path.stat().st_size for path in store.directory.iterdir()) / 2**20
-    file = routes_path(store.directory, "rollout")
+    file = store.directory / NAMES["rollout"]
     stored = file.stat().st_size if routes else 0
     checksums = LAYERS * updates * PROMPTS_PER_UPDATE * GROUP
     computed = LAYERS * CHOSEN * routed + 4 * checksums if routes else 0

@@ -26,7 +26,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.directory import open_directory
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import sums, write_logprobs
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import of_stage
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import save_model, write_recipe
@@ -148,14 +148,14 @@ def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
         browse(run_dir, 0, Selection(vetoed=True), model, learner)
     store = StageStore(run_dir / "stages" / "00000")
     path = run_dir / "stages" / "00000" / "behaviour.parquet"
-    with write_logprobs(path, of_stage(store.content), write=True) as append:
+    with LogprobColumn(path, of_stage(store.content)).write() as append:
         for update in range(UPDATES):
             excess = [0.0, LOST, 0.0, 0.0]  # of the engine in each wrong response; the learner never had it
             found = [one.behaviour_logprobs for one in store.read_update(update)]
             append([one if n % 2 == 0 else one - np.array(excess, dtype=np.float32) for n, one in enumerate(found)])
     browse(run_dir, 0, Selection(vetoed=True), model, learner)
     path.unlink()
-    sums(path).unlink()
+    LogprobColumn(path, {}).index.unlink()
     assert "no response has a vetoed token" in capsys.readouterr().out
 
 

@@ -78,11 +78,11 @@ def test_a_branch_with_the_same_objective_ends_bitwise_like_its_source(
     assert write_report(tmp_path / "b").exists()
 
 
-def test_prefetch_0_is_bitwise_the_run_without_the_key(finished_run: Path, tmp_path: Path) -> None:
+def test_max_sample_age_0_is_bitwise_the_run_without_the_key(finished_run: Path, tmp_path: Path) -> None:
     """Weights and optimizer, figures, and which files there are; the stage is sealed, so no engine comes between."""
-    assert "prefetch" not in (finished_run.parent / "recipe.toml").read_text()
+    assert "max_sample_age" not in (finished_run.parent / "recipe.toml").read_text()
     branched(finished_run, 0, tmp_path / "absent")
-    branched(finished_run, 0, tmp_path / "zero", "schedule.prefetch=0")
+    branched(finished_run, 0, tmp_path / "zero", "schedule.max_sample_age=0")
     of_files, of_rows = [], []
     for run in (tmp_path / "absent", tmp_path / "zero"):
         of_files.append({str(path.relative_to(run)): path for path in run.rglob("*")})

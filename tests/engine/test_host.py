@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,6 @@ from mugrpo_megatron.engine import host
 from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds
-from mugrpo_megatron.samples import UNFINISHED
 from tests.engine.stub import StubEngine
 from tests.engine.tiny import group_processes
 from tests.forked import fork
@@ -95,65 +93,6 @@ def test_the_client_hears_of_tokens_before_a_group_is_finished(
         [(key, responses)] = groups.unpack()
         assert (key, [response.ids.tolist() for response in responses]) == (0, [[7] * 3] * 2)
         client.send(("close", None))
-
-
-def test_unfinished_responses_are_told_continued_and_returned_when_aborted(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(host, "PROGRESS_SECONDS", 0.01)
-    engine = StubEngine()
-    engine.rid_to_state = {}
-    with generating(engine, ends, replace(SAMPLING, unfinished=True)) as client:
-        client.send(("prompts", [Work(5, [1, 2], 2, begun=[[7, 7], []])]))
-        state = SimpleNamespace(output_ids=[], output_token_logprobs=[], output_top_logprobs=[])
-        engine.rid_to_state["5-1"] = state
-        for tokens, new in ((50, 50), (100, 50)):
-            state.output_token_logprobs = [(-0.5, 7)] * tokens
-            state.output_ids = [7] * tokens
-            while (message := client.receive(PATIENCE_S))[0] != "begun":
-                pass
-            places, pieces = message[1]
-            [(key, [piece])] = pieces.unpack()
-            assert (places, key, len(piece.ids), piece.finish_reason) == ([1], 5, new, UNFINISHED)
-            assert piece.logprobs.tolist() == [-0.5] * new
-        [asked] = engine.asked
-        assert asked["input_ids"] == [[1, 2, 7, 7], [1, 2]]
-        assert [one["max_new_tokens"] for one in asked["sampling_params"]] == [7, 9]
-        assert asked["rid"] == ["5-0", "5-1"]
-        client.send(("close", None))
-        while (message := client.receive(PATIENCE_S))[0] != "groups":
-            pass
-        [(key, responses)] = message[1].unpack()
-        assert (key, [(len(one.ids), one.finish_reason) for one in responses]) == (5, [(3, UNFINISHED)] * 2)
-
-
-def test_what_is_in_flight_at_the_end_is_returned_whatever_arrives_together(
-    ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last prompts and the end in one reading of the socket, and all aborted requests before the timer rings."""
-    monkeypatch.setattr(host, "GATHER_SECONDS", 3600.0)
-    client, theirs = ends
-    engine = StubEngine()
-    engine.rid_to_state = {}
-    generation = Generation(EngineGroup([engine]), theirs, replace(SAMPLING, unfinished=True), version=4)
-    monkeypatch.setattr(generation, "_read", lambda loop: None)
-
-    async def ended() -> None:
-        running = asyncio.create_task(generation.run())
-        generation._inbox.put_nowait(("prompts", [Work(key, [1, 2], 1) for key in range(8)]))
-        while len(engine.asked) < 8:
-            await asyncio.sleep(0)
-        generation._inbox.put_nowait(("prompts", [Work(8, [1, 2], 1)]))
-        generation._inbox.put_nowait(("close", None))
-        await running
-
-    engine.loop.run_until_complete(ended())
-    theirs.send(("done", None))
-    keys = []
-    while (message := client.receive(PATIENCE_S))[0] != "done":
-        if message[0] == "groups":
-            keys += [key for key, _ in message[1].unpack()]
-    assert sorted(keys) == list(range(8))
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.01])

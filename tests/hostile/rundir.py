@@ -24,7 +24,7 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, is_finished, open_directory
 from mugrpo_megatron.run.record import MARK, mark, read_record
 from mugrpo_megatron.samples import Problem, Sample
-from mugrpo_megatron.stages.logprobs import read_logprobs, write_logprobs
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage
 from mugrpo_megatron.stages.store import StageStore
 
@@ -86,7 +86,7 @@ def distributed() -> dict[str, bytes]:
 
 def logprobs(directory: RunDirectory, number: int, part: int = 2) -> None:
     store = stage_of(directory, number)
-    with write_logprobs(directory.behaviour(number), {"stage": store.content}, write=True) as append:
+    with LogprobColumn(directory.behaviour(number), {"stage": store.content}).write() as append:
         for update in range(UPDATES):
             append([sample.behaviour_logprobs / part for sample in store.read_update(update)])
 
@@ -139,7 +139,7 @@ def resume(made: Recipe) -> tuple[str, list[str]]:
                 continue
             of: dict[str, Any] = {"stage": store.content}
             for update in range(UPDATES):
-                own = read_logprobs(directory.behaviour(number), of, update, "")
+                own = LogprobColumn(directory.behaviour(number), of).read(update)
                 for sample, learners in zip(store.read_update(update), own, strict=True):
                     arrays = sample.response_ids, sample.behaviour_logprobs, learners
                     sum_.update(b"".join(array.tobytes() for array in arrays))

@@ -24,7 +24,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.stages.logprobs import has_logprobs, read_logprobs
+from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.store import StageStore
 from tests.hostile.faults import Disk, Fault, Killed, failing
 from tests.hostile.rundir import GROUPS, PROBLEMS, PROMPTS, UPDATES, fill, logprobs, make, recipe, save, stage_of
@@ -81,9 +81,10 @@ def recomputes(path: Path, source: Path) -> None:
 def check_recomputes(path: Path, before: Any, done: bool) -> Any:
     directory = RunDirectory(path)
     store = stage_of(directory, 0)
-    if has_logprobs(directory.behaviour(0)):
+    column = LogprobColumn(directory.behaviour(0), {"stage": store.content})
+    if column.whole:
         for update in range(UPDATES):
-            own = read_logprobs(directory.behaviour(0), {"stage": store.content}, update, "")
+            own = column.read(update)
             assert [len(one) for one in own] == [len(sample.response_ids) for sample in store.read_update(update)]
     else:
         assert not done

@@ -12,16 +12,14 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.phases.anchor import compute_anchor, training_rewards
+from mugrpo_megatron.phases.batches import StageUpdates, columns_of, training_rewards
+from mugrpo_megatron.phases.column_passes import compute_anchor
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
-from mugrpo_megatron.run.anchor import of_anchor
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.logprobs import write_logprobs
-from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
 from tests.phases.bare import bare_run
 from tests.phases.branches import generate_stage, optimize, updates_of, weights
@@ -59,7 +57,8 @@ def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None
     model = tmp_path / "model"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"first")
-    stage, learner = cast(StageStore, SimpleNamespace(content="c", updates=1)), cast(Learner, None)
+    store: Any = SimpleNamespace(content="c", updates=1, replay="off", directory=tmp_path)
+    learner = cast(Learner, None)
     directory = RunDirectory(tmp_path / "run")
     path = directory.anchor(0)
     path.parent.mkdir(parents=True)
@@ -67,12 +66,17 @@ def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None
         section = {"kl_anchor": anchor, "kl_coef": 0.1}
         run = bare_run(Recipe.model_validate({"objective": section, "model": {"path": model}}), directory)
         run.record = Record("r", weights=fingerprint(model))
-        with write_logprobs(path, of_anchor(run, stage), write=True, weights=fingerprint(model)) as append:
+        first, second = (
+            StageUpdates(run.recipe, store, number, columns_of(run.recipe, directory, "r", store, number))
+            for number in (0, 1)
+        )
+        assert first.columns.anchor
+        with first.columns.anchor.write(weights=fingerprint(model)) as append:
             append([np.zeros(2, np.float32)])
-        compute_anchor(run, learner, stage, Cursor(0, 0))  # it is there
+        compute_anchor(run, learner, first, Cursor(0, 0))  # it is there
         (model / "model.safetensors").write_bytes(b"later")
         with pytest.raises(UserError, match=r"other weights than"):
-            compute_anchor(run, learner, stage, Cursor(1, 0, 4))
+            compute_anchor(run, learner, second, Cursor(1, 0, 4))
         (model / "model.safetensors").write_bytes(b"first")
 
 

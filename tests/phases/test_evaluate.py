@@ -20,7 +20,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
-from mugrpo_megatron.phases.evaluate import evaluate_inside_stage, evaluate_meanwhile, evaluate_weights, sampled_alike
+from mugrpo_megatron.phases.evaluate import evaluate_if_due, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.report.kept import read_kept
@@ -28,10 +28,10 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import Record
-from mugrpo_megatron.run.run import Engines, Run
-from mugrpo_megatron.run.stopping import Stopped
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import AllStopped
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
@@ -63,7 +63,7 @@ class Oracle:
     answering: Callable[[], None] = lambda: None
 
     def generate_from(
-        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling, unfinished: None
+        self, take: Callable[[int, int], list[Prompt]], n: int, sampling: Sampling
     ) -> Iterator[tuple[Prompt, list[Response]]]:
         while prompts := take(0, 4):
             for prompt in prompts:
@@ -149,7 +149,7 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
 
     monkeypatch.setattr(evaluate, "sync_weights", sync)
     monkeypatch.setattr(evaluate, "sleep_engines", lambda run, learner, engines: None)
-    return Stand(run, Engines(cast(Bridge, None), cast(Generator, generator)), engine, saver, syncs)
+    return Stand(run, Engines(cast(Bridge, None), cast(EngineLeader, generator)), engine, saver, syncs)
 
 
 def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None:
@@ -170,8 +170,8 @@ def test_sets_are_sampled_each_as_it_asks_and_never_pooled(stand: Stand) -> None
 
 
 def test_a_stage_that_others_have_generated_is_evaluated_once_before_its_first_update(stand: Stand) -> None:
-    for cursor in (Cursor(1, 3, 11), Cursor(1, 0, 8), Cursor(1, 0, 8), Cursor(2, 0, 16)):
-        evaluate_meanwhile(stand.run, LEARNER, stand.engines, cursor)
+    for cursor in (Cursor(1, 0, 8), Cursor(1, 0, 8), Cursor(1, 1, 9), Cursor(2, 0, 16)):
+        evaluate_if_due(stand.run, LEARNER, stand.engines, cursor)
     assert [(row["stage"], row["update"], row["age"]) for row in stand.rows] == [(1, 8, 0), (2, 16, 0)]
     assert stand.syncs == [8, 16]
 
@@ -193,9 +193,9 @@ def test_sets_that_are_sampled_alike_are_asked_together() -> None:
 
 
 def test_evaluations_inside_a_stage_are_due_at_multiples_and_not_at_its_ends(stand: Stand) -> None:
-    cursors = [Cursor(2, age, 40 + age) for age in range(10)] + [Cursor(3, 0, 50)]
+    cursors = [Cursor(2, age, 40 + age) for age in range(1, 10)]
     for cursor in cursors:
-        evaluate_inside_stage(stand.run, LEARNER, stand.engines, cursor)
+        evaluate_if_due(stand.run, LEARNER, stand.engines, cursor)
     assert [(row["update"], row["age"]) for row in stand.rows] == [(43, 3), (46, 6), (49, 9)]
     assert stand.syncs == [43, 46, 49]
 
@@ -214,8 +214,8 @@ def test_engines_that_fail_are_restarted_until_every_problem_is_answered(stand: 
     assert stand.failures == len(lives)
     (row,) = stand.rows
     assert row["accuracy/two"] == 1.0
-    assert stand.engines.generator
-    assert stand.engines.generator.failures_in_a_row == 0
+    assert stand.engines.leader
+    assert stand.engines.leader.failures_in_a_row == 0
 
 
 def test_an_engine_that_keeps_failing_ends_the_run(stand: Stand) -> None:
@@ -232,11 +232,11 @@ def test_a_request_to_stop_is_answered_with_the_state_saved_and_nothing_logged(s
         stand.run.stop.asked = len(asked) >= 3
 
     stand.engine.answering = ask
-    with pytest.raises(Stopped):
+    with pytest.raises(AllStopped) as stopped:
         stand.evaluate(Cursor(1, 3, 11))
     assert stand.rows == []
     assert len(asked) == 4
-    assert stand.saver.cursors == [Cursor(1, 3, 11)]
+    assert stopped.value.cursor == Cursor(1, 3, 11)
 
 
 def test_a_request_that_comes_with_the_last_answer_loses_no_evaluation(stand: Stand) -> None:

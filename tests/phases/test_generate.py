@@ -16,7 +16,6 @@ from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.engine.queue import LoadRecord
-from mugrpo_megatron.engine.unfinished import Unfinished
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
 from mugrpo_megatron.learner.groups import Ranks
@@ -29,14 +28,13 @@ from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
-from mugrpo_megatron.run.generator import Generator
+from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.run.responses import stage_prompt
-from mugrpo_megatron.run.run import Engines, Run
+from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.run.world import World
-from mugrpo_megatron.samples import UNFINISHED, Problem, Prompt, Response
-from mugrpo_megatron.stages.unfinished import Begun
+from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 
 TOKENIZER = build_arithmetic_tokenizer()
@@ -109,7 +107,7 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier) -> Stand:
     engine = Oracle()
     problems: Any = SimpleNamespace(train=FittingPrompts(PROBLEMS, [[1]] * len(PROBLEMS), 0))
     slot: Any = SimpleNamespace(number=0)
-    generator = Generator(slot, cast(Any, engine), verifier, TOKENIZER, problems)
+    generator = EngineLeader(slot, cast(Any, engine), verifier, TOKENIZER, problems)
     ranks = cast(Ranks, SimpleNamespace(rank=0, world=1, heartbeat=None))
     saver = cast(Saver, SimpleNamespace(wait=lambda: None, save=lambda cursor: None))
     world = World(ranks, None, engines=1)
@@ -122,7 +120,7 @@ def test_a_stage_holds_the_runs_next_problems_scored_and_in_order(stand: Stand) 
     stage = stand.run.stage_store(CURSOR)
     samples = [sample for update in range(stage.updates) for sample in stage.read_update(update, whole=True)]
     assert [sample.group for sample in samples] == [group for group in range(GROUPS) for _ in range(RESPONSES)]
-    generator = stand.engines.generator
+    generator = stand.engines.leader
     assert generator
     prompts = [stage_prompt(RECIPE, generator.problems, CURSOR, group) for group in range(GROUPS)]
     assert [sample.problem for sample in samples[::RESPONSES]] == [prompt.problem.id for prompt in prompts]
@@ -178,37 +176,6 @@ def test_a_request_to_stop_leaves_every_finished_group_on_disk_and_the_stage_ope
     assert stand.engine.finished == GROUPS
 
 
-def test_what_an_engine_leaves_is_on_disk_and_the_next_generation_begins_with_it(
-    stand: Stand, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until the stage is sealed; the tokens that were there count in the generation that sampled them."""
-    seen: list[int] = []
-    honest = stand.engine.generate_from
-
-    def leaving(take: Any, n: int, sampling: Sampling, held: Unfinished) -> Iterator[tuple[Prompt, list[Response]]]:
-        seen.append(held.tokens)
-        for prompt, responses in honest(take, n, sampling):
-            held.put(prompt.index, Begun(prompt.ids, responses))
-            if len(seen) == 1 and stand.engine.finished == 3:
-                begun = Response(np.arange(5, dtype=np.int32), np.zeros(5, dtype=np.float32), UNFINISHED, 3)
-                held.put(GROUPS - 1, Begun([1], [begun, responses[1]]))
-                stand.run.stop.asked = True
-            yield prompt, responses
-
-    monkeypatch.setattr(stand.engine, "generate_from", leaving)
-    with pytest.raises(Stopped, match=f"3 of {GROUPS} groups of this stage are on disk, and 6 tokens of unfinished"):
-        stand.generate()
-    directory = stand.run.stage_store(CURSOR).directory
-    assert [path.name for path in directory.glob("unfinished*")] == ["unfinished-0000.npz"]
-    stand.run.stop.asked = False
-    stand.generate()
-    assert seen == [0, 6]
-    assert stand.run.stage_store(CURSOR).sealed
-    assert not list(directory.glob("unfinished*"))
-    rows = read_rows(stand.run.directory.path / FILE_NAME)
-    assert [row["tokens"] for row in rows if row.get("phase") == "generate"] == [6, 2 * (GROUPS - 3) - 6]
-
-
 class SlowVerifier:
     """Scores the groups with an odd number of responses submitted so far at once, and the others never."""
 
@@ -226,8 +193,8 @@ class SlowVerifier:
 
 def test_a_request_to_stop_does_not_wait_for_scores(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every group that is scored by then goes to disk, those behind an unscored one too."""
-    assert stand.engines.generator
-    monkeypatch.setattr(stand.engines.generator, "verifier", SlowVerifier())
+    assert stand.engines.leader
+    monkeypatch.setattr(stand.engines.leader, "verifier", SlowVerifier())
     stand.engine.answering = lambda: setattr(stand.run.stop, "asked", stand.engine.finished == GROUPS)
     with pytest.raises(Stopped, match=f"{GROUPS // 2} of {GROUPS} groups of this stage are on disk"):
         stand.generate()
@@ -244,8 +211,8 @@ def test_an_engine_ended_by_a_request_has_not_failed(stand: Stand) -> None:
     with pytest.raises(Stopped):
         stand.generate()
     assert stand.failures == 0
-    assert stand.engines.generator
-    assert stand.engines.generator.failures_in_a_row == 0
+    assert stand.engines.leader
+    assert stand.engines.leader.failures_in_a_row == 0
 
 
 def test_a_request_that_comes_with_the_last_group_leaves_the_stage_open_too(stand: Stand) -> None:

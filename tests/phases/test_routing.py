@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.phases import passes as learner_passes
-from mugrpo_megatron.phases.passes import record_behaviour
-from mugrpo_megatron.phases.samples import read_update
+from mugrpo_megatron.phases import column_passes as learner_passes
+from mugrpo_megatron.phases.batches import StageUpdates, columns_of
+from mugrpo_megatron.phases.column_passes import record_behaviour
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.routes import has_routes, index, routes_path
+from mugrpo_megatron.stages.routes import RouteColumn
 from mugrpo_megatron.stages.store import StageStore
 from tests.phases.bare import bare_run
-from tests.phases.test_optimize import PROMPTS, UPDATES, group
+from tests.phases.test_batches import PROMPTS, UPDATES, group
 
 LAYERS = 2
 LEARNER: Any = None
@@ -40,7 +40,10 @@ class Recorded:
             "rollout": {"prompts_per_update": PROMPTS, "behaviour": behaviour},
             "learner": {"routing_replay": "learner"},
         }
-        self.run = bare_run(Recipe.model_validate(sections), self.directory)
+        recipe = Recipe.model_validate(sections)
+        self.run = bare_run(recipe, self.directory)
+        columns = columns_of(recipe, self.directory, "r", self.store, 0)
+        self.updates = StageUpdates(recipe, self.store, 0, columns)
         self.recorded, self.scored = 0, 0
         monkeypatch.setattr(learner_passes, "record_routes", self._record)
         monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
@@ -57,11 +60,12 @@ class Recorded:
         return [-sample.prompt_ids.astype(np.float32) for sample in samples]
 
     def begin(self, age: int = 0) -> None:
-        record_behaviour(self.run, LEARNER, self.store, Cursor(0, age, age))
+        record_behaviour(self.run, LEARNER, self.updates, Cursor(0, age, age))
 
     @property
-    def routes(self) -> Path:
-        return routes_path(self.directory.stage(0), "learner")
+    def routes(self) -> RouteColumn:
+        assert self.updates.columns.routes
+        return self.updates.columns.routes
 
 
 @pytest.mark.parametrize("behaviour", ["engine", "learner"])
@@ -71,7 +75,7 @@ def test_samples_come_with_the_recorded_routes(behaviour: str, tmp_path: Path, m
     recorded.begin()
     assert (recorded.recorded, recorded.scored) == (UPDATES, 0), "one pass, once"
     for age in range(UPDATES):
-        for sample in read_update(recorded.run, recorded.store, Cursor(0, age, age)):
+        for sample in recorded.updates.batch(Cursor(0, age, age)).samples:
             assert sample.routes is not None
             np.testing.assert_array_equal(
                 sample.routes.read([1, 0]).ravel(), [sample.prompt_ids[0] + 1, sample.prompt_ids[0]]
@@ -86,9 +90,9 @@ def test_what_a_crash_between_the_two_files_left_is_completed(tmp_path: Path, mo
     recorded.directory.behaviour(0).unlink()
     recorded.begin()
     assert (recorded.recorded, recorded.scored) == (UPDATES, UPDATES)
-    index(recorded.routes).unlink()
+    recorded.routes.index.unlink()
     recorded.begin()
-    assert has_routes(recorded.routes)
+    assert recorded.routes.whole
     assert (recorded.recorded, recorded.scored) == (2 * UPDATES, UPDATES)
 
 
@@ -99,6 +103,6 @@ def test_routes_that_are_gone_inside_a_stage_are_named(
     recorded = Recorded(tmp_path, monkeypatch, "engine")
     recorded.begin()
     (recorded.directory.stage(0) / half).unlink()
-    said = rf"{half} is missing; restore both.* the checkpoints after stage00000-age00000"
+    said = rf"{half} is missing.*; restore both.* the checkpoints inside this stage"
     with pytest.raises(UserError, match=said):
         recorded.begin(age=1)

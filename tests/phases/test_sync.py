@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import EngineFailure
-from mugrpo_megatron.phases import sync
-from mugrpo_megatron.run.generator import Generator
-from mugrpo_megatron.run.run import Engines
+from mugrpo_megatron.phases import generate
+from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.weights.check import WeightMismatch
 
 
@@ -19,7 +18,7 @@ class Run:
 
     def __init__(self, mode: str, other_is_due: bool = False) -> None:
         self.recipe = SimpleNamespace(engine=SimpleNamespace(check_weights=mode))
-        self.generator: Generator | None = Generator(*[None] * 5)  # type: ignore[arg-type]
+        self.leader: EngineLeader | None = EngineLeader(*[None] * 5)  # type: ignore[arg-type]
         self.said: list[str] = []
         self.display = SimpleNamespace(say=self.said.append)
         self._other = other_is_due
@@ -40,14 +39,14 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             raise engine
         return 7 if engine else 0
 
-    monkeypatch.setattr(sync, "check", check)
+    monkeypatch.setattr(generate, "check", check)
     return seen
 
 
 def synced(run: Run, engine: Any) -> dict[str, float]:
     facts: dict[str, float] = {}
-    engines = Engines(SimpleNamespace(staging=None), run.generator)  # type: ignore[arg-type]
-    sync._check_weights(run, engines, engine, facts)  # type: ignore[arg-type]
+    engines = Engines(SimpleNamespace(staging=None), run.leader)  # type: ignore[arg-type]
+    generate._check_weights(run, engines, engine, facts)  # type: ignore[arg-type]
     return facts
 
 
@@ -62,8 +61,8 @@ def test_how_often(mode: str, times: int, compared: list[Any]) -> None:
 def test_an_engine_that_was_started_again_is_compared_again(compared: list[Any]) -> None:
     run = Run("first")
     synced(run, "engine")
-    assert run.generator
-    run.generator.failed(EngineFailure("it died"))
+    assert run.leader
+    run.leader.failed(EngineFailure("it died"))
     synced(run, None)  # it did not come up
     synced(run, "engine")
     synced(run, "engine")
@@ -73,8 +72,8 @@ def test_an_engine_that_was_started_again_is_compared_again(compared: list[Any])
 def test_an_engine_that_dies_meanwhile_is_out_and_compared_after_the_next_sync(compared: list[Any]) -> None:
     run = Run("first")
     assert synced(run, EngineFailure("it died")) == {}
-    assert run.generator
-    assert (run.generator.failures_in_a_row, run.generator.checked) == (1, False)
+    assert run.leader
+    assert (run.leader.failures_in_a_row, run.leader.checked) == (1, False)
     assert synced(run, "engine") == {"checked": 7.0}
 
 
@@ -82,7 +81,7 @@ def test_ranks_without_an_engine_to_compare_take_part_for_the_others(compared: l
     run = Run("first", other_is_due=True)
     synced(run, "engine")
     synced(run, "engine")
-    run.generator = None
+    run.leader = None
     synced(run, None)
     assert compared == ["engine", None, None]
 
@@ -93,7 +92,7 @@ def test_a_difference_is_not_held_back(compared: list[Any]) -> None:
 
 
 def test_a_run_says_when_it_cannot_compare(compared: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sync, "unchecked", lambda bridge: "SGLang pads heads")
+    monkeypatch.setattr(generate, "unchecked", lambda bridge: "SGLang pads heads")
     run = Run("every")
     for _ in range(3):
         synced(run, "engine")

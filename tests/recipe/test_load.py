@@ -130,10 +130,14 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
         ("[schedule\nstages = 4\n", [], r"not valid TOML"),
         (
             "[schedule]\nupdates_per_stage = 4\npasses = 2\n",
-            ["schedule.prefetch=9"],
+            ["schedule.max_sample_age=9"],
             r"above updates_per_stage x passes",
         ),
-        ("[schedule]\nprefetch = 4\nmin_ess = 0.1\n", [], r"`schedule.prefetch` = 4: needs stages whose end is known"),
+        (
+            "[schedule]\nmax_sample_age = 4\nmin_ess = 0.1\n",
+            [],
+            r"max_sample_age` = 4: needs stages whose end is known",
+        ),
         ("", ["schedule.stages"], r"write it as section.key=value"),
         ("", ["stages=4"], r"write it as section.key=value"),
         ("", ["objective.name=ppo2"], r"`objective.name` = 'ppo2'"),

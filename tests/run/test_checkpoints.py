@@ -18,6 +18,7 @@ from mugrpo_megatron.files.torch_dist import INDEX
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor, open_saver, restore_newest
 from mugrpo_megatron.run.cursor import Cursor
@@ -41,7 +42,9 @@ def take_updates_and_save(model: Path, directory: Path, parallel: dict[str, int]
     """A save after each of three updates, none waited for; the loss of the two updates after the second one."""
     learner = build_learner(recipe(model, parallel=parallel))
     losses = []
-    with open_saver(learner, directory, CheckpointSection(keep=2, asynchronous=asynchronous), RUN.id) as saver:
+    with open_saver(
+        learner, directory, CheckpointSection(keep=2, asynchronous=asynchronous), RUN.id, MetricLog()
+    ) as saver:
         for seed, cursor in enumerate(CURSORS):
             losses.append(update(learner, samples(seed=seed), advantages(24, seed))["loss"])
             saver.save(cursor)
@@ -194,7 +197,7 @@ def fill_the_disk(model: Path, directory: Path) -> str:
 
 
 def save_fifty_times(learner: Learner, directory: Path) -> None:
-    with open_saver(learner, directory, CheckpointSection(keep=50), RUN.id) as saver:
+    with open_saver(learner, directory, CheckpointSection(keep=50), RUN.id, MetricLog()) as saver:
         for age in range(1, 51):
             saver.save(Cursor(0, age))
 

@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import HeldRoutes, Sample, expert_type
 from mugrpo_megatron.stages import routes as module
-from mugrpo_megatron.stages.routes import has_routes, index, read_routes, routes_path, with_routes, write_routes
+from mugrpo_megatron.stages.routes import RouteColumn, route_column, with_routes
 from mugrpo_megatron.stages.store import StageStore
 
 OF = {"stage": "0123"}
@@ -30,9 +30,13 @@ def experts(lengths: list[int], total: int, seed: int) -> np.ndarray:
     return rng.integers(0, total, (LAYERS, sum(lengths), CHOSEN)).astype(expert_type(total))
 
 
+def routes(path: Path) -> RouteColumn:
+    return RouteColumn(path, OF, "do this")
+
+
 def written(path: Path, total: int = 4, lengths: list[list[int]] = LENGTHS) -> list[np.ndarray]:
     tables = [experts(each, total, seed) for seed, each in enumerate(lengths)]
-    with write_routes(path, OF, write=True) as append:
+    with routes(path).write() as append:
         for each, table in zip(lengths, tables, strict=True):
             append(each, iter(table))
     return tables
@@ -50,9 +54,9 @@ def test_what_is_written_is_read(
     tables = written(path, total, lengths)
     for update, table in enumerate(tables):
         ends = np.cumsum(lengths[update])
-        found = read_routes(path, OF, update, lengths[update], "")
-        for routes, wanted in zip(found, np.split(table, ends[:-1], axis=1), strict=True):
-            read = routes.read(layers)
+        found = routes(path).read(update, lengths[update])
+        for one, wanted in zip(found, np.split(table, ends[:-1], axis=1), strict=True):
+            read = one.read(layers)
             assert read.dtype == table.dtype
             np.testing.assert_array_equal(read, wanted[layers])
 
@@ -77,7 +81,7 @@ def test_only_the_bytes_of_the_layers_and_responses_are_read(tmp_path: Path, mon
 
     real = os.pread
     monkeypatch.setattr(module.os, "pread", pread)
-    found = read_routes(path, OF, 0, LENGTHS[0], "")
+    found = routes(path).read(0, LENGTHS[0])
     assert asked == [4 * LAYERS * 3], "the checksums of an update"
     found[2].read([1])
     assert asked[1:] == [5 * CHOSEN], "one layer of one response"
@@ -86,13 +90,13 @@ def test_only_the_bytes_of_the_layers_and_responses_are_read(tmp_path: Path, mon
 def test_no_flipped_bit_gives_other_routes(tmp_path: Path) -> None:
     path = tmp_path / "routes.bin"
     tables = written(path)
-    for file in (path, index(path)):
+    for file in (path, routes(path).index):
         whole = file.read_bytes()
         for place in range(0, len(whole), max(1, len(whole) // 150)):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             try:
-                parts = [read_routes(path, OF, update, lengths, "do this") for update, lengths in enumerate(LENGTHS)]
-                found = [np.concatenate([routes.read(range(LAYERS)) for routes in part], axis=1) for part in parts]
+                parts = [routes(path).read(update, lengths) for update, lengths in enumerate(LENGTHS)]
+                found = [np.concatenate([one.read(range(LAYERS)) for one in part], axis=1) for part in parts]
             except UserError as error:
                 assert str(error).endswith("do this")  # noqa: PT017
                 continue
@@ -103,10 +107,10 @@ def test_no_flipped_bit_gives_other_routes(tmp_path: Path) -> None:
 def test_those_of_another_stage_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "routes.bin"
     written(path)
-    with pytest.raises(UserError, match="routes of other responses or of another policy; do this"):
-        read_routes(path, {"stage": "4567"}, 0, LENGTHS[0], "do this")
-    with pytest.raises(UserError, match="routes of other responses"):
-        read_routes(path, OF, 0, [3, 1, 4], "do this")
+    with pytest.raises(UserError, match="of other responses or of another policy than the run's; do this"):
+        RouteColumn(path, {"stage": "4567"}, "do this").read(0, LENGTHS[0])
+    with pytest.raises(UserError, match="of other responses"):
+        routes(path).read(0, [3, 1, 4])
 
 
 def test_a_file_cut_short_is_absent(tmp_path: Path) -> None:
@@ -114,19 +118,19 @@ def test_a_file_cut_short_is_absent(tmp_path: Path) -> None:
     written(path)
 
     def cut_short() -> None:
-        with write_routes(path, OF, write=True) as append:
+        with routes(path).write() as append:
             append(LENGTHS[0], iter(experts(LENGTHS[0], 4, 0)))
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
         cut_short()
-    assert not has_routes(path), "the checksums went first"
+    assert not routes(path).whole, "the checksums went first"
     assert not list(tmp_path.glob(".*"))
 
 
 def test_a_rank_that_does_not_write_takes_part_in_what_computes_the_layers(tmp_path: Path) -> None:
     gone = []
-    with write_routes(tmp_path / "routes.bin", OF, write=False) as append:
+    with routes(tmp_path / "routes.bin").write(enabled=False) as append:
         append([1], (gone.append(layer) or np.zeros((1, 1)) for layer in range(3)))  # type: ignore[func-returns-value]
     assert gone == [0, 1, 2]
     assert not list(tmp_path.iterdir())
@@ -140,7 +144,7 @@ def test_samples_come_with_the_routes_of_their_update(replay: Replay, has: bool,
 
     samples = [sample(tokens) for tokens in LENGTHS[0]]
     assert with_routes(samples, tmp_path, "0123", 0, replay) == samples, "before they are recorded"
-    tables = written(routes_path(tmp_path, "learner"))
+    tables = written(route_column(tmp_path, "learner", OF).path)
     found = with_routes(samples, tmp_path, "0123", 0, replay)
     assert [one.routes is not None for one in found] == [has] * 3
     if has:
@@ -150,7 +154,7 @@ def test_samples_come_with_the_routes_of_their_update(replay: Replay, has: bool,
 
 def test_the_index_is_json_with_its_own_checksum(tmp_path: Path) -> None:
     written(tmp_path / "routes.bin")
-    body = json.loads(index(tmp_path / "routes.bin").read_text())["routes"]
+    body = json.loads(routes(tmp_path / "routes.bin").index.read_text())["routes"]
     assert (body["layers"], body["chosen"], body["width"]) == (LAYERS, CHOSEN, 1)
     assert [part["tokens"] for part in body["updates"]] == [9, 4]
 

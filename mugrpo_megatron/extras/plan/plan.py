@@ -55,7 +55,7 @@ class Plan:
     schedules: list[Schedule]
     layouts: list[Candidate]
     prefetch: Split | None
-    """With `schedule.prefetch` on the same devices, divided at best."""
+    """With `schedule.max_sample_age` on the same devices, divided at best."""
     prefetch_hidden: Split | None
     """With further nodes for the engines, so many that the learner never waits."""
 

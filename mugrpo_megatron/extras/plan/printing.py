@@ -163,10 +163,10 @@ def _prefetch(plan: Plan) -> Table | None:
         return None
     own = plan.schedules[0]
     names = [name for name, split in ((">same devices", plan.prefetch), (">more nodes", plan.prefetch_hidden)) if split]
-    table = _table("The next stage while this one trains: schedule.prefetch", "", ">without", *names)
+    table = _table("The next stage while this one trains: schedule.max_sample_age", "", ">without", *names)
     table.add_row("devices that train", f"{plan.cluster.world:,}", *(f"{split.training:,}" for split in splits))
     table.add_row("others that generate", "-", *(f"{split.generating:,}" for split in splits))
-    table.add_row("schedule.prefetch", "0", *(f"{split.prefetch:,}" for split in splits))
+    table.add_row("schedule.max_sample_age", "0", *(f"{split.prefetch:,}" for split in splits))
     last = own.updates_per_stage * own.passes - 1
     ages = (f"{split.prefetch:,} to {split.longest_staleness:,}" for split in splits)
     table.add_row("staleness, updates", f"0 to {last:,}", *ages)

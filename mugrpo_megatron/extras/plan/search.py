@@ -169,7 +169,7 @@ def hiding_split(case: Case) -> Split | None:
 def _possible(recipe: Recipe) -> bool:
     """Whether a recipe has a next stage, ends its stages at known updates and takes logprobs from the engine.
 
-    The recipe's own checks refuse `schedule.prefetch` otherwise.
+    The recipe's own checks refuse `schedule.max_sample_age` otherwise.
     """
     schedule = recipe.schedule
     sampled = recipe.rollout.behaviour == "engine" and recipe.learner.routing_replay != "learner"
@@ -212,7 +212,7 @@ def _split(case: Case, own: Phases, training: Cluster, generating: Cluster) -> S
     except UserError:
         return None
     update = own.optimize / schedule.updates_on_stage
-    prefetch = schedule.prefetch or min(schedule.updates_on_stage, math.ceil(sampling / update))
+    prefetch = schedule.max_sample_age or min(schedule.updates_on_stage, math.ceil(sampling / update))
     wait = max(0.0, sampling - prefetch * update)
     before, _ = evaluations(case.recipe)
     first = own.switch + own.sync + own.generate + own.score

@@ -25,18 +25,16 @@ from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offlo
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.checkpoints import check_stage_held, newest_cursor, open_saver
+from mugrpo_megatron.run.checkpoints import newest_cursor, open_saver
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.generator import Generator, start
-from mugrpo_megatron.run.prefetch import stage_origin
+from mugrpo_megatron.run.leader import EngineLeader, Engines, join, meet, start
+from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import read_record
-from mugrpo_megatron.run.run import Engines, Run, bridge_of, first_start, hand_over, restore
+from mugrpo_megatron.run.run import Run, bridge_of, check_current_stage, first_start, hand_over, restore
 from mugrpo_megatron.run.stopping import listening
-from mugrpo_megatron.run.together import join, meet
 from mugrpo_megatron.run.world import World, open_world, telling_failures
-from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.weights.sync import Bridge
 
 
@@ -72,26 +70,26 @@ class Workshop:
             directory = stack.enter_context(open_directory(recipe)) if self.is_main else own
             record = self.world.broadcast(read_record(directory.path) if self.is_main else None)
             assert record is not None
-            standing = self.world.broadcast(newest_cursor(directory.checkpoints) if self.is_main else Cursor())
+            newest = self.world.broadcast(newest_cursor(directory.checkpoints) if self.is_main else Cursor())
             if self.is_main:
-                origin = stage_origin(directory, record, standing, recipe.schedule)
-                check_stage(directory.stage(standing.stage), origin)
-                check_stage_held(directory, standing)
+                check_current_stage(directory, stage_origin(directory, record, newest, recipe.schedule), newest)
                 if self.problems:
                     record_data(directory.path, self.problems)
             tracked = open_log(
                 directory.path,
                 recipe.track,
-                updates_done=standing.updates,
+                updates_done=newest.updates,
                 run_id=record.id,
                 config=recipe.model_dump(mode="json"),
                 write=self.is_main,
             )
             log = stack.enter_context(tracked)
-            with log.phase("start", standing.stage):
+            with log.phase("start", newest.stage):
                 learner = build_learner(recipe, self.world.ranks)
                 cursor = restore(learner, directory, record, log, self.display)
-                saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id))
+                saver = stack.enter_context(
+                    open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log)
+                )
                 engines = Engines(bridge_of(learner), None)
             yield Run(recipe, directory, self.world, log, self.display, saver, record), learner, engines, cursor
 
@@ -110,25 +108,23 @@ class Workshop:
         cuda = runs_on_cuda(self.recipe)
         slot = slot_of_environment(self.recipe.engine, cuda)
         tokenizer = load_tokenizer(self.recipe.model.directory)
-        problems = self.problems
-        prepared = (
-            prepare(self.recipe.data, self.recipe.reward, tokenizer, problems) if self.is_main and problems else None
-        )
+        problems = self.problems if self.is_main else None
+        prepared = prepare(self.recipe.data, self.recipe.reward, tokenizer, problems) if problems else None
         read = self.world.broadcast(prepared)
         assert read is not None
         for part in PARTS:
             offload(learner, part)
         self.world.barrier()
-        generator = None
+        leader = None
         if slot.leads_engine:
             started = start(self.recipe, self.logs, slot, self.stack, self.world.stop.heard)
-            generator = Generator(*started, tokenizer, read)
-        engines = Engines(bridge, generator, join(self.recipe, self.logs, slot, self.stack))
+            leader = EngineLeader(*started, tokenizer, read)
+        engines = Engines(bridge, leader, join(self.recipe, self.logs, slot, self.stack))
         if self.recipe.engine.nodes > 1:
             meet(self.world, engines.own)
         try:
             with self.display.waiting(f"waiting for the engine, see {self.logs}"):
-                first_start(generator, self.world)
+                first_start(leader, self.world)
         except UserError as error:
             raise EngineFailure(str(error)) from None
         hand_over(engines, learner, self.world)

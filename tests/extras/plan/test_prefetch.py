@@ -60,8 +60,8 @@ def test_the_learner_waits_for_what_prefetch_does_not_hide() -> None:
     """The recipe's prefetch: each update of it hides an update's time, and no more than the sampling."""
     splits: list[Split] = []
     for prefetch in (1, 2, UPDATES):
-        found = hiding_split(case_of(1, schedule={"prefetch": prefetch})) or best_split(
-            case_of(2, schedule={"prefetch": prefetch})
+        found = hiding_split(case_of(1, schedule={"max_sample_age": prefetch})) or best_split(
+            case_of(2, schedule={"max_sample_age": prefetch})
         )
         assert found
         assert found.prefetch == prefetch
@@ -69,7 +69,7 @@ def test_the_learner_waits_for_what_prefetch_does_not_hide() -> None:
     assert splits[-1].wait == 0
     case = case_of(2)
     others = case_of(1)
-    one, two = (best_split(case_of(2, schedule={"prefetch": n})) for n in (1, 2))
+    one, two = (best_split(case_of(2, schedule={"max_sample_age": n})) for n in (1, 2))
     assert one
     assert two
     update = one.wait - two.wait
@@ -134,7 +134,7 @@ def test_the_plan_prints_and_has_both_splits(capsys: pytest.CaptureFixture[str])
     print_plan(plan, {"here": "mugrpo train 'a [b].toml'"})
     said = capsys.readouterr().out
     assert said.startswith("planned for 2 nodes with 8 x h200 of 139 GiB (--nodes, ")
-    assert "schedule.prefetch" in said
+    assert "schedule.max_sample_age" in said
     assert "GPU-hours" in said
     assert "    mugrpo train 'a [b].toml'\n" in said
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
@@ -16,27 +16,26 @@ from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
-from mugrpo_megatron.engine.unfinished import Unfinished, sampled_with
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
+from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, lock_soon, mark_share
 from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.batch import Share, Standing, begin, generating, mark_share
 from mugrpo_megatron.run.directory import RunDirectory, locked
-from mugrpo_megatron.run.following import has_begun, offered_stages
-from mugrpo_megatron.run.generator import first_start_problem
+from mugrpo_megatron.run.leader import first_start_problem
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.manifest import check_stage
 from mugrpo_megatron.stages.store import StageStore
 
-OFFER_LOOK_S = 1.0
-"""How often a process that follows a run looks for the next weights."""
+LOOK_S = 1.0
+"""How often a process that follows a run looks for the next weights, and for the other shares."""
 
 
-def generate_share(recipe: Recipe, share: Share, stage: int | None, found: Problems) -> int:
+def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Problems) -> int:
     """Sample and score what the stage lacks of the share; the number of its groups, which are then all on disk.
 
     Groups go to disk as they are scored, so a process that was killed continues where it was. Raises UserError when
@@ -44,21 +43,23 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, found: Probl
     begun with other weights; EngineFailure after `engine.max_failures` failures in a row without a finished group;
     Stopped, with every scored group on disk, when asked to stop.
     """
-    where = begin(recipe, found)
+    where = begin(recipe, problems)
     directory, cursor = RunDirectory(recipe.run.dir), where.cursor
     if stage not in (None, cursor.stage):
         raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
-    # While an offered stage is sampled, the learner holds the directory's lock; it generates nothing of that stage.
-    keep_learners_out = nullcontext() if where.offered else generating(directory)
-    with keep_learners_out, _only_one(directory, share), listening(is_main=True) as stop, open_display() as display:
-        return _generate_missing(recipe, share, where, found, display, stop)
+    with (
+        lock_soon(directory.path / ".lock", shared=True),  # other shares may; learners and `mugrpo seal` may not
+        _only_one(directory, share),
+        listening(is_main=True) as stop,
+        open_display() as display,
+    ):
+        return _generate_missing(recipe, share, where, problems, display, stop)
 
 
-def follow(recipe: Recipe, share: Share, found: Problems) -> int:
-    """Generate the share of every stage that the run's learner offers, until its last; the number of these stages.
+def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
+    """Generate the share of every stage ahead of the learner, until the run's last; the number of these stages.
 
-    With `schedule.prefetch` a stage is offered while the learner still trains on the one before. The process may start
-    before the run does. Errors are those of `generate_share`.
+    The process may start before the run does. Errors are those of `generate_share`.
     """
     directory, stages = RunDirectory(recipe.run.dir), 0
     with ExitStack() as stack:
@@ -66,7 +67,7 @@ def follow(recipe: Recipe, share: Share, found: Problems) -> int:
         stop = stack.enter_context(listening(is_main=True))
 
         def wait() -> bool:
-            time.sleep(OFFER_LOOK_S)
+            time.sleep(LOOK_S)
             return not stop.heard()
 
         display.say(f"share {share}: waits for weights in {directory.hf}")
@@ -74,9 +75,14 @@ def follow(recipe: Recipe, share: Share, found: Problems) -> int:
             pass
         if not stop.asked:
             stack.enter_context(_only_one(directory, share))
-        for where, own in offered_stages(recipe, found, wait):
-            groups = _generate_missing(own, share, where, found, display, stop)
-            display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
+        for where, run_recipe in stages_ahead(recipe, problems, wait):
+            with lock_soon(directory.stage_lock(where.cursor.stage), shared=True):  # the learner waits meanwhile
+                where = claimed(directory, run_recipe, where)
+                groups = _generate_missing(run_recipe, share, where, problems, display, stop)
+                display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
+                sealed = seal_ahead(directory, run_recipe, where)
+            while not sealed and wait():  # other shares are not done: the learner waits for those that are at work
+                sealed = seal_ahead(directory, run_recipe, where)
             stages += 1
         if stop.asked:
             raise stop.stopped(f"share {share} waited for the weights of the next stage")
@@ -89,17 +95,16 @@ def _only_one(directory: RunDirectory, share: Share) -> AbstractContextManager[N
 
 
 def _generate_missing(
-    recipe: Recipe, share: Share, where: Standing, found: Problems, display: Display, stop: StopRequest
+    recipe: Recipe, share: Share, where: Position, problems: Problems, display: Display, stop: StopRequest
 ) -> int:
     """Generate what the stage lacks of the share; the number of its groups. Raises Stopped when asked to stop."""
-    cursor = where.cursor
-    store = StageStore(RunDirectory(recipe.run.dir).stage(cursor.stage), share.writer, where.origin)
-    mine = share.groups(cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
+    store = StageStore(where.stage, share.writer, where.origin)
+    mine = share.groups(where.cursor.stage_updates(recipe.schedule) * recipe.rollout.prompts_per_update)
     if store.sealed or mine <= store.present():
         return len(mine)
     check_stage(store.directory, where.origin)
-    mark_share(store.directory, share, where, found)
-    _generate(recipe, share, where, store, sorted(mine - store.present()), found, display, stop)
+    mark_share(share, where, problems)
+    _generate(recipe, share, where, store, sorted(mine - store.present()), problems, display, stop)
     if stop.asked:
         raise stop.stopped(f"{len(mine & store.present())} of {len(mine)} groups of share {share} are on disk")
     return len(mine)
@@ -108,63 +113,60 @@ def _generate_missing(
 def _generate(
     recipe: Recipe,
     share: Share,
-    where: Standing,
+    where: Position,
     store: StageStore,
-    missing: Sequence[int],
-    found: Problems,
+    missing: list[int],
+    problems: Problems,
     display: Display,
     stop: StopRequest,
 ) -> None:
     tokenizer = load_tokenizer(recipe.model.directory)
-    problems = prepare(recipe.data, recipe.reward, tokenizer, found)
+    prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)
     log = RunDirectory(recipe.run.dir).logs / f"engine-share-{share.writer:04d}.log"
     how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
-    held = Unfinished(store.directory, share.writer, sampled_with(recipe, how, where.version), store.named())
     with _engine(recipe, share, where.weights, log, stop) as engine, Verifier(recipe.reward) as verifier:
         with display.waiting(f"waiting for the engine, see {log}"):
             if problem := first_start_problem(engine):
                 raise UserError(problem)
-        failures, left = 0, list(missing)
+        failures = 0
         with display.bar(f"stage {where.cursor.stage}, share {share}", len(missing), "prompts") as bar:
-            while left and not stop.heard():
-                before, failure = len(left), None
+            while missing and not stop.heard():
+                before, failure = len(missing), None
                 scorer = Scorer(verifier, tokenizer)
                 try:
                     engine.wait_ready()
                     engine.set_version(where.version)
-                    with closing(engine.generate(_prompts(recipe, problems, where, left), n, how, held)) as groups:
+                    with closing(engine.generate(_prompts(recipe, prepared, where, missing), n, how)) as groups:
                         for group in scorer.during(_until(groups, stop)):
-                            _keep(store, group, recipe, left, bar, held)
+                            _keep(store, group, recipe, missing, bar)
                 except EngineFailure as error:
                     failure = error
                 for group in scorer.rest(stop.heard):
-                    _keep(store, group, recipe, left, bar, held)
+                    _keep(store, group, recipe, missing, bar)
                 store.flush()
-                held.save(store.written)
                 if failure and not isinstance(failure, EngineStopped):
-                    failures = failures + 1 if len(left) == before else 1
+                    failures = failures + 1 if len(missing) == before else 1
                     if failures >= recipe.engine.max_failures:
                         raise failure
                     display.say(f"{failure}\nThe engine is restarted for what is missing.")
                     engine.restart()
 
 
-def _prompts(recipe: Recipe, problems: PreparedData, where: Standing, groups: Sequence[int]) -> Iterator[Prompt]:
+def _prompts(recipe: Recipe, problems: PreparedData, where: Position, groups: Sequence[int]) -> Iterator[Prompt]:
     return (stage_prompt(recipe, problems, where.cursor, group) for group in tuple(groups))
 
 
 def _until(groups: Iterator[Group], stop: StopRequest) -> Iterator[Group]:
-    """The groups until the process is asked to stop; the engine then returns what is in flight as far as it is."""
+    """The groups until the process is asked to stop."""
     for group in groups:
         yield group
         if stop.heard():
             return
 
 
-def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, left: list[int], bar: Bar, held: Unfinished) -> None:
+def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, missing: list[int], bar: Bar) -> None:
     store.append(rows_of(group, recipe))
-    held.stored(group.prompt.index)
-    left.remove(group.prompt.index)
+    missing.remove(group.prompt.index)
     bar.advance(tokens=group.tokens)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.engine.meeting import Bond, Part
-from mugrpo_megatron.run.together import meet, sleep_joined
+from mugrpo_megatron.run.leader import meet, sleep_joined
 
 
 class World:

@@ -12,10 +12,10 @@ import pytest
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import STATE
-from mugrpo_megatron.phases import optimize
-from mugrpo_megatron.phases import passes as learner_passes
-from mugrpo_megatron.phases.passes import refresh_reference
-from mugrpo_megatron.phases.samples import read_update
+from mugrpo_megatron.phases import column_passes as learner_passes
+from mugrpo_megatron.phases import stage as module
+from mugrpo_megatron.phases.batches import StageUpdates, columns_of
+from mugrpo_megatron.phases.column_passes import refresh_reference
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
@@ -43,8 +43,9 @@ def problems_of_updates(directory: Path, zero_variance: str, passes: int = 1) ->
     recipe = Recipe.model_validate(
         {"rollout": {"prompts_per_update": PROMPTS}, "objective": {"zero_variance": zero_variance}}
     )
-    run: Any = SimpleNamespace(recipe=recipe)
-    updates = [read_update(run, store, Cursor(0, age)) for age in range(UPDATES * passes)]
+    columns = columns_of(recipe, RunDirectory(directory), "r", store, 0)
+    of_stage = StageUpdates(recipe, store, 0, columns)
+    updates = [of_stage.batch(Cursor(0, age, age)).samples for age in range(UPDATES * passes)]
     for update in updates:
         assert len({sample.group for sample in update}) == PROMPTS
         assert len(update) == PROMPTS * RESPONSES
@@ -56,20 +57,12 @@ def test_a_stage_is_read_as_it_is(tmp_path: Path, zero_variance: str) -> None:
     assert problems_of_updates(tmp_path, zero_variance) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"]]
 
 
-def test_an_update_says_how_many_of_its_groups_have_equal_rewards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logged: list[dict[str, Any]] = []
-    run = bare_run(Recipe(), RunDirectory(tmp_path))
-    run.log.update = lambda stage, update, age, found: logged.append(found)
-    monkeypatch.setattr(optimize, "_utilization", lambda *_: {})
-    monkeypatch.setattr(optimize, "probe", lambda *_, **__: None)
-    bar: Any = SimpleNamespace(advance=lambda **_: None)
-    learner: Any = SimpleNamespace(skipped_in_a_row=0)
+def test_an_update_says_how_many_of_its_groups_have_equal_rewards() -> None:
+    logged = []
     for groups in ((0, 1), (3, 4), (1, 2, 5)):
         samples = [sample for index in groups for sample in group(index)]
-        optimize.record_update(run, learner, Cursor(), samples, {"tokens": 1.0, "loss": 0.0}, bar)
-    assert [found["zero_variance_fraction"] for found in logged] == [0.5, 1.0, 0.0]
+        logged.append(module._figures(samples, Cursor()))
+    assert [figures["zero_variance_fraction"] for figures in logged] == [0.5, 1.0, 0.0]
 
 
 def test_groups_of_equal_rewards_are_left_out(tmp_path: Path) -> None:
@@ -105,6 +98,7 @@ class Refreshed:
             }
         )
         self.run = bare_run(recipe, self.directory)
+        self.updates = StageUpdates(recipe, self.store, 0, columns_of(recipe, self.directory, "r", self.store, 0))
         self.updates_taken = 0
         monkeypatch.setattr(learner_passes, "token_logprobs", self._logprobs)
 
@@ -113,8 +107,8 @@ class Refreshed:
 
     def take(self, age: int) -> list[Sample]:
         self.updates_taken = age
-        refresh_reference(self.run, LEARNER, self.store, Cursor(0, age, age))
-        return read_update(self.run, self.store, Cursor(0, age, age))
+        refresh_reference(self.run, LEARNER, self.updates, Cursor(0, age, age))
+        return self.updates.batch(Cursor(0, age, age)).samples
 
     def save(self, age: int) -> None:
         """A checkpoint as far as it is looked for."""
@@ -155,14 +149,12 @@ def test_a_run_that_resumes_between_refreshes_reads_what_is_there(
     before.take(0)
     first = before.take(1)
     before.updates_taken = 7  # whatever the learner is now, update 1 clips around what update 0 began with
-    assert [s.reference_logprobs for s in read_update(before.run, before.store, Cursor(0, 1, 1))] == [
+    assert [s.reference_logprobs for s in before.updates.batch(Cursor(0, 1, 1)).samples] == [
         s.reference_logprobs for s in first
     ]
     for file in before.directory.references.iterdir():
         file.unlink()
-    with pytest.raises(
-        UserError, match=r"age00000\.parquet is gone.* remove the checkpoints after stage00000-age00000"
-    ):
+    with pytest.raises(UserError, match=r"age00000\.parquet is missing.* the checkpoints after stage00000-age00000"):
         before.take(1)
 
 

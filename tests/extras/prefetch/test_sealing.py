@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mugrpo_megatron.commands.seal import seal
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.prefetch.sealing import seal
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor

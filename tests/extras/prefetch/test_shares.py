@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.prefetch.shares import Share, begin, mark_share, parse_share, position, shares_of
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.files.hf_config import STATE
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.batch import Share, begin, mark_share, parse_share, shares_of, standing
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import InUse, RunDirectory, locked
 from mugrpo_megatron.run.record import MARK, claim, mark, read_record
@@ -24,7 +24,7 @@ from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.stages.manifest import Origin
 
 SCHEDULE = {"stages": 2, "updates_per_stage": 3}
-FOUND = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
+PROBLEMS = Problems([Problem("p", "1 + 1", "2", "p")], [], [])
 
 
 def recipe_of(tmp_path: Path) -> Recipe:
@@ -55,11 +55,11 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
     recipe = recipe_of(tmp_path)
     directory = RunDirectory(recipe.run.dir)
     with pytest.raises(UserError, match="holds no run"):
-        standing(directory, recipe)
-    first = begin(recipe, FOUND)
+        position(directory, recipe)
+    first = begin(recipe, PROBLEMS)
     assert (first.cursor, first.weights) == (Cursor(), recipe.model.path)
     assert first.origin == Origin(first.record.id, 0, 0)
-    assert begin(recipe, FOUND) == first
+    assert begin(recipe, PROBLEMS) == first
 
     def checkpoint(cursor: Cursor) -> Path:
         state = directory.checkpoints / checkpoint_name(cursor) / STATE
@@ -69,45 +69,45 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
 
     checkpoint(Cursor(1, 0, 3))
     with pytest.raises(UserError, match="is at stage00001-age00000, but its hf/ holds nothing"):
-        standing(directory, recipe)
+        position(directory, recipe)
     directory.hf.mkdir()
     write_json(directory.hf / MARK, mark(first.record))
     with pytest.raises(UserError, match="does not say at which update"):
-        standing(directory, recipe)
+        position(directory, recipe)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(1, 0, 3))))
-    assert standing(directory, recipe).origin == Origin(first.record.id, 1, 3)
-    assert standing(directory, recipe).weights == directory.hf
+    assert position(directory, recipe).origin == Origin(first.record.id, 1, 3)
+    assert position(directory, recipe).weights == directory.hf
     checkpoint(Cursor(1, 2, 5)).rename(directory.checkpoints / "stage00001-age00002.damaged")
-    assert standing(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
+    assert position(directory, recipe).cursor == Cursor(1, 0, 3), "what was set aside is no place to stand at"
     checkpoint(Cursor(1, 2, 5))
     with pytest.raises(UserError, match="holds stage00001-age00000: finish the stage"):
-        standing(directory, recipe)
+        position(directory, recipe)
     write_json(directory.hf / MARK, mark(first.record, asdict(Cursor(2, 0, 6))))
     with pytest.raises(UserError, match="taken all of its 6 updates"):
-        standing(directory, recipe)
+        position(directory, recipe)
     write_json(directory.hf / MARK, {"run": "another", "cursor": asdict(Cursor(2, 0, 6))})
     with pytest.raises(UserError, match="does not say"):
-        standing(directory, recipe)
+        position(directory, recipe)
 
 
 def test_shares_have_the_same_weights_and_problems(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    where, stage = begin(recipe, FOUND), tmp_path / "run" / "stages" / "00000"
-    mark_share(stage, Share(0, 2), where, FOUND)
-    mark_share(stage, Share(0, 2), where, FOUND)
-    mark_share(stage, Share(1, 2), where, FOUND)
+    where, stage = begin(recipe, PROBLEMS), tmp_path / "run" / "stages" / "00000"
+    mark_share(Share(0, 2), where, PROBLEMS)
+    mark_share(Share(0, 2), where, PROBLEMS)
+    mark_share(Share(1, 2), where, PROBLEMS)
     assert shares_of(stage, where.weights) == [Share(0, 2), Share(1, 2)]
     with pytest.raises(UserError, match="another part of the stage"):
-        mark_share(stage, Share(0, 3), where, FOUND)
+        mark_share(Share(0, 3), where, PROBLEMS)
     other = Problems([Problem("p", "1 + 2", "3", "p")], [], [])
-    mark_share(stage, Share(2, 3), where, other)
+    mark_share(Share(2, 3), where, other)
     with pytest.raises(UserError, match="different problems"):
         shares_of(stage, where.weights)
     (recipe.model.path / "model.safetensors").write_bytes(b"stronger")
     with pytest.raises(UserError, match="other weights than"):
         shares_of(stage, where.weights)
     with pytest.raises(UserError, match="other weights or problems"):
-        mark_share(stage, Share(1, 2), where, FOUND)
+        mark_share(Share(1, 2), where, PROBLEMS)
 
 
 def test_a_lock_is_shared_by_shares_and_by_nothing_else(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_lock_is_shared_by_shares_and_by_nothing_else(tmp_path: Path) -> None:
 
 
 def _begin(recipe: Recipe, results: Any) -> None:
-    results.put(begin(recipe, FOUND).record.id)
+    results.put(begin(recipe, PROBLEMS).record.id)
 
 
 @pytest.mark.process

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.phases import probe as module
-from mugrpo_megatron.phases.probe import PLACES, probe, probed
+from mugrpo_megatron.phases import stage as module
+from mugrpo_megatron.phases.stage import PLACES, probe, probed
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
@@ -87,13 +87,12 @@ class Stand:
             }
         )
         self.directory = RunDirectory(path)
-        store = sealed(self.directory.stage(0))
+        self.store = sealed(self.directory.stage(0))
         self.run: Any = SimpleNamespace(
             recipe=recipe,
             directory=self.directory,
             is_main=True,
             log=SimpleNamespace(phase=lambda *_: nullcontext()),
-            stage_store=lambda cursor: store,
         )
         self.passes = 0
         self.age = 0
@@ -107,9 +106,9 @@ class Stand:
         """Where the phase looks: before the first update, and after each."""
         for age in ages:
             if age == 0:
-                probe(self.run, LEARNER, Cursor(0, 0, 0), age=0)
+                probe(self.run, LEARNER, self.store, Cursor(0, 0, 0), age=0)
             self.age = age + 1
-            probe(self.run, LEARNER, Cursor(0, age, age), age=age + 1)
+            probe(self.run, LEARNER, self.store, Cursor(0, age, age), age=age + 1)
 
 
 def test_what_is_written_is_read_and_costs_a_pass_for_each_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,9 +122,7 @@ def test_what_is_written_is_read_and_costs_a_pass_for_each_age(tmp_path: Path, m
     for age, logprobs in found.logprobs.items():
         assert all((own == np.float32(-age / 10)).all() for own in logprobs)
     tokenizer = build_arithmetic_tokenizer()
-    for one, (update, sample, advantage) in zip(
-        found.responses, probed(stand.run.stage_store(None), stand.run.recipe), strict=True
-    ):
+    for one, (update, sample, advantage) in zip(found.responses, probed(stand.store, stand.run.recipe), strict=True):
         assert (one.update, one.group, one.reward) == (update, sample.group, sample.reward)
         assert one.advantage == pytest.approx(advantage)
         assert one.tokens == [tokenizer.decode([token]) for token in sample.response_ids]

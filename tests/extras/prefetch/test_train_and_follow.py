@@ -1,4 +1,4 @@
-"""A learner and processes that generate its next stage meanwhile: what the run logs, and kills on either side."""
+"""A learner and processes that generate its next stage ahead: what the run logs, and kills on either side."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
-from mugrpo_megatron.stages.store import StageStore
-from tests.commands.test_seal import end, problems
+from tests.extras.prefetch.test_sealing import end, problems
 from tests.forked import Command, started
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
@@ -24,13 +23,13 @@ pytestmark = [pytest.mark.process, pytest.mark.slow]
 UPDATES = 4
 
 
-def recipe_of(folder: Path, stages: int, prefetch: int, prompts: int = 4, **sections: dict[str, Any]) -> Path:
+def recipe_of(folder: Path, stages: int, age: int, prompts: int = 4, **sections: dict[str, Any]) -> Path:
     folder.mkdir()
     return write_recipe(
         folder / "recipe.toml",
         save_model(folder / "model"),
         folder / "run",
-        schedule={"stages": stages, "updates_per_stage": UPDATES, "prefetch": prefetch},
+        schedule={"stages": stages, "updates_per_stage": UPDATES, "max_sample_age": age},
         rollout={"prompts_per_update": prompts, "responses_per_prompt": 4, "max_response_tokens": 6},
         reward=COIN,
         **sections,
@@ -41,13 +40,13 @@ def follows(recipe: Path, share: str) -> list[object]:
     return ["generate", recipe, "--engine-only", "--follow", "--shard", share]
 
 
-def check_run(run: Path, stages: int, prefetch: int) -> None:
+def check_run(run: Path, stages: int, age: int) -> None:
     """Every update was taken, on data as stale as the recipe says, and other weights are not told as a mismatch."""
     rows = read_rows(run / "metrics.jsonl")
     updates = {row["update"]: row for row in rows if row["kind"] == "update"}
     assert sorted(updates) == list(range(stages * UPDATES))
-    early = [0, *[prefetch] * (stages - 1)]
-    assert [row["staleness"] for row in updates.values()] == [own + age for own in early for age in range(UPDATES)]
+    early = [0, *[age] * (stages - 1)]
+    assert [row["staleness"] for row in updates.values()] == [own + n for own in early for n in range(UPDATES)]
     assert {row["skipped"] for row in updates.values()} == {0}
     mismatched = {row["stage"]: "mismatch_max" in row for row in rows if row["kind"] == "stage"}
     assert mismatched == {stage: stage == 0 for stage in range(stages)}
@@ -56,21 +55,21 @@ def check_run(run: Path, stages: int, prefetch: int) -> None:
 
 def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> None:
     """One process follows from before the run begins; another one comes late and has nothing to do."""
-    recipe = recipe_of(tmp_path / "early", stages=2, prefetch=3)
+    recipe = recipe_of(tmp_path / "early", stages=2, age=3)
     with started(*follows(recipe, "0/1")) as follower:
         said = mugrpo("train", recipe).stdout
         assert follower.wait() == 0, follower.said
-        assert "no stage is left to offer, and the 1 before are generated" in follower.said
-    assert "stage 2/2: wait for its groups" in said
+        assert "the run has no further stage; 1 were generated ahead" in follower.said
+    assert "stage 1/2: generate" in said
     assert "stage 2/2: generate" not in said
-    check_run(recipe.parent / "run", stages=2, prefetch=3)
-    assert "the 0 before" in mugrpo(*follows(recipe, "0/1")).stdout
+    check_run(recipe.parent / "run", stages=2, age=3)
+    assert "; 0 were generated ahead" in mugrpo(*follows(recipe, "0/1")).stdout
 
 
 @pytest.mark.night
 def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> None:
-    """Before the offer, while both sides work, while the learner waits, and between the last group and the seal."""
-    recipe = recipe_of(tmp_path / "early", stages=3, prefetch=1, prompts=1200, checkpoint={"every_updates": 1})
+    """Before hf/ is written, while both sides work, while the learner waits, and while a process is missing."""
+    recipe = recipe_of(tmp_path / "early", stages=3, age=1, prompts=1200, checkpoint={"every_updates": 1})
     run = recipe.parent / "run"
     directory = RunDirectory(run)
 
@@ -79,7 +78,7 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
             assert command.wait(0.05) is None, command.said
 
     def groups(share: int) -> int:
-        manifest = read_manifest(directory.stage(1), manifest_name(share + 1))
+        manifest = read_manifest(run / "ahead" / "00001" / "stage", manifest_name(share + 1))
         return sum(len(shard.groups) for shard in manifest.shards)
 
     with ExitStack() as stack:
@@ -91,21 +90,19 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         learner = start("train", recipe)
         until(learner, lambda: newest_cursor(directory.checkpoints).updates >= 1)
         end(learner, signal.SIGKILL)
-        assert not directory.hf.exists(), "nothing is offered yet"
+        assert not directory.hf.exists(), "no weights are there yet that may sample the next stage"
         learner = start("train", recipe)
         until(followers[1], lambda: groups(1) > 0)
         end(followers[1], signal.SIGKILL)
         assert 0 < groups(1) < 2400
+        followers[1] = start(*follows(recipe, "1/2"))
         until(learner, lambda: newest_cursor(directory.checkpoints) == Cursor(1, 0, 4))
         end(learner, signal.SIGKILL)
-        followers[1] = start(*follows(recipe, "1/2"))
-        until(followers[0], lambda: groups(0) + groups(1) == 4800)
-        assert not StageStore(directory.stage(1)).sealed
         learner = start("train", recipe)
         for command in (learner, *followers):
             assert command.wait() == 0, command.said
-    check_run(run, stages=3, prefetch=1)
-    usual = recipe_of(tmp_path / "usual", stages=3, prefetch=0, prompts=1200)
+    check_run(run, stages=3, age=1)
+    usual = recipe_of(tmp_path / "usual", stages=3, age=0, prompts=1200)
     mugrpo("train", usual)
     for stage in range(3):
         assert problems(directory.stage(stage)) == problems(usual.parent / "run" / "stages" / f"{stage:05d}")

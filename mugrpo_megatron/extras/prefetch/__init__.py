@@ -1,0 +1,1 @@
+"""Generation without a learner: processes that share only the run directory, in batch jobs or ahead of the training."""

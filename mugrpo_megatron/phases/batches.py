@@ -1,0 +1,166 @@
+"""The batches of a stage: its responses as the recipe takes them, with the columns that passes have computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mugrpo_megatron.algorithm.advantages import informative, informative_updates
+from mugrpo_megatron.algorithm.anchor import rewards_less_kl
+from mugrpo_megatron.data.prepare import update_at
+from mugrpo_megatron.recipe import ObjectiveSection, Recipe
+from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
+from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.samples import Sample
+from mugrpo_megatron.stages.columns import LogprobColumn, computed_again
+from mugrpo_megatron.stages.manifest import of_stage
+from mugrpo_megatron.stages.routes import RouteColumn, route_column
+from mugrpo_megatron.stages.store import StageStore
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The responses that one update trains on."""
+
+    samples: list[Sample]
+    rewards: np.ndarray
+    """float64 [N]: what advantages are computed from."""
+    groups: np.ndarray
+    """int64 [N]"""
+    progress: float
+    """The part of the stage's updates that are taken, from 0 to below 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """The columns of a stage that the recipe asks for; None for the others."""
+
+    behaviour: LogprobColumn | None
+    """Under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
+    routes: RouteColumn | None
+    """What the learner's routers chose then, with `learner.routing_replay = "learner"`."""
+    anchor: LogprobColumn | None
+    """Under the anchor of the KL penalty, unless that is the behaviour."""
+    anchor_weights: Path | None
+    """The anchor's checkpoint; None where it is the learner at the stage's start."""
+    reference: Callable[[int], LogprobColumn] | None
+    """Age -> under the weights at that age, for `objective.reference_every` updates from there on."""
+
+
+def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageStore, stage: int) -> Columns:
+    """The columns of a run's sealed stage, whether they are computed yet or not; `run` is the run's id."""
+    section, of = recipe.objective, of_stage(store.content)
+
+    def after(age: int = 0) -> str:
+        return f"after {checkpoint_name(Cursor(stage, age))} from {directory.checkpoints}"
+
+    def reference(age: int) -> LogprobColumn:
+        return LogprobColumn(
+            directory.reference(stage, age), {**of, "run": run, "age": age}, computed_again(after(age))
+        )
+
+    behaviour = LogprobColumn(directory.behaviour(stage), of, computed_again(after()))
+    weights = anchor_weights(recipe)
+    anchor = LogprobColumn(
+        directory.anchor(stage),
+        {**of, "anchor": section.kl_anchor},
+        computed_again("" if weights else after()),
+    )
+    return Columns(
+        behaviour=behaviour if recipe.rollout.behaviour == "learner" else None,
+        routes=route_column(store.directory, "learner", of) if store.replay == "learner" else None,
+        anchor=anchor if section.kl_anchor and not anchor_is_behaviour(recipe) else None,
+        anchor_weights=weights,
+        reference=reference if section.reference_every > 1 else None,
+    )
+
+
+def anchor_weights(recipe: Recipe) -> Path | None:
+    """The checkpoint that `objective.kl_anchor` names; None where the anchor is the learner at the stage's start."""
+    name = recipe.objective.kl_anchor
+    if name is None or name == "stage":
+        return None
+    return recipe.model.directory if name == "start" else Path(name)
+
+
+def anchor_is_behaviour(recipe: Recipe) -> bool:
+    """Whether the anchor's logprobs are the behaviour's: both of the learner with the stage's first weights."""
+    return recipe.objective.kl_anchor == "stage" and recipe.rollout.behaviour == "learner"
+
+
+@dataclass(frozen=True, slots=True)
+class StageUpdates:
+    """The updates of sealed stage `stage` as a recipe takes them: formed, in its order, and with its columns."""
+
+    recipe: Recipe
+    store: StageStore
+    stage: int
+    columns: Columns
+
+    def batch(self, cursor: Cursor) -> Batch:
+        """What the update at the cursor trains on. Raises UserError when a column of it is missing or damaged."""
+        samples = self.samples(cursor.age)
+        if self.columns.reference:
+            place = cursor.age % self.recipe.objective.reference_every
+            logprobs = self.columns.reference(cursor.age - place).read(place)
+            samples = [replace(one, reference_logprobs=own) for one, own in zip(samples, logprobs, strict=True)]
+        return Batch(
+            samples,
+            training_rewards(samples, self.recipe.objective),
+            np.array([sample.group for sample in samples]),
+            cursor.of_stage(self.recipe.schedule, self.store.updates),
+        )
+
+    def samples(self, age: int) -> list[Sample]:
+        """The samples of the update taken at `age`, without their reference.
+
+        Passes over the stage after the first take its updates in an order that the run's seed shuffles. With
+        `objective.zero_variance = "leave_out"` updates consist of informative groups only.
+        """
+        update = update_at(self.recipe.run.seed, self.stage, self.store.updates, age)
+        if self.recipe.objective.zero_variance != "leave_out":
+            return self._stored(update)
+        per_update = self.recipe.rollout.prompts_per_update
+        rewards, groups = self.store.rewards()
+        differs = np.zeros(groups.max() + 1, dtype=bool)
+        differs[groups] = informative(rewards, groups)
+        chosen = informative_updates(differs, per_update)[update]
+        stored = {place: self._stored(place) for place in sorted({*(chosen // per_update).tolist()})}
+        return [
+            replace(sample, group=place)  # a group that occurs twice in one update counts as two groups
+            for place, group in enumerate(chosen.tolist())
+            for sample in stored[group // per_update]
+            if sample.group == group
+        ]
+
+    def _stored(self, update: int) -> list[Sample]:
+        """The samples of an update as the stage holds it, with its behaviour and anchor columns."""
+        samples = self.store.read_update(update)
+        if self.columns.behaviour:
+            samples = [
+                replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
+                for sample, own in zip(samples, self.columns.behaviour.read(update), strict=True)
+            ]
+        if anchor_is_behaviour(self.recipe):
+            return [replace(sample, anchor_logprobs=sample.behaviour_logprobs) for sample in samples]
+        if self.columns.anchor:
+            anchor = self.columns.anchor.read(update)
+            return [replace(sample, anchor_logprobs=own) for sample, own in zip(samples, anchor, strict=True)]
+        return samples
+
+
+def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
+    """The rewards [N] that advantages are computed from: with `kl_in = "reward"`, less the penalty.
+
+    Raises ValueError when a sample lacks its anchor's logprobs.
+    """
+    rewards = np.array([sample.reward for sample in samples])
+    if section.kl_in != "reward" or section.kl_anchor is None:
+        return rewards
+    anchor = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
+    if len(anchor) < len(samples):
+        raise ValueError('objective.kl_in = "reward" needs every sample\'s anchor_logprobs')
+    return rewards_less_kl(rewards, [s.trained(s.behaviour_logprobs) for s in samples], anchor, section)

@@ -1,0 +1,161 @@
+"""The learner's passes over a stage without a gradient: they compute the columns that its updates need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.learner.learner import Learner, holding
+from mugrpo_megatron.learner.update import record_routes, token_logprobs
+from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.phases.batches import StageUpdates
+from mugrpo_megatron.run.checkpoints import complete
+from mugrpo_megatron.run.cursor import Cursor
+from mugrpo_megatron.run.record import check_begun
+from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.stages.columns import Column, LogprobColumn
+from mugrpo_megatron.weights.families import fingerprint
+
+
+class _StopAsked(Exception):
+    """A rank was asked to stop during a pass."""
+
+
+@contextmanager
+def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> Iterator[Iterator[int]]:
+    """The updates of a pass, one after the other, with a bar that says `what`; every rank has ended it after the block.
+
+    When a rank was asked to stop, the next one raises: files that the block writes are dropped, weights that it has
+    exchanged are put back, and Stopped is raised with the learner saved. Collective.
+    """
+
+    def each(bar: Bar) -> Iterator[int]:
+        for age in ages:
+            if any(run.world.any_rank(run.stop.asked)):
+                raise _StopAsked
+            yield age
+            bar.advance()
+
+    try:
+        with (
+            run.log.phase("logprobs", cursor.stage),
+            run.display.bar(f"{run.title(cursor)}: {what}", len(ages), "updates") as bar,
+        ):
+            yield each(bar)
+    except _StopAsked:
+        raise run.stop.all_stopped(cursor) from None
+    run.world.barrier()
+
+
+def lacks(column: Column | None, again: bool) -> bool:
+    """Whether a column has to be computed; UserError when it is missing and cannot be computed again."""
+    if column is None or column.whole:
+        return False
+    if not again:
+        path = column.index if column.path.exists() else column.path
+        raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.repair}")
+    return True
+
+
+def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+    """Compute what the recipe wants of the policy before the stage's first update, in one pass.
+
+    These are the behaviour logprobs with `rollout.behaviour = "learner"`, and the experts that the routers choose with
+    `learner.routing_replay = "learner"`; the logprobs are those of a pass that replays them, bit by bit.
+    """
+    behaviour, routes = stage.columns.behaviour, stage.columns.routes
+    scores, records = lacks(behaviour, cursor.age == 0), lacks(routes, cursor.age == 0)
+    if not scores and not records:
+        return
+    store = stage.store
+    with (
+        learner_pass(run, cursor, "learner logprobs", range(store.updates)) as ages,
+        behaviour.write(run.is_main) if behaviour and scores else nullcontext(lambda logprobs: None) as append,
+        routes.write(run.is_main) if routes and records else nullcontext() as append_routes,
+    ):
+        for age in ages:
+            samples = store.read_update(age)
+            if append_routes:
+                logprobs, layers = record_routes(learner, samples)
+                append_routes([sample.tokens - 1 for sample in samples], layers)
+            else:
+                logprobs = token_logprobs(learner, samples)
+            append(logprobs)
+
+
+def compute_anchor(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+    """With `objective.kl_anchor`, compute the anchor's logprobs of the stage's responses, before the first update.
+
+    One forward pass over the stage, whatever the number of its updates; the anchor's weights are in the learner only
+    during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when it belongs to
+    another stage or to other weights than the anchor's directory holds now, and when it is gone although it cannot be
+    computed again.
+    """
+    column, weights = stage.columns.anchor, stage.columns.anchor_weights
+    if column is None:
+        return
+    mark = fingerprint(weights) if weights else ""
+    if not lacks(column, cursor.age == 0 or weights is not None):
+        if column.body()["weights"] != mark:
+            raise UserError(
+                f"{weights} holds other weights than when {column.path} was computed under them; put the right ones "
+                f"back, or {column.repair}"
+            )
+        return
+    if weights:
+        _check_anchor(run, cursor.stage, weights, mark)
+    with (
+        learner_pass(run, cursor, "anchor logprobs", range(stage.store.updates)) as ages,
+        column.write(run.is_main, weights=mark) as append,
+        holding(learner, weights) if weights else nullcontext(),
+    ):
+        for age in ages:
+            append(token_logprobs(learner, stage.store.read_update(age)))
+
+
+def _check_anchor(run: Run, stage: int, weights: Path, mark: str) -> None:
+    """Raise UserError when the anchor's directory holds other weights than when the run began, or a stage ago."""
+    if run.recipe.objective.kl_anchor == "start":
+        check_begun(run.record, run.recipe, f"the anchor of {run.directory.path}")
+    before = LogprobColumn(run.directory.anchor(stage - 1), {}) if stage > 0 else None
+    if before and before.weights not in (None, mark):
+        raise UserError(
+            f"{weights} holds other weights than when {before.path} was computed under them; put the right ones back"
+        )
+
+
+def refresh_reference(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:
+    """Every `objective.reference_every` updates the clip's reference policy becomes the current one.
+
+    That policy is kept as its logprobs of all samples until the next refresh, on disk before the first of these updates
+    is taken. They are recomputed when a run resumes at this cursor.
+    """
+    every = run.recipe.objective.reference_every
+    if stage.columns.reference is None:
+        return
+    column = stage.columns.reference(cursor.age - cursor.age % every)
+    if cursor.age % every:
+        lacks(column, again=False)
+        return
+    ages = range(cursor.stage_length(run.recipe.schedule, stage.store.updates))[cursor.age : cursor.age + every]
+    with (
+        learner_pass(run, cursor, "reference logprobs", ages) as passed,
+        column.write(run.is_main) as append,
+    ):
+        for age in passed:
+            append(token_logprobs(learner, stage.samples(age)))
+    if run.is_main:
+        _remove_passed_references(run)
+
+
+def _remove_passed_references(run: Run) -> None:
+    """Remove the reference files that no checkpoint can need: all before the one that the oldest checkpoint needs.
+
+    The run resumes from one of its complete checkpoints, or from a later one that is still being written.
+    """
+    for checkpoint in complete(run.directory.checkpoints)[:1]:
+        paths = [path for path in sorted(run.directory.references.glob("*.parquet")) if path.stem <= checkpoint.name]
+        for path in paths[:-1]:
+            LogprobColumn(path, {}).remove()
