@@ -70,24 +70,6 @@ def test_mistakes_in_the_recipe(
     assert said in refused(["train", str(recipe), "--set", override], capsys, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2=", "ans', "bad.jsonl:2: not JSON"),
-        ('{"problem": "1+1=", "answer": "2"}\n{"problem": "1+2="}\n', "bad.jsonl:2: field 'answer' is missing"),
-        ('{"problem": "1+1=", "answer": ""}\n', "bad.jsonl:1: field 'answer' is empty"),
-        ("", "bad.jsonl"),
-    ],
-)
-def test_mistakes_in_the_data(
-    content: str, said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text(content, encoding="utf-8")
-    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"train": str(data)})
-    assert said in refused(["train", str(recipe)], capsys, tmp_path / "run")
-
-
 def test_a_directory_that_holds_no_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     half = tmp_path / "half"
     half.mkdir()
@@ -279,17 +261,6 @@ def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys:
     assert elsewhere.startswith("a question: the chat template refuses the messages (no such roles)")
     assert "not on this machine" in told(asks, "model.path=/nowhere", "data.train=gsm8k")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_hundred_wrong_rows_are_three_examples_and_a_count(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "bad.jsonl"
-    data.write_text('{"problem": "1+1=", "answer": {}}\n' * 100, encoding="utf-8")
-    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"train": str(data)})
-    said = refused(["train", str(recipe)], capsys, tmp_path / "run")
-    assert said.count("bad.jsonl:") == 3
-    assert "; and 97 more rows: fix these rows or set data.strict=false" in said
 
 
 def test_report_of_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -255,23 +255,6 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
         lambda d: (d / "model.safetensors.index.json").write_text("{"),
         "model.safetensors.index.json is not JSON",
     ),
-    "unknown family": (
-        lambda d: edit_config(d, model_type="gpt2"),
-        "model_type 'gpt2' is not supported; the supported",
-    ),
-    "another family": (lambda d: edit_config(d, model_type="llama"), "unknown field 'layer_types'"),
-    "unknown field": (lambda d: edit_config(d, logit_cap=30), "unknown field 'logit_cap' (value 30)"),
-    "missing field": (lambda d: edit_config(d, hidden_size=None), "has no field 'hidden_size'"),
-    "malformed field": (lambda d: edit_config(d, num_hidden_layers="4"), "num_hidden_layers is '4'"),
-    "dropout": (
-        lambda d: edit_config(d, attention_dropout=0.1),
-        "attention_dropout is 0.1, but the learner",
-    ),
-    "sliding window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window is True"),
-    "unknown rope": (
-        lambda d: edit_config(d, rope_parameters={"rope_type": "longrope"}),
-        "rope scaling 'longrope' is unknown",
-    ),
     "fewer layers": (
         lambda d: edit_config(d, num_hidden_layers=3, layer_types=None),
         "which a qwen2 model with this config.json does not have",

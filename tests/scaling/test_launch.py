@@ -30,13 +30,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """Runs a script with the torchrun of another torch, whose files lie in the folder of the first argument."""
 
 
-def start(grace: int, *rank: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Two ranks of RANK under launch.py, or under what `before` makes of it."""
+def start(grace: int, *rank: str, before: Sequence[str] = (), nohup: bool = False) -> subprocess.Popen[str]:
+    """Two ranks of RANK under launch.py, or under what `before` makes of it; however the suite was started."""
     options = ["--nproc-per-node", "2", "--rdzv-backend", "loopback", "--rdzv-endpoint", "127.0.0.1:0"]
     command = [*before, str(LAUNCH), str(grace), *options, "--no-python", sys.executable, str(RANK), *rank]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def usual() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
     return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=usual,
     )
 
 
@@ -118,11 +128,7 @@ def test_ranks_that_stop_when_asked_make_a_success_and_only_loopback_listens() -
 
 @pytest.mark.process
 def test_under_nohup_a_lost_terminal_ends_no_rank() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = start(60, "stops", "0")
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process = start(60, "stops", "0", nohup=True)
     wait_for(process, "listening")
     for one in (process, *psutil.Process(process.pid).children()):
         one.send_signal(signal.SIGHUP)

@@ -16,7 +16,8 @@ from mugrpo_megatron.observe.log import read_rows
 from tests.scaling.slurm import Job, Slurm
 from tests.tiny import COIN, save_model, write_recipe
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.night]
+"""What the scripts hand to srun is in test_scripts.py, every day."""
 
 ROOT = Path(__file__).parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
