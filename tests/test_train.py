@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.train import train
+from tests.hostile.outcome import refused
 from tests.ranks import run_ranks
 from tests.tiny import mugrpo, save_model, write_recipe
 
@@ -76,17 +77,16 @@ def test_a_finished_run_is_shown_again_not_trained_again(finished_run: Path) -> 
 
 
 def test_another_recipe_in_the_same_directory_is_refused(finished_run: Path) -> None:
-    refused = mugrpo("train", finished_run / "recipe.toml", "--set", "objective.name=grpo", code=2)
-    assert "objective.name" in refused.stderr
-    assert "choose another run.dir" in refused.stderr
+    said = refused("train", finished_run / "recipe.toml", "--set", "objective.name=grpo", says="choose another run.dir")
+    assert "objective.name" in said
 
 
 def test_an_engine_that_fails_to_start_is_named(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.toml", model, tmp_path / "run", engine={"attention_backend": "no_such_backend"})
-    refused = mugrpo("train", recipe, code=2)
-    assert "engine" in refused.stderr
-    assert "no_such_backend" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    failed = mugrpo("train", recipe, code=2)
+    assert "engine" in failed.stderr
+    assert "no_such_backend" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_interrupt_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:

@@ -116,26 +116,17 @@ def test_a_second_signal_ends_the_wait_only_if_it_is_ctrl_c(
 
 
 @pytest.mark.process
-def test_ranks_that_stop_when_asked_make_a_success_and_only_loopback_listens() -> None:
-    process = start(60, "stops", "0")
-    assert wait_for(process, "listening") == "listening 127.0.0.1"
-    process.send_signal(signal.SIGTERM)
-    code, printed, errors = end(process)
-    assert (code, printed.count("saved")) == (0, 2), errors
-    assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.process
-def test_under_nohup_a_lost_terminal_ends_no_rank() -> None:
+def test_under_nohup_ranks_stop_when_asked_and_not_when_the_terminal_is_lost() -> None:
+    """And only loopback listens."""
     process = start(60, "stops", "0", nohup=True)
-    wait_for(process, "listening")
+    assert wait_for(process, "listening") == "listening 127.0.0.1"
     for one in (process, *psutil.Process(process.pid).children()):
         one.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     code, printed, errors = end(process)
     assert (code, printed.count("saved")) == (0, 2), errors
     assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.process
