@@ -17,7 +17,7 @@ from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppa
 @pytest.fixture(autouse=True)
 def in_the_foreground() -> Iterator[None]:
     """A suite in the background ignores Ctrl-C, and one under nohup SIGHUP; these tests do not."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
