@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,8 @@ def started(*arguments: object) -> Iterator[Command]:
 def _run(arguments: list[str], environment: Mapping[str, str], folder: str) -> None:
     from mugrpo_megatron.cli import main
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # however the suite was started
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
     for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):

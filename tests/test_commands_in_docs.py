@@ -1,16 +1,11 @@
-"""Every `mugrpo` command of every page parses; on `PAGES` its recipe is what the page says it is.
-
-`STATED` says what each command of `PAGES` stands for. One that is missing there fails, and so does a line there that no
-page has any more.
-"""
+"""Every `mugrpo` command of every page parses; on `PAGES` its recipe is what the command's words say."""
 
 from __future__ import annotations
 
 import argparse
 import re
 import shlex
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -18,7 +13,7 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.cli import command_parser
-from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe import load_recipe
 from tests.checkout import ROOT
 
 pytestmark = pytest.mark.usefixtures("in_checkout")
@@ -45,62 +40,16 @@ SPAN = re.compile(r"`([^`]+)`")
 PROGRAM = re.compile(r"\bmugrpo\b|run_scripts/[\w/]+\.sh")
 QUICKSTART = "run_scripts/quickstart.sh"
 
-SAME = {"objective.reduction": "token_mean"}
-STRICT = {"objective.clip_low": 0.8, "objective.clip_high": 1.2, "objective.veto": "none"}
-GRPO = SAME | {"objective.name": "grpo"} | STRICT
-RELAXED = SAME | {"objective.name": "mu_grpo", "objective.clip_low": 0.0, "objective.clip_high": 5.0}
-MU_GRPO = RELAXED | {"objective.veto": "suffix_non_trigger", "objective.trigger_ratio": 1e-4}
-WHOLE_RESPONSE = MU_GRPO | {"objective.veto": "response"}
+STRICT = {"clip_low": 0.8, "clip_high": 1.2, "veto": "none"}
+GRPO = {"name": "grpo", "reduction": "token_mean", **STRICT}
+MU_GRPO = {"name": "mu_grpo", "reduction": "token_mean", "clip_low": 0.0, "clip_high": 5.0, "trigger_ratio": 1e-4}
 
 
-def schedule(stages: int, mu: int) -> dict[str, Any]:
-    return {"schedule.stages": stages, "schedule.updates_per_stage": mu}
-
-
-QWEN = "run_scripts/recipes/paper/qwen2.5-math-7b"
-INSIDE = {"eval.every_updates": 64}
-SAVED = {"checkpoint.every_updates": 64, "checkpoint.keep": 16}
-STATED: dict[str, Mapping[str, Any]] = {
-    # README.md
-    "run_scripts/quickstart.sh": schedule(4, 64) | MU_GRPO,
-    "run_scripts/test.sh": {},
-    "mugrpo train RECIPE --set schedule.stages=1024 --set schedule.updates_per_stage=4 --set objective.name=grpo"
-    " --set objective.reduction=token_mean": schedule(1024, 4) | GRPO,
-    "mugrpo train RECIPE --set schedule.stages=4 --set schedule.updates_per_stage=1024 --set objective.name=mu_grpo"
-    " --set objective.reduction=token_mean": schedule(4, 1024) | MU_GRPO,
-    # docs/quickstart.md
-    "run_scripts/setup.sh": {},
-    "mugrpo sft run_scripts/recipes/quickstart.toml": {"sft.target_accuracy": 0.4},
-    "mugrpo train run_scripts/recipes/quickstart.toml": schedule(4, 64)
-    | MU_GRPO
-    | {"run.dir": Path("runs/quickstart")},
-    "run_scripts/quickstart.sh --set run.dir=runs/grpo --set objective.name=grpo"
-    " --set objective.reduction=token_mean --set schedule.stages=64 --set schedule.updates_per_stage=4": (
-        schedule(64, 4) | GRPO | {"run.dir": Path("runs/grpo")}
-    ),
-    "run_scripts/quickstart.sh --set run.seed=SEED --set run.dir=runs/quickstart-SEED": (
-        schedule(4, 64) | MU_GRPO | {"run.seed": 1, "run.dir": Path("runs/quickstart-1")}
-    ),
-    "mugrpo train run_scripts/recipes/gsm8k_smoke.toml --set data.train=gsm8k_train.jsonl": (
-        schedule(2, 4) | MU_GRPO | {"data.train": "gsm8k_train.jsonl"}
-    ),
-    # docs/paper.md
-    f"mugrpo plan {QWEN}.mu_grpo.toml --gpus-per-node 4": schedule(4, 1024) | MU_GRPO | {"nodes": 1, "gpu": "h200"},
-    f"run_scripts/torchrun.sh 4 train {QWEN}.mu_grpo.toml": schedule(4, 1024) | MU_GRPO,
-    "mugrpo report runs/paper/qwen2.5-math-7b.mu_grpo": {"run_dir": [Path("runs/paper/qwen2.5-math-7b.mu_grpo")]},
-    f"run_scripts/torchrun.sh 4 train {QWEN}.grpo.toml --set schedule.stages=256 --set eval.every_stages=16"
-    " --set run.dir=runs/paper/one-stage.grpo": schedule(256, 4) | GRPO | {"eval.every_stages": 16},
-    f"run_scripts/torchrun.sh 4 train {QWEN}.grpo_mu1024.toml --set schedule.stages=1 --set eval.every_updates=64"
-    " --set run.dir=runs/paper/one-stage.grpo_mu1024": schedule(1, 1024) | GRPO | INSIDE,
-    f"run_scripts/torchrun.sh 4 train {QWEN}.mu_grpo.toml --set schedule.stages=1 --set eval.every_updates=64"
-    " --set run.dir=runs/paper/one-stage.mu_grpo": schedule(1, 1024) | MU_GRPO | INSIDE,
-    f"run_scripts/torchrun.sh 4 optimize {QWEN}.response.toml --from runs/paper/one-stage.mu_grpo --stage 0"
-    " --set schedule.stages=1 --set checkpoint.every_updates=64 --set checkpoint.keep=16"
-    " --set run.dir=runs/paper/one-stage.response": (
-        schedule(1, 1024) | WHOLE_RESPONSE | SAVED | {"source": Path("runs/paper/one-stage.mu_grpo"), "stage": 0}
-    ),
-}
-"""Command -> what it resolves to: fields of the recipe (`section.key`) and options of the command."""
+def objective_of(command: str) -> dict[str, Any]:
+    """What the words of a command say that it trains with."""
+    if re.search(r"objective\.name=grpo\b|\.grpo(_mu1024)?\.toml", command):
+        return GRPO
+    return MU_GRPO | {"veto": "response" if ".response.toml" in command else "suffix_non_trigger"}
 
 
 def code_of(page: str) -> tuple[list[str], list[str], str]:
@@ -160,26 +109,20 @@ def mugrpo_commands(command: str) -> list[list[str]]:
 PUBLISHED = [(page, command) for page in PAGES for command in commands_of(Path(page).read_text(encoding="utf-8"))]
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(("page", "command"), PUBLISHED)
-def test_a_command_of_a_page_is_stated_and_resolves_as_stated(page: str, command: str) -> None:
-    assert command in STATED, f"{page}: say in STATED what `{command}` resolves to"
+def test_a_command_of_a_page_resolves_to_what_its_words_say(page: str, command: str) -> None:
     program = shlex.split(command)[0]
-    if program != "mugrpo":
-        subprocess.run(["bash", "-n", program], check=True)
-    ran = mugrpo_commands(command)
-    options = [command_parser().parse_args(arguments) for arguments in ran]
-    recipes = [load_recipe(getattr(one, "recipe", None), one.overrides) for one in options if hasattr(one, "overrides")]
-    for name, value in STATED[command].items():
-        assert resolved(name, options[-1], recipes) == value, name
-
-
-def resolved(name: str, options: argparse.Namespace, recipes: list[Recipe]) -> object:
-    return attrgetter(name)(recipes[-1]) if "." in name else getattr(options, name)
-
-
-def test_nothing_is_stated_of_a_command_that_no_page_has() -> None:
-    assert set(STATED) == {command for _, command in PUBLISHED}
+    assert program == "mugrpo" or Path(program).is_file()
+    for options in map(command_parser().parse_args, mugrpo_commands(command)):
+        if not hasattr(options, "overrides"):
+            continue
+        recipe = load_recipe(getattr(options, "recipe", None), options.overrides)
+        for override in options.overrides:
+            name, _, value = override.partition("=")
+            assert str(attrgetter(name)(recipe)) == value, name
+        if options.command.name in ("train", "optimize"):
+            expected = objective_of(command)
+            assert {name: getattr(recipe.objective, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("page", EVERY)

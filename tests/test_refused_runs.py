@@ -35,12 +35,6 @@ def without_states(run: Path) -> None:
         (path / "state.json").unlink()
 
 
-def swapped(run: Path) -> None:
-    (run / "stages" / "00000").rename(run / "aside")
-    (run / "stages" / "00001").rename(run / "stages" / "00000")
-    (run / "aside").rename(run / "stages" / "00001")
-
-
 def foreign_hf(run: Path) -> None:
     shutil.rmtree(run / "hf")
     (run / "hf").mkdir()
@@ -56,11 +50,9 @@ def flipped_behaviour(run: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], object], str]] = {
     "states gone": (without_states, "every checkpoint in"),
-    "stages swapped": (swapped, "holds stage 0 of run"),
     "hf of someone else": (foreign_hf, "was not written by this run"),
-    "log damaged": (lambda run: (run / "metrics.jsonl").write_bytes(b"\xff{}\n"), "metrics.jsonl:1: not a row"),
-    "record gone": (lambda run: (run / "run.json").unlink(), "has no run.json"),
 }
+"""Each by another part of the command; tests/hostile/test_run_directories.py has all of them, in process."""
 
 
 def test_each_is_refused_before_anything_starts(run: Path, tmp_path: Path) -> None:

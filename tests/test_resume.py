@@ -67,7 +67,7 @@ def weights(run_dir: Path) -> bytes:
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("updates", [1, 17])
+@pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.night), 17])
 def test_a_stage_killed_while_optimizing_ends_bitwise_like_the_unbroken_one(
     updates: int, finished_run: Path, recipe: Path
 ) -> None:

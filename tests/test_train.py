@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.train import train
+from tests.forked import started
+from tests.hostile.outcome import refused
 from tests.ranks import run_ranks
 from tests.tiny import mugrpo, save_model, write_recipe
 
-MUGRPO = [sys.executable, "-W", "ignore", "-m", "mugrpo_megatron"]
 pytestmark = pytest.mark.process
 
 
@@ -76,39 +75,27 @@ def test_a_finished_run_is_shown_again_not_trained_again(finished_run: Path) -> 
 
 
 def test_another_recipe_in_the_same_directory_is_refused(finished_run: Path) -> None:
-    refused = mugrpo("train", finished_run / "recipe.toml", "--set", "objective.name=grpo", code=2)
-    assert "objective.name" in refused.stderr
-    assert "choose another run.dir" in refused.stderr
+    said = refused("train", finished_run / "recipe.toml", "--set", "objective.name=grpo", says="choose another run.dir")
+    assert "objective.name" in said
 
 
 def test_an_engine_that_fails_to_start_is_named(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.toml", model, tmp_path / "run", engine={"attention_backend": "no_such_backend"})
-    refused = mugrpo("train", recipe, code=2)
-    assert "engine" in refused.stderr
-    assert "no_such_backend" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    failed = mugrpo("train", recipe, code=2)
+    assert "engine" in failed.stderr
+    assert "no_such_backend" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_interrupt_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.toml", model, tmp_path / "run", schedule={"stages": 500})
-    with subprocess.Popen(
-        [*MUGRPO, "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a suite in the background ignores Ctrl-C
-    ) as process:
-        assert process.stdout is not None
-        line = ""
-        while "stage 2/" not in line:
-            line = process.stdout.readline()
-            assert line, "the run ended before its second stage"
-        offspring = psutil.Process(process.pid).children(recursive=True)
+    with started("train", recipe) as command:
+        while "stage 2/" not in command.said:
+            assert command.wait(0.05) is None, command.said
+        offspring = command.offspring
         assert offspring, "the engine should be running"
-        process.send_signal(signal.SIGINT)
-        process.stdout.read()
-    assert process.returncode == 130
+        psutil.Process(command.pid).send_signal(signal.SIGINT)
+        assert command.wait() == 130, command.said
     _, alive = psutil.wait_procs(offspring, timeout=30)
     assert alive == []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
@@ -16,6 +18,11 @@ from mugrpo_megatron.recipe.systems import FP8_MULTIPLE, ParallelSection
 
 VIRTUAL = (1, 2, 4)
 """Chunks per pipeline rank to try."""
+
+
+def bundled() -> dict[str, dict[str, Any]]:
+    """Folder name -> config of the bundled public models, for checks and plans before a model is on this machine."""
+    return tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
 
 def divisors(n: int) -> list[int]:

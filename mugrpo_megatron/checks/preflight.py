@@ -18,8 +18,7 @@ from mugrpo_megatron.checks.engines import (
     engine_problems,
     needs_a_kind_of_device,
 )
-from mugrpo_megatron.checks.layouts import check_layers, check_layout, describe
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled, check_layers, check_layout, describe
 from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources

@@ -77,12 +77,13 @@ class RewardSection(Section):
     policy: Literal["strict", "lenient"] = "strict"
     """`strict` refuses hedged answers and unfinished arithmetic; `lenient` accepts what math-verify accepts."""
     max_failure_share: float = Field(0.01, ge=0.0, le=1.0, json_schema_extra=changes("work"))
-    """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail."""
+    """A user's function that fails on a larger share of responses (of at least 16) ends the run; 1 lets it fail,
+    as a remote service may."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
     """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
     time."""
     worker_memory_mb: int = Field(1024, gt=0, json_schema_extra=changes("work"))
-    """Address-space limit of a verifier process."""
+    """Address-space limit of a verifier process, so that one answer cannot take the machine's memory."""
     format_pattern: str = r"\\boxed\{"
     """Regular expression that a well-formed response matches exactly once."""
     format_weight: float = Field(0.0, ge=0.0, le=1.0)

@@ -83,7 +83,7 @@ class RolloutSection(Section):
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
     stop: list[str] = Field(default_factory=list)
-    """Texts that end a response, besides the end-of-sequence token; the response includes them."""
+    """Texts that end a response, besides the end-of-sequence token, for base models; the response includes them."""
     behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
     """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
 
@@ -113,7 +113,7 @@ class RunSection(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
     device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
-    """Device of learner and engine; `auto` takes CUDA if torch finds it."""
+    """Device of learner and engine; `auto` takes CUDA if torch finds it; `cpu` leaves a GPU to other work."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""
@@ -140,7 +140,7 @@ class DataSection(Section):
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
     generated_problems: int = Field(50_000, gt=0, le=10_000_000)
-    """Training problems that a bundled task generates."""
+    """Training problems that a bundled task generates; fewer start sooner."""
     question_field: str = "problem"
     """Column with the question, text or messages, or a path inside one; at the default other names are recognised
     too."""
@@ -196,7 +196,8 @@ class ScheduleSection(Section):
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
     growth: float = Field(1.0, ge=0.1, le=10.0)
-    """Each stage has this many times the updates of the one before; S stages still have S µ updates in all."""
+    """Each stage has this many times the updates of the one before; S stages still have S µ updates in all.
+    For short stages while the policy moves fast."""
     passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
     """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
     min_ess: float = Field(0.0, ge=0.0, lt=1.0, json_schema_extra=changes("method"))
@@ -312,9 +313,11 @@ class CheckpointSection(Section):
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves only at stage ends."""
     every_minutes: NonNegativeFloat = 0.0
-    """Also save inside a stage when the last save is n minutes old; 0 ignores the clock."""
+    """Also save inside a stage when the last save is n minutes old, under a time limit of a batch system; 0 ignores the
+    clock."""
     asynchronous: bool = True
-    """Copy the state to host memory and write it while training continues; false waits for the disk."""
+    """Copy the state to host memory and write it while training continues; false waits for the disk,
+    where the host has no memory for the copy."""
     keep: PositiveInt = 2
     """Number of newest complete checkpoints to keep."""
     hf: bool = True

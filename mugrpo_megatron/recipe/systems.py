@@ -46,9 +46,10 @@ class LearnerSection(Section):
     """Packed tokens (prompt and response) of one micro-batch on one rank; a single longer response may exceed it.
     Micro-batches that CPU threads run at once share it, with at most 4,096 each."""
     loss_chunk_tokens: NonNegativeInt = 0
-    """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU."""
+    """Tokens whose logits are in memory at once; 0 takes 4,096 on CUDA and 1,024 on CPU. Fewer need
+    less memory."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in the backward pass."""
+    """Activations recomputed in the backward pass, where they do not fit into memory."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
     """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes Transformer Engine if
     installed."""
@@ -81,7 +82,8 @@ class EngineSection(Section):
     nodes: PositiveInt = 1
     """Nodes that each engine spans, with all devices: for a model that does not fit on one node (docs/engine.md)."""
     per_node: NonNegativeInt = 0
-    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU)."""
+    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU); fewer leave
+    them to other work."""
     between_stages: Literal["restart", "sleep"] = "sleep"
     """While the learner trains: `sleep` keeps the engine's process and releases its memory, `restart` stops the
     process."""
@@ -90,7 +92,8 @@ class EngineSection(Section):
     max_running_requests: PositiveInt = 1024
     """Maximum number of responses decoded together; a large number helps short responses."""
     max_total_tokens: NonNegativeInt = 0
-    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU)."""
+    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU),
+    which on a shared machine may be too much."""
     attention_backend: str = "auto"
     """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1

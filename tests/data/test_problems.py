@@ -46,10 +46,16 @@ MALFORMED = {
     '{"problem": "x", "answer": {"a": 1}}\n': "field 'answer' holds dict",
     '{"problem": "x", "answer": "so ####  "}\n': "field 'answer' holds no answer",
     '{"problem": "\xff", "answer": "2"}\n': "not JSON",
+    '{"problem": "\\ud800", "answer": "2"}\n': "surrogates not allowed",
+    '{"problem": "x", "answer": "\\udfff"}\n': "surrogates not allowed",
+    "[" * 100_000 + "\n": "nested too deep",
+    '{"problem": "x", "answer": NaN}\n': "field 'answer' is nan",
+    '{"problem": "x", "answer": false}\n': "field 'answer' holds bool",
+    '{"problem": "x", "answer": []}\n': "field 'answer' is empty",
 }
 
 
-@pytest.mark.parametrize("line", MALFORMED)
+@pytest.mark.parametrize("line", MALFORMED, ids=lambda line: repr(line[:40]))
 def test_a_malformed_row_is_named_by_file_line_and_reason(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(json.dumps(ROWS[0]).encode() + b"\n\n" + line.encode("latin-1") + json.dumps(ROWS[1]).encode())

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mugrpo_megatron.checks.layouts import check_layout
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled, check_layout
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mugrpo_megatron.cli import main
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.streams import visible
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,18 @@ def answered(*arguments: object) -> Outcome:
     if ended.code:
         refused(*arguments)
     return ended
+
+
+def sentence(act: Callable[[], object]) -> str:
+    """The one sentence with which `act` refuses, as a command would print it; empty when it does not."""
+    try:
+        act()
+    except UserError as error:
+        said = visible(str(error)).replace("\n", " ")
+        assert said.replace("\t", "").isprintable(), said
+        assert len(said) < 2000, said
+        return said
+    return ""
 
 
 def listing(folder: Path) -> dict[str, bytes | None]:

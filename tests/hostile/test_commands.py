@@ -21,79 +21,33 @@ from tests.hostile.outcome import command, listing, refused
 ROWS = '{"response": "1", "answer": 1}\n{"response": "2", "answer": 1}\n'
 
 
-def place(name: str, folder: Path) -> Path:
-    """A path of the given kind, in a folder that has the input `in.jsonl`."""
-    path = folder / "out.jsonl"
-    (folder / "link.jsonl").symlink_to("in.jsonl")
-    makers: dict[str, Callable[[], object]] = {
-        "the input": lambda: None,
-        "the input by another spelling": lambda: None,
-        "a hard link to the input": lambda: os.link(folder / "in.jsonl", path),
-        "a symbolic link to the input": lambda: path.symlink_to("in.jsonl"),
-        "a link to a link to the input": lambda: path.symlink_to("link.jsonl"),
-        "a directory": path.mkdir,
-        "a link to a directory": lambda: path.symlink_to(folder),
-        "a pipe": lambda: os.mkfifo(path),
-        "a link to a device": lambda: path.symlink_to("/dev/null"),
-        "a link to a full device": lambda: path.symlink_to("/dev/full"),
-        "a loop of links": lambda: path.symlink_to("out.jsonl"),
-        "under a file": lambda: None,
-        "under the device": lambda: None,
-        "a long name": lambda: None,
-        "without a suffix": lambda: None,
-        "Parquet": lambda: None,
-        "text": lambda: None,
-        "a backup": lambda: None,
-        "only a suffix": lambda: None,
-        "where nothing can be": lambda: None,
-    }
-    makers[name]()
-    return {
-        "the input": folder / "in.jsonl",
-        "the input by another spelling": folder / ".." / folder.name / "in.jsonl",
-        "under a file": folder / "in.jsonl" / "out.jsonl",
-        "under the device": Path("/dev/null/out.jsonl"),
-        "a long name": folder / ("x" * 300 + ".jsonl"),
-        "without a suffix": folder / "out",
-        "Parquet": folder / "out.parquet",
-        "text": folder / "out.txt",
-        "a backup": folder / "out.jsonl.bak",
-        "only a suffix": folder / ".jsonl",
-        "where nothing can be": Path("/proc/none/out.jsonl"),
-    }.get(name, path)
+MADE: dict[str, Callable[[Path, Path], object]] = {
+    "a hard link to the input": lambda folder, path: os.link(folder / "in.jsonl", path),
+    "a symbolic link to the input": lambda folder, path: path.symlink_to("in.jsonl"),
+    "a link to a link to the input": lambda folder, path: path.symlink_to("link.jsonl"),
+    "a directory": lambda folder, path: path.mkdir(),
+    "a link to a directory": lambda folder, path: path.symlink_to(folder),
+    "a pipe": lambda folder, path: os.mkfifo(path),
+    "a link to a device": lambda folder, path: path.symlink_to("/dev/null"),
+    "a link to a full device": lambda folder, path: path.symlink_to("/dev/full"),
+    "a loop of links": lambda folder, path: path.symlink_to("out.jsonl"),
+}
+"""What stands at the output's path, which is the second argument."""
+NAMED = ["in.jsonl", "../FOLDER/in.jsonl", "in.jsonl/out.jsonl", "/dev/null/out.jsonl", "x" * 300 + ".jsonl", "out"]
+NAMED += ["out.parquet", "out.txt", "out.jsonl.bak", ".jsonl", "/proc/none/out.jsonl"]
+"""Paths at which nothing can be written, or not JSONL, or the input stands."""
 
 
-PLACES = [
-    "the input",
-    "the input by another spelling",
-    "a hard link to the input",
-    "a symbolic link to the input",
-    "a link to a link to the input",
-    "a directory",
-    "a link to a directory",
-    "a pipe",
-    "a link to a device",
-    "a link to a full device",
-    "a loop of links",
-    "under a file",
-    "under the device",
-    "a long name",
-    "without a suffix",
-    "Parquet",
-    "text",
-    "a backup",
-    "only a suffix",
-    "where nothing can be",
-]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("name", PLACES)
-def test_an_output_that_is_never_written(name: str, overwrite: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*MADE, *NAMED])
+def test_an_output_that_is_never_written(name: str, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(ROWS)
-    out = place(name, tmp_path)
+    (tmp_path / "link.jsonl").symlink_to("in.jsonl")
+    out = tmp_path / ("out.jsonl" if name in MADE else name.replace("FOLDER", tmp_path.name))
+    if name in MADE:
+        MADE[name](tmp_path, out)
     before = listing(tmp_path)
-    refused("score", tmp_path / "in.jsonl", "--out", out, *["--overwrite"] * overwrite)
+    for overwrite in ([], ["--overwrite"]):
+        refused("score", tmp_path / "in.jsonl", "--out", out, *overwrite)
     assert listing(tmp_path) == before
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,53 +176,6 @@ def test_answers_of_any_column_type(name: str, tmp_path: Path) -> None:
         assert "mean reward 1.0" in command("score", data, "--out", tmp_path / "out.jsonl").out
     else:
         refused("score", data, "--out", tmp_path / "out.jsonl", says="field 'answer' ")
-
-
-PROBLEMS: dict[str, tuple[bytes, str]] = {
-    "surrogate question": (b'{"problem": "\\ud800", "answer": 1}', "surrogates not allowed"),
-    "surrogate answer": (b'{"problem": "1+1=", "answer": "\\udfff"}', "surrogates not allowed"),
-    "deep": (DEEP, "nested too deep"),
-    "list of objects": (b'{"problem": {"a": 1}, "answer": 1}', "field 'problem' holds dict"),
-    "NaN": (b'{"problem": "1+1=", "answer": NaN}', "field 'answer' is nan"),
-    "infinity": (b'{"problem": "1+1=", "answer": Infinity}', "field 'answer' is inf"),
-    "boolean": (b'{"problem": "1+1=", "answer": false}', "field 'answer' holds bool"),
-    "null": (b'{"problem": null, "answer": 1}', "field 'problem' holds NoneType"),
-    "blank": (b'{"problem": " ", "answer": 1}', "field 'problem' is empty"),
-    "no gold": (b'{"problem": "1+1=", "answer": "steps ####  "}', "field 'answer' holds no answer"),
-    "empty list": (b'{"problem": "1+1=", "answer": []}', "field 'answer' is empty"),
-    "empty object": (b"{}", "field 'problem' is missing"),
-    "escape in a key": (b'{"\\u001b]52;c;eA==\\u0007": 1}', "field 'problem' is missing"),
-}
-
-
-def recipe_with(folder: Path, data: object, **section: object) -> Path:
-    """A recipe whose model is not on this machine, so that a dry run checks the data alone."""
-    path = folder / "recipe.toml"
-    table = {"run": {"dir": str(folder / "run")}, "model": {"path": str(folder / "no-model")}}
-    path.write_text(tomli_w.dumps({**table, "data": {"train": str(data), **section}}), encoding="utf-8")
-    return path
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_a_malformed_problem_is_named_or_left_out(name: str, tmp_path: Path) -> None:
-    line, reason = PROBLEMS[name]
-    data = tmp_path / "train.jsonl"
-    data.write_bytes(b'{"problem": "7+7=", "answer": 14}\n' + line + b"\n")
-    said = refused("train", recipe_with(tmp_path, data), "--dry-run", says=f"{data}:2: ")
-    assert reason in said
-    ended = command("train", recipe_with(tmp_path, data, strict=False), "--dry-run")
-    assert ended.code == 0
-    assert "data: 1 training" in ended.err
-
-
-@pytest.mark.parametrize(
-    "answer", ["['a', " + "-" * 100_000 + "1]", "['" + "(" * 5000 + "']", "[" * 3000 + "'1'" + "]" * 3000]
-)
-def test_a_printed_list_that_no_parser_reads_is_text(answer: str, tmp_path: Path) -> None:
-    data = tmp_path / "train.jsonl"
-    data.write_text(json.dumps({"problem": "7+7=", "answer": answer}))
-    [problem] = load_problems(str(data), DataSection())
-    assert problem.answer
 
 
 def test_data_that_is_not_a_data_file(tmp_path: Path) -> None:

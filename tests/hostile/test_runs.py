@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.report import write_report
+from tests.hostile.outcome import sentence
 from tests.hostile.rundir import content, make, resume
 
 FILES = [
@@ -63,16 +63,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, str]:
     return made, digest
 
 
-def refused(act: Callable[[], object]) -> str:
-    """The one sentence with which `act` refuses; empty when it does not."""
-    try:
-        act()
-    except UserError as error:
-        assert "\n" not in str(error)
-        return str(error)
-    return ""
-
-
 @contextmanager
 def holding(path: Path, other: bytes) -> Iterator[None]:
     """The file holds `other` while the block runs."""
@@ -105,7 +95,7 @@ def test_any_byte_may_change(file: str, flips: int, whole: tuple[Recipe, str]) -
     for mutated in mutations(data, random.Random(file), flips):
         count += 1
         with holding(path, mutated):
-            refusal = refused(lambda: outcomes.append(resume(made)))
+            refusal = sentence(lambda: outcomes.append(resume(made)))
         if refusal:
             assert path.name in refusal or str(made.run.dir) in refusal, refusal
         else:
@@ -121,7 +111,7 @@ def test_the_report_names_a_log_that_it_cannot_read(whole: tuple[Recipe, str]) -
     data = path.read_bytes()
     for mutated in mutations(data, random.Random(0)):
         with holding(path, mutated):
-            refusal = refused(lambda: write_report(made.run.dir))
+            refusal = sentence(lambda: write_report(made.run.dir))
         assert not refusal or path.name in refusal
     (made.run.dir / "report.html").unlink()
 
@@ -152,7 +142,7 @@ def test_a_row_of_the_log_may_have_any_value_anywhere(whole: tuple[Recipe, str])
                 line = "{" + ", ".join([*pairs[:place], *changed, *pairs[place + 1 :]]) + "}\n"
                 count += 1
                 with holding(path, data + line.encode()):
-                    refusal = refused(lambda: write_report(made.run.dir))
+                    refusal = sentence(lambda: write_report(made.run.dir))
                 assert not refusal or f"metrics.jsonl:{lines}: not a row" in refusal
     (made.run.dir / "report.html").unlink()
     assert count > 300

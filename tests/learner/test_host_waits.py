@@ -79,7 +79,7 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     hidden = torch.randn(160, 8, requires_grad=True)
     weight = torch.randn(VOCAB, 8, requires_grad=True)
     weight.main_grad = torch.zeros(VOCAB, 8)  # type: ignore[attr-defined]  # Megatron's gradient buffer
-    model: Any = SimpleNamespace(output_weight=lambda: weight)
+    model: Any = SimpleNamespace(output_weight=lambda: weight, shares_weight=False)
     with Waits() as waits:
         value, _ = loss(model, hidden, batch)
         value.backward()

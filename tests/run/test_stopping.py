@@ -16,10 +16,12 @@ from mugrpo_megatron.run.stopping import Stopped, StopRequest, listening, stoppa
 
 @pytest.fixture(autouse=True)
 def in_the_foreground() -> Iterator[None]:
-    """A suite that runs in the background ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A suite in the background ignores Ctrl-C, and one under nohup SIGHUP; these tests do not."""
+    usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)])

@@ -17,84 +17,9 @@ pytestmark = pytest.mark.usefixtures("in_checkout")
 
 FOLDER = Path(__file__).parents[2] / "run_scripts" / "cluster"
 
-CONTAINER = {
-    "name": str, "image": str, "command": [str], "args": [str], "volumeMounts": [{"name": str, "mountPath": str}],
-    "resources": {"limits": dict}, "securityContext": {"capabilities": {"add": [str]}},
-}  # fmt: skip
-POD = {
-    "spec": {
-        "terminationGracePeriodSeconds": int,
-        "containers": [CONTAINER],
-        "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}, "emptyDir": {"medium": str}}],
-    }
-}
-REPLICA = {"replicas": int, "restartPolicy": str, "template": POD}
-PYTORCH_JOB = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {
-        "nprocPerNode": str,
-        "pytorchReplicaSpecs": {"Master": REPLICA, "Worker": REPLICA},
-        "runPolicy": {
-            "activeDeadlineSeconds": int, "backoffLimit": int, "cleanPodPolicy": str, "managedBy": str, "suspend": bool,
-            "ttlSecondsAfterFinished": int,
-        },
-    },
-}  # fmt: skip
-"""Fields, as far as the file uses their parents, of manifests/base/crds/kubeflow.org_pytorchjobs.yaml in
-kubeflow/training-operator at c20bf65e03b8, and of a pod in the Kubernetes API."""
-
-SKY_TASK = {
-    "name": str, "workdir": str, "num_nodes": int, "file_mounts": dict, "setup": str, "run": str, "envs": dict,
-    "secrets": dict, "volumes": dict, "config": dict, "service": dict,
-    "resources": {
-        "infra": str, "accelerators": str, "image_id": str, "use_spot": bool, "network_tier": str, "disk_size": int,
-        "job_recovery": {"strategy": str, "max_restarts_on_errors": int},
-    },
-}  # fmt: skip
-"""Fields of get_task_schema and _get_single_resources_schema in sky/utils/schemas.py of skypilot-org/skypilot at
-00052dfe0d13, and of its page reference/yaml-spec."""
-
-
-def unknown(value: Any, schema: Any, where: str = "") -> list[str]:
-    """Places in `value` that `schema` does not have: a type, a list of one schema, or a mapping of fields."""
-    if isinstance(schema, dict):
-        if not isinstance(value, dict):
-            return [where]
-        return [
-            problem
-            for key, inner in value.items()
-            for problem in (unknown(inner, schema[key], f"{where}.{key}") if key in schema else [f"{where}.{key}"])
-        ]
-    if isinstance(schema, list):
-        if not isinstance(value, list):
-            return [where]
-        return [
-            problem for number, inner in enumerate(value) for problem in unknown(inner, schema[0], f"{where}[{number}]")
-        ]
-    return [] if type(value) is schema else [where]
-
 
 def read(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / name).read_text(encoding="utf-8"))
-
-
-@pytest.mark.parametrize(("name", "schema"), [("kubernetes.yaml", PYTORCH_JOB), ("skypilot.yaml", SKY_TASK)])
-def test_every_field_is_one_of_the_schema(name: str, schema: dict[str, Any]) -> None:
-    assert unknown(read(name), schema) == []
-
-
-def test_a_field_that_the_schema_lacks_is_found() -> None:
-    job = read("kubernetes.yaml")
-    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
-    pod["containers"][0]["imag"] = pod["containers"][0].pop("image")
-    pod["terminationGracePeriodSeconds"] = "660"
-    found = unknown(job, PYTORCH_JOB)
-    assert [where.rpartition("template.")[2] for where in found if ".Master." in where] == [
-        "spec.terminationGracePeriodSeconds",
-        "spec.containers[0].imag",
-    ]
 
 
 def test_the_operators_rules_for_a_job() -> None:

@@ -30,13 +30,23 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """Runs a script with the torchrun of another torch, whose files lie in the folder of the first argument."""
 
 
-def start(grace: int, *rank: str, before: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """Two ranks of RANK under launch.py, or under what `before` makes of it."""
+def start(grace: int, *rank: str, before: Sequence[str] = (), nohup: bool = False) -> subprocess.Popen[str]:
+    """Two ranks of RANK under launch.py, or under what `before` makes of it; however the suite was started."""
     options = ["--nproc-per-node", "2", "--rdzv-backend", "loopback", "--rdzv-endpoint", "127.0.0.1:0"]
     command = [*before, str(LAUNCH), str(grace), *options, "--no-python", sys.executable, str(RANK), *rank]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def usual() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+
     return subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=usual,
     )
 
 
@@ -106,30 +116,17 @@ def test_a_second_signal_ends_the_wait_only_if_it_is_ctrl_c(
 
 
 @pytest.mark.process
-def test_ranks_that_stop_when_asked_make_a_success_and_only_loopback_listens() -> None:
-    process = start(60, "stops", "0")
+def test_under_nohup_ranks_stop_when_asked_and_not_when_the_terminal_is_lost() -> None:
+    """And only loopback listens."""
+    process = start(60, "stops", "0", nohup=True)
     assert wait_for(process, "listening") == "listening 127.0.0.1"
-    process.send_signal(signal.SIGTERM)
-    code, printed, errors = end(process)
-    assert (code, printed.count("saved")) == (0, 2), errors
-    assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
-    assert "Traceback" not in errors
-
-
-@pytest.mark.process
-def test_under_nohup_a_lost_terminal_ends_no_rank() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        process = start(60, "stops", "0")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    wait_for(process, "listening")
     for one in (process, *psutil.Process(process.pid).children()):
         one.send_signal(signal.SIGHUP)
     process.send_signal(signal.SIGTERM)
     code, printed, errors = end(process)
     assert (code, printed.count("saved")) == (0, 2), errors
     assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.process

@@ -130,12 +130,6 @@ def test_a_set_up_that_fails_leaves_the_environment_that_there_is(checkout: Path
     assert (checkout / ".venv").resolve() != before
 
 
-def test_the_folder_of_an_older_setup_is_replaced_by_the_link(checkout: Path) -> None:
-    (checkout / ".venv").mkdir()
-    run(checkout)
-    assert (checkout / ".venv").is_symlink()
-
-
 def test_two_at_once_make_one_environment(checkout: Path) -> None:
     os.mkfifo(checkout / "gate")
     first = start(checkout)

@@ -16,7 +16,8 @@ from mugrpo_megatron.observe.log import read_rows
 from tests.scaling.slurm import Job, Slurm
 from tests.tiny import COIN, save_model, write_recipe
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.night]
+"""What the scripts hand to srun is in test_scripts.py, every day."""
 
 ROOT = Path(__file__).parents[2]
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -113,16 +114,6 @@ def test_a_cancelled_job_is_not_queued_again(site: Site) -> None:
     assert "saved" in job.output.read_text(), "it had the time to save"
 
 
-def test_where_slurm_refuses_to_requeue_the_job_says_what_to_do(site: Site) -> None:
-    text = (site.clone / "run_scripts" / "slurm.sbatch").read_text()
-    (site.clone / "own.sbatch").write_text(text.replace("#SBATCH --requeue\n", ""))
-    site.submit("--gpus-per-node=1", "own.sbatch", "train", "r")
-    site.slurm.run(at_limit=site.waits(2))
-    (job,) = site.slurm.jobs
-    assert (job.state, job.codes) == ("FAILED", [1])
-    assert "Slurm does not queue this job again; submit the same command to continue" in job.output.read_text()
-
-
 def test_the_shares_of_a_stage_as_an_array(site: Site) -> None:
     (site.run / "needs").write_text("2")
     script = ["run_scripts/generate.sbatch", "4", "r.toml", "--set", "a.b=c"]
@@ -134,17 +125,6 @@ def test_the_shares_of_a_stage_as_an_array(site: Site) -> None:
     ran = [line.partition("mugrpo_megatron ")[2] for line in site.starts()]
     said = "generate r.toml --set a.b=c --engine-only --shard"
     assert ran == [f"{said} 1/4", f"{said} 1/4", f"{said} 2/4"]
-
-
-def test_tasks_that_follow_a_learner_are_queued_again_like_others(site: Site) -> None:
-    (site.run / "needs").write_text("2")
-    site.submit("--array", "1", "--cpus-per-task=1", "run_scripts/generate.sbatch", "4", "r.toml", "--follow")
-    site.slurm.run(at_limit=site.waits(1))
-    (job,) = site.slurm.jobs
-    assert (job.state, job.restarts) == ("COMPLETED", 1)
-    assert [line.partition("mugrpo_megatron ")[2] for line in site.starts()] == [
-        "generate r.toml --follow --engine-only --shard 1/4"
-    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,7 @@ from run_scripts.study.grid import load_grid
 from run_scripts.study.results import DOCS, Results, Row, cell_of, read_results, student_tail
 from run_scripts.study.short_tables import BELOW
 from run_scripts.study.tables import (
-    accuracy_table,
     collapsed,
-    displacement_table,
-    gains_table,
-    level,
-    price_table,
-    ran_again,
     reading,
 )
 
@@ -167,119 +161,8 @@ def test_students_tail_is_that_of_the_tables() -> None:
     assert student_tail([0.1, 0.1]) is None
 
 
-def test_advice_follows_the_verdicts() -> None:
-    def advised(results: Results) -> list[str]:
-        rows = page.text(results).partition("## Advice")[2].splitlines()
-        return [row.strip("| ").split(" | ")[1] for row in rows if row.startswith(("| clip", "| µ", "| `veto`"))]
-
-    clip, mu, veto = advised(finished(veto=0.1, four=0.1))
-    assert clip == "[0, 5], with its own tuned rate"
-    assert veto.startswith("`suffix_non_trigger` (H_κ); here it acts only at rates that are too high")
-    assert mu == "4 stages of 128: less than 1 point below GRPO"
-    clip, mu, veto = advised(finished(four=-0.2))
-    assert "not shown to end above GRPO's clip" in clip
-    assert mu.startswith("4 if accuracy matters most")
-    assert "not shown to hold accuracy" in veto
-    clip, mu, veto = advised(Results(GRID, [], []))
-    assert (clip, mu) == ("open: try both", "open: start with 128, and compare with 4")
-    assert veto.startswith("`suffix_non_trigger` (H_κ)")
-
-
-def test_a_page_without_cells_says_so_in_a_line_and_shows_no_empty_table() -> None:
-    text = page.text(Results(GRID, [], []))
-    assert text.count("No cell of this section has finished yet.") == 8
-    assert "<img" not in text
-    assert "\n\n\n" not in text
-    tables = [part for part in text.split("\n\n") if part.startswith("|")]
-    assert all(len(table.splitlines()) > 2 for table in tables)
-
-
-def test_rows_of_a_table_are_of_the_seeds_of_its_block() -> None:
-    """GRPO has eight seeds at its tuned rate, but is compared on the three that the schedules have."""
-    whole = finished(grpo=0.2)
-    table = price_table(whole, [("schedules", "grpo"), ("schedules", "four")], "grpo").splitlines()
-    assert table[2:] == [
-        "| GRPO, µ=4 | 8·10⁻⁵ | 3 | 70.0 | – |",
-        "| 4 stages of 128 | 8·10⁻⁵ | 3 | 50.0 | -20.0 ± 0.0 |",
-    ]
-    assert " | 8 | " in accuracy_table(whole, [("tuned", "grpo")])
-    assert accuracy_table(Results(GRID, [], []), [("tuned", "grpo")]) == ""
-
-
-def test_a_level_over_three_starts_has_no_interval() -> None:
-    assert level([0.5, 0.6, 0.7]) == "60.0"
-    assert level([0.5, 0.6, 0.6, 0.7]) == "60.0 ± 13.0"
-
-
-def test_gains_and_displacement_are_read_off_the_curves() -> None:
-    gains = gains_table(PUBLISHED, "tuned", ["none", "grpo"]).splitlines()
-    assert [line.split(" | ")[1:4:2] for line in gains[2:]] == [["52.8", "73.4"], ["52.8", "82.7"]]
-    moved = displacement_table(PUBLISHED, ["none"], [2.56e-3]).splitlines()
-    assert "| relaxed clip, no veto | 5·10⁻⁶ | 83.8 |" in moved
-    assert "| relaxed clip, no veto | 10⁻⁵ | 84.0 |" in moved
-
-
-def test_claim_2_comes_first_and_the_remarks_follow() -> None:
-    whole = finished(veto=0.1, four=-0.2, eight=-0.1)
-    rows = page.text(whole).partition("| Claim |")[2].splitlines()[2:7]
-    assert [row[2] for row in rows] == ["2", "1", "3", "4", "5"]
-    assert rows[0].endswith("| holds if seeds count as independent |")
-    assert rows[4].endswith("| not shown; all of the interval is below the bound |")
-    (shares,) = page.shares(whole)
-    assert "is worth +0.0 ± 0.0 points over GRPO's clip and the veto +10.0 ± 0.0 more: at 0 of" in shares
-    (hot,) = page.hot_ends(whole)
-    assert "the veto is worth +10.0 ± 0.0 points, but both ends are ruins: from 45.0 %, 60.0 % with it" in hot
-    (closest,) = page.schedules(whole)
-    assert closest.endswith("(claim 5).")
-
-
-def test_the_plain_sentence_says_which_is_better_and_guesses_only_where_the_paper_disagrees() -> None:
-    worse = page.answer(finished(grpo=0.3))
-    assert "mu-GRPO on one stage of 512 updates ends 30.0 points below GRPO (-30.0 ± 0.0 points over 8 seeds)" in worse
-    assert "We think" in worse
-    better = page.answer(finished(veto=0.1))
-    assert "ends 10.0 points above GRPO" in better
-    assert "We think" not in better
-    assert "open" in page.answer(Results(GRID, [], []))
-
-
-def test_the_first_draw_is_published_and_counts_nowhere() -> None:
-    """Seven cells of seed 0 and their clip's cell, replaced when the stage was lost."""
-    text = page.text(PUBLISHED)
-    assert len(PUBLISHED.first_draw) == 8
-    assert "`none` 21.0" in text
-    assert "the veto is worth +22.8 points over no veto" in " ".join(text.split())
-    without = page.text(replace(PUBLISHED, first_draw=())).splitlines()
-    assert all(line in text.splitlines() for line in without)
-
-
-def test_cells_that_ran_twice_from_one_warm_start_tell_how_far_chance_moves_them() -> None:
-    first = row(5, "none", 1.6e-4, 0.3)
-    again = {**first, "repeat": 1, "after": 0.34}
-    elsewhere = {**first, "repeat": 2, "before": 0.6, "after": 0.9}
-    assert ran_again(Results(GRID, [first, again, elsewhere], [])) == [pytest.approx(0.04)]
-
-
 def test_a_warm_start_that_was_made_again_counts_as_another() -> None:
     whole = finished()
     assert len(findings(whole)[0].starts) == 3
     rows = [one | {"before": 0.55 if one["seed"] == 3 else one["before"]} for one in whole.rows]
     assert len(findings(replace(whole, rows=rows))[0].starts) == 4
-
-
-def test_claims_that_wait_for_seeds_are_open() -> None:
-    whole = finished(four=0.1)
-    part = [one for one in whole.rows if cell_of(one) != Cell(7, "strict", 8e-5)]
-    assert verdicts(replace(whole, rows=part)) == ["open"] * 4 + ["holds"]
-
-
-def test_the_page_counts_what_is_left() -> None:
-    nothing = Results(GRID, [], [])
-    fixed = 2 * 8 + (6 + 4 + 8 + 1) * 3 + 2  # claims 3 and 4; hot, thresholds, regime and fresh; noise
-    fixed += 2  # claim 3's methods again, where the cells of hot are a second draw
-    waiting = 4 * 8 + 8 + (5 + 3 + 1) * 3
-    assert page.planned(nothing) == f"at least {fixed + waiting + (4 + 5 + 1) * len(GRID.start)}"
-    own = 8 + 4 * 3 + 3 * 3 + 3  # the chosen schedule, the others, the paper's shape, part five
-    own += 4 * 6  # claims 1 and 2 at the seeds without regime cells of that draw: here every tuned rate is the regime's
-    own += 3  # GRPO again, where the chosen schedule's cell is a second draw
-    assert page.planned(finished()) == str(fixed + own + (4 + 5 + 1) * 3)

@@ -12,16 +12,14 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from mugrpo_megatron.evaluation.estimators import mean_interval
-from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 from run_scripts.figure import write_figure
 from run_scripts.study.collect import CURVE_COLUMNS, KEY
 from run_scripts.study.grid import load_grid
 from run_scripts.study.page import text
-from run_scripts.study.plots import LOOKS, PICTURES, write_plots
+from run_scripts.study.plots import PICTURES, write_plots
 from run_scripts.study.results import DOCS, Results, read_results
 from run_scripts.svg import COLORS, LIGHT, write_svg
-from tests.report.synthetic import Row, recipe_of, rows_of, write_run
+from tests.report.synthetic import recipe_of, rows_of, write_run
 from tests.study.test_page import finished
 
 pytestmark = pytest.mark.night
@@ -45,14 +43,6 @@ def test_every_colour_of_a_published_picture_has_its_dark_twin(path: Path) -> No
     drawn = [element for element in ElementTree.fromstring(svg).iter() if "style" not in element.tag]
     assert {element.attrib["class"] for element in drawn if "class" in element.attrib} == light.keys()
     assert not any(element.get(what) for element in drawn for what in ("style", "fill", "stroke"))
-
-
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
-def test_every_reference_inside_a_picture_is_defined_once(path: Path) -> None:
-    svg = path.read_text(encoding="utf-8")
-    defined = re.findall(r'id="(\w+)"', svg)
-    assert len(defined) == len(set(defined))
-    assert set(re.findall(r'(?:href="|url\()#(\w+)', svg)) == set(defined)
 
 
 def test_published_pictures_are_those_of_the_kept_results_and_on_the_page(tmp_path: Path) -> None:
@@ -81,12 +71,6 @@ def test_a_finished_study_has_every_picture(tmp_path: Path) -> None:
     assert write_plots(Results(whole.grid, [], []), tmp_path) == []
 
 
-def test_every_method_has_a_look_of_its_own() -> None:
-    assert LOOKS.keys() == load_grid().methods.keys()
-    assert len({(color, line) for color, line, _ in LOOKS.values()}) == len(LOOKS)
-    assert len({short for *_, short in LOOKS.values()}) == len(LOOKS)
-
-
 def draw(path: Path, xs: Sequence[float], color: str) -> Path:
     figure = Figure(figsize=(4, 3), facecolor=LIGHT["paper"])
     FigureCanvasAgg(figure)
@@ -102,45 +86,6 @@ def test_a_colour_without_a_dark_twin_is_refused(tmp_path: Path) -> None:
     assert draw(tmp_path / "a.svg", [0, 1], LIGHT["red"]).exists()
     with pytest.raises(ValueError, match="#123456 has no dark twin: add it to COLORS"):
         draw(tmp_path / "b.svg", [0, 1], "#123456")
-
-
-def test_lines_keep_their_points_to_a_tenth_and_texts_their_words(tmp_path: Path) -> None:
-    root = ElementTree.parse(draw(tmp_path / "a.svg", [0, 1, 3, 4], LIGHT["red"])).getroot()
-    named = {element.tag.rpartition("}")[2]: element for element in root.iter()}
-    assert named["text"].text == "a < b & c"
-    line = next(
-        element
-        for element in root.iter()
-        if element.get("d", "").count("L") == 3 and "Z" not in element.get("d", "").upper()
-    )
-    points = [tuple(map(float, point.split())) for point in re.split("[ML]", line.get("d", ""))[1:]]
-    (x0, y0), (x3, y3) = points[0], points[-1]
-    for (x, y), share in zip(points, (0, 1 / 4, 3 / 4, 1), strict=True):
-        assert (x, y) == (
-            pytest.approx(x0 + share * (x3 - x0), abs=0.11),
-            pytest.approx(y0 + share * (y3 - y0), abs=0.11),
-        )
-
-
-@pytest.mark.parametrize(("stages", "updates", "rows"), [(1, 1, None), (2, 8, 3), (40, 2, None)])
-def test_a_run_of_any_length_is_drawn(stages: int, updates: int, rows: int | None, tmp_path: Path) -> None:
-    run = write_run(tmp_path, rows_of(stages, updates)[:rows], recipe_of(stages, updates))
-    svg = write_figure(run, tmp_path / "docs" / "a.svg").read_text(encoding="utf-8")
-    assert f"{stages} stages of {updates} updates" in svg
-    assert all(f">{name}</text>" in svg for name in ("generate", "optimize", "wall-clock"))
-
-
-def test_sets_are_drawn_under_their_mean(tmp_path: Path) -> None:
-    run = write_run(tmp_path, rows_of(2, 4, sets=("math500", "aime24")), recipe_of(2, 4))
-    svg = write_figure(run, tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert all(f">{name}</text>" in svg for name in ("math500", "aime24", "held-out accuracy, mean of 2 sets"))
-
-
-def test_a_reward_without_an_interval_is_drawn(tmp_path: Path) -> None:
-    figures = figures_of("reward", {"one": SetFigures(mean_interval([3.0]), 1, 1)})
-    rows: list[Row] = [{**row, **figures} if row["kind"] == "eval" else row for row in rows_of(1, 2, sets=())]
-    run = write_run(tmp_path, rows, recipe_of(1, 2))
-    assert ">held-out reward</text>" in write_figure(run, tmp_path / "a.svg").read_text(encoding="utf-8")
 
 
 def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:

@@ -55,46 +55,6 @@ def test_of_two_equal_rates_the_lower_is_tuned() -> None:
     assert tuned_rate(STUDY, done, "veto").rate == LADDER[0]
 
 
-def test_cells_of_part_one_keep_their_order_and_those_of_verdicts_come_first() -> None:
-    cells = list(dict.fromkeys(wanted(STUDY, tuned(dict.fromkeys(STUDY.methods, 0.6)))))
-    own = [one for one in cells if isinstance(one, Cell) and one.seed != STUDY.tuning_seed]
-    assert not any(isinstance(one, Waiting) for one in cells)
-    # what each line of the order adds; the fourth has none and veto again, for a second draw
-    sizes = [6 * 8, 8 + 3, 4 * 3, (6 + 4) * 3 + 2, (8 + 1) * 3, 2, 3 * 3, 3]
-    assert len(own) == sum(sizes)
-    parts = [own[sum(sizes[:k]) : sum(sizes[: k + 1])] for k in range(len(sizes))]
-    assert {(one.method, one.rate) for one in parts[0]} == {
-        *((name, 4e-5) for name in ("strict", "none", "veto", "grpo")),
-        *((name, 1.6e-4) for name in ("none", "veto")),
-    }
-    assert [(one.seed, one.method, one.repeat) for one in parts[1]] == [
-        (seed, method, int(seed in PRIMARY.again))
-        for seed in range(8)
-        for method in ("grpo", "four")
-        if method == "four" or seed in PRIMARY.again  # the other cells of GRPO are those of the first line
-    ]
-    assert {one.method for one in parts[2]} == {*SCHEDULES} - {"four"}
-    scopes = ("response", "suffix", "trigger", "none_dual", "veto_dual")
-    thresholds = [f"veto_{threshold}" for threshold in ("1e-3", "1e-2", "0.1", "0.5")]
-    assert {(one.method, one.rate) for one in parts[3]} == {
-        (name, 1.6e-4) for name in ("none", "veto", "strict", *scopes, *thresholds)
-    }
-    assert {one.seed for one in parts[3] if one.method in ("none", "veto")} == {5}  # others are in a primary contrast
-    assert {one.repeat for line in (3, 4) for one in parts[line] if one.seed == 5} == {1}
-    assert {(one.method, one.rate) for one in parts[4]} == {
-        (name, 8e-5) for name in ("none", "strict", "veto", *scopes, "grpo")
-    }
-    assert [(one.seed, one.method, one.repeat) for one in parts[5]] == [(6, "none", 1), (6, "none", 2)]
-    long = {"grpo_long", "four_long", "two_long"}
-    assert {(one.method, one.rate) for one in parts[6]} == {(name, 4e-5) for name in long}
-    assert not {one.method for one in cells if one.seed == STUDY.tuning_seed} & long
-    assert {one.method for one in parts[7]} == {"mild_decay"}
-    for part in parts:
-        assert [cell.seed for cell in part] == sorted(cell.seed for cell in part)
-    for part in (*parts[2:5], *parts[6:]):
-        assert {one.seed for one in part} == {5, 6, 7}
-
-
 def test_tuned_cells_wait_for_their_rate_and_schedules_for_the_choice() -> None:
     waiting = {one for one in wanted(STUDY, {}) if isinstance(one, Waiting)}
     assert len(waiting) == 4 * 8 + 8 + (5 + 3 + 1) * 3

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import read_config_file

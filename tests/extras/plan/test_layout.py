@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.extras.plan.case import make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.extras.plan.memory import Batch, Memory, engine_memory, learner_memory, memory

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.recipe import Recipe

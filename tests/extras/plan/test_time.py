@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.checks.models import bundled
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.extras.plan.case import Case, Layout, make_case
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory, micro_batches_in_flight
