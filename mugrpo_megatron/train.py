@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
 from mugrpo_megatron.phases.finish import finish
@@ -18,9 +19,11 @@ def train(recipe: Recipe) -> None:
     Schedule and objective together make the method: mu-GRPO is S=4, µ=1024 with the objective `mu_grpo`, ordinary GRPO
     S=1024, µ=4 with `grpo`. GRPO's objective at µ=1024 is the paper's failing baseline (arXiv 2605.17570, Table 1).
 
-    Every rank of the world runs this function. A run directory that holds an unfinished run is continued.
+    Every rank of the world runs this function. A run directory that holds an unfinished run is continued. Raises
+    UserError before any process starts when the model, the data or the layout cannot work.
     """
-    with open_run(recipe) as (run, learner, engines, cursor):
+    recipe, problems = check_run(recipe)
+    with open_run(recipe, problems) as (run, learner, engines, cursor):
         train_stages(run, learner, engines, cursor)
 
 

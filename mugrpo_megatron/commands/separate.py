@@ -23,8 +23,8 @@ def generate_alone(
 ) -> None:
     """Generate, score and seal the run's current stage. Every rank runs this.
 
-    `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given and is not the current
-    one.
+    The recipe is checked; `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given
+    and is not the current one.
     """
     if _sealed(recipe, _current_stage(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
@@ -54,7 +54,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
             )
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
-    with open_run(recipe, generates=False) as (run, learner, engines, cursor):
+    with open_run(recipe, None, generates=False) as (run, learner, engines, cursor):
         after = optimize_stage(run, learner, engines, cursor)
         export(run, learner, after)
     _say(f"stage {cursor.stage} is optimized; Hugging Face checkpoint: {run.directory.hf}")
