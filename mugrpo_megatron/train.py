@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
 from mugrpo_megatron.phases.finish import finish
@@ -20,7 +21,8 @@ def train(recipe: Recipe) -> None:
 
     Every rank of the world runs this function. A run directory that holds an unfinished run is continued.
     """
-    with open_run(recipe) as (run, learner, engines, cursor):
+    recipe, problems = check_run(recipe)
+    with open_run(recipe, problems) as (run, learner, engines, cursor):
         train_stages(run, learner, engines, cursor)
 
 

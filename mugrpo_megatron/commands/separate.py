@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.engine.process import HostProcess
@@ -23,12 +24,14 @@ def generate_alone(
 ) -> None:
     """Generate, score and seal the run's current stage. Every rank runs this.
 
-    `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given and is not the current
-    one.
+    `problems` and `warm_host` are those of `open_run`; a recipe without problems is checked here. Raises UserError when
+    `stage` is given and is not the current one.
     """
     if _sealed(recipe, _current_stage(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
+    if problems is None:
+        recipe, problems = check_run(recipe)
     with open_run(recipe, problems, warm_host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")
@@ -54,6 +57,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
             )
     if recipe.eval.every_updates:
         _say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
+    recipe, _ = check_run(recipe, generates=False)
     with open_run(recipe, generates=False) as (run, learner, engines, cursor):
         after = optimize_stage(run, learner, engines, cursor)
         export(run, learner, after)

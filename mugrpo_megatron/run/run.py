@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
@@ -108,15 +107,12 @@ class Files:
 def open_run(
     recipe: Recipe, problems: Problems | None = None, warm_host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Check what can be checked before anything starts, start engines and learner, resume at the newest checkpoint.
+    """Start engines and learner of a recipe that `checks.preflight.check_run` has checked, and resume its run.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
-    `problems` are those that `check_run` has read, `warm_host` the engine's process (`engine.ahead`), where a command
-    has done that before. With `generates` false there is neither engine nor verifier, and no problems are read.
-    Raises UserError before any process starts when the model, the data or the layout cannot work.
+    `problems` are those that `check_run` has read, on rank 0 of a run that generates, `warm_host` the engine's process
+    (`engine.ahead`), where a command has started it. With `generates` false there is neither engine nor verifier.
     """
-    if problems is None:  # read on rank 0 of a run that generates
-        recipe, problems = check_run(recipe, generates=generates)
     prepared = prepared_problems(recipe, problems) if generates else None
     with open_files(recipe, problems) as files, ExitStack() as stack:
         with starting(files):
