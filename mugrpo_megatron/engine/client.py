@@ -8,8 +8,8 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from mugrpo_megatron.cpu.replicas import replica_arguments, replicas_here
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda, starts_before
+from mugrpo_megatron.cpu.sglang import replica_arguments
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, runs_on_cuda, starts_before
 from mugrpo_megatron.engine.meeting import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, HostProcess
@@ -56,7 +56,7 @@ class Engine:
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
-        self._replicas = replicas_here(self._section, model_dir, self._cuda, slot)
+        self._replicas = replicas(self._section, model_dir, self._cuda, slot)
         self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
         self._ready, self._starts = False, starts_before(log)

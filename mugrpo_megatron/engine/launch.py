@@ -11,13 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mugrpo_megatron.cpu.sglang import replicas_of
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
-from mugrpo_megatron.observe.environment import finds_cuda
+from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ CPU_KV_BYTES = 1 << 29
 """Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
-SUMMING = "mugrpo_megatron.engine.sums.write_sums"
+SUMMING = "mugrpo_megatron.engine.engine_group.write_sums"
 """Import path of the "loader of weights" that takes their checksums."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
@@ -99,6 +100,12 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         arguments["enable_return_routed_experts"] = True
     arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)
     return arguments | recipe.engine.extra
+
+
+def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot) -> int:
+    """How many SGLang engines of the same weights answer as the slot's engine on this machine."""
+    weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    return replicas_of(engine, weight_bytes, slot.local_engines, None if cuda else usable_cores())
 
 
 def starts_before(log: Path) -> int:
@@ -197,8 +204,7 @@ def cuda_runtime_folders() -> list[str]:
     """Where pip has put CUDA's runtime library, which the memory saver's library needs and does not find by itself."""
     package = find_spec("nvidia")
     roots = package.submodule_search_locations or [] if package else []
-    found = {str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")}
-    return sorted(found)
+    return sorted({str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 def check_allocator() -> None:
@@ -224,8 +230,8 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
     modules = {path.stem: path.read_text() for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")}
-    wanted = [f"class {architecture}(" for architecture in config.get("architectures") or []]
-    defining = {stem for stem, text in modules.items() if any(line in text for line in wanted)}
+    classes = [f"class {architecture}(" for architecture in config.get("architectures") or []]
+    defining = {stem for stem, text in modules.items() if any(line in text for line in classes)}
     return sorted(modules.keys() - defining) if defining else []
 
 

@@ -195,7 +195,7 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
 
 
 def named(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What `engine.cpu.load_mapped` reads."""
+    """What `cpu.sglang.load_mapped` reads."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 
