@@ -1,15 +1,16 @@
 """The learner's door: stand-ins for the `torch.cuda` call sites of megatron-core 0.16.1, and lanes.
 
 With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
-Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and events (nothing
-runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the random state (the
-CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it. What Megatron
-decorates with `torch.compile` is compiled at its first call, not at its import.
+Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and
+events (nothing runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the
+random state (the CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it.
+What Megatron decorates with `torch.compile` is compiled at its first call, not at its import.
 
 A lane is a thread that takes a whole micro-batch, forward and backward, alone. A small model's update is many
-operations of less than a millisecond: sharing each of them among the cores means waking the other cores as often, and on a busy
-machine every operation also waits for its slowest thread. A lane returns the gradients of its micro-batch instead of
-accumulating them, and they are added in the order of the micro-batches: the sum does not depend on which was faster.
+operations of less than a millisecond: sharing each of them among the cores means waking the other cores as often, and
+on a busy machine every operation also waits for its slowest thread. A lane returns the gradients of its micro-batch
+instead of accumulating them, and they are added in the order of the micro-batches: the sum does not depend on which
+was faster.
 """
 
 from __future__ import annotations
