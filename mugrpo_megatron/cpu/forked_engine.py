@@ -19,7 +19,7 @@ import torch
 from setproctitle import setproctitle
 
 from mugrpo_megatron.cpu.batched_attention import Batch, attend, plan
-from mugrpo_megatron.cpu.deferred import compiler_deferred
+from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
 
 with compiler_deferred():
@@ -139,7 +139,7 @@ def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     """Entry point of a scheduler process."""
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend("torch_native")(backend)
-    with compiler_deferred():  # it imports the model's modules
+    with compiling_deferred():  # it imports the model's modules
         run_scheduler_process(*arguments)
 
 
