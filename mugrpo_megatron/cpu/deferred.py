@@ -78,30 +78,29 @@ class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for some that not every module has
             raise AttributeError(name)
-        return getattr(self.real(), name)
-
-    def real(self) -> Any:
-        _remove_placeholders()
-        return import_module(self.__name__)
+        return getattr(_real(self.__name__), name)
 
 
 def _placeholders() -> dict[str, ModuleType]:
     """By name, what transformers and torchvision use when they are imported."""
     unchanged = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged)
-    package = _Placeholder("torch._dynamo", **unchanged)
-    utils = _Placeholder(
-        "torch._dynamo.utils", is_compile_supported=lambda device: utils.real().is_compile_supported(device)
-    )
-    indexing = _Placeholder(
-        "torch._dynamo._trace_wrapped_higher_order_op",
-        TransformGetItemToIndex=lambda: indexing.real().TransformGetItemToIndex(),
-    )
-    return {module.__name__: module for module in (package, utils, indexing)}
+    utils, indexing = "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op"
+    modules = [
+        _Placeholder("torch._dynamo", **unchanged),
+        _Placeholder(utils, is_compile_supported=lambda device: _real(utils).is_compile_supported(device)),
+        _Placeholder(indexing, TransformGetItemToIndex=lambda: _real(indexing).TransformGetItemToIndex()),
+    ]
+    return {module.__name__: module for module in modules}
 
 
 def _unchanged(function: Any = None, *arguments: Any, **options: Any) -> Any:
     """A decorator, with options or without, that returns the function."""
     return _unchanged if function is None else function
+
+
+def _real(name: str) -> Any:
+    _remove_placeholders()
+    return import_module(name)
 
 
 def _remove_placeholders() -> None:

@@ -282,7 +282,16 @@ def main() -> None:
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))
-        engines = EngineGroup([make(**one) for one in arguments])
+        try:
+            engines = EngineGroup([make(**one) for one in arguments])
+        except (
+            AssertionError,
+            TypeError,
+            ValueError,
+        ) as error:  # what SGLang raises for arguments that it does not take
+            traceback.print_exc()
+            connection.send(("refused", f"{type(error).__name__}: {error}"))
+            sys.exit(1)
         if arguments[0].get("node_rank"):
             stay(connection)
             return

@@ -51,6 +51,54 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
 
 
+BY_RECIPE = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "tp_size": "engine.tensor",
+    "base_gpu_id": "engine.tensor and engine.per_node",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_running_requests": "engine.max_running_requests",
+    "max_total_tokens": "engine.max_total_tokens",
+    "mem_fraction_static": "engine.memory_fraction",
+    "enable_memory_saver": "engine.between_stages",
+    "attention_backend": "engine.attention_backend",
+    "enable_return_routed_experts": "learner.routing_replay",
+    "random_seed": "run.seed",
+    "enable_deterministic_inference": "run.deterministic",
+    "device": "run.device",
+    "quantization": "engine.quantization",
+    "nnodes": "engine.nodes",
+    "preferred_sampling_params": "[rollout]",
+}
+"""Arguments of SGLang that a key of the recipe decides."""
+BY_PROJECT = {
+    **dict.fromkeys(
+        ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
+    ),
+    **dict.fromkeys(
+        ("ep_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "init_expert_location"),
+        "checking the engine's weights",
+    ),
+    **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"), "the engine's protocol"
+    ),
+    **dict.fromkeys(("host", "port", "nccl_port", "skip_server_warmup", "log_level"), "the engine's process"),
+    "trust_remote_code": "running no code of a checkpoint",
+}
+"""Those that have to be as they are, and for what."""
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """UserError for a key of `[engine.extra]` that the recipe or the project decides; SGLang judges the others."""
+    for name in extra:
+        key = f"engine.extra.{name}"
+        if name in BY_RECIPE:
+            raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
+        if name in BY_PROJECT:
+            raise UserError(f"{key}: {BY_PROJECT[name]} depends on it, so it cannot be set; remove it")
+
+
 def runs_on_cuda(recipe: Recipe) -> bool:
     """Whether `run.device` means CUDA on this machine; UserError as in `finds_cuda`."""
     return recipe.run.device == "cuda" or (recipe.run.device == "auto" and finds_cuda())
