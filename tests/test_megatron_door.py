@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-DOOR = ("mugrpo_megatron/megatron/", "mugrpo_megatron/learner/")
+DOOR = ("mugrpo_megatron/megatron/", "mugrpo_megatron/learner/", "mugrpo_megatron/cpu/")
 
 IMPORT_EACH = """
 import os, sys

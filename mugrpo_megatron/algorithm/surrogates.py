@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.functions import told as failure
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 LOG_RATIO_LIMIT = 20.0
@@ -164,8 +165,8 @@ def gmpo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     log_ratio, advantage = tokens.log_ratio, tokens.advantage
     low, high = tokens.low.log(), tokens.high.log()
     clipped = torch.where(advantage > 0, log_ratio > high, (advantage < 0) & (log_ratio < low))
-    held = torch.where(clipped, torch.where(advantage > 0, high, low), log_ratio)
-    level = response_mean(held, tokens.segments)[tokens.segments.ids]
+    limited = torch.where(clipped, torch.where(advantage > 0, high, low), log_ratio)
+    level = response_mean(limited, tokens.segments)[tokens.segments.ids]
     return Terms(-level.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp() * advantage, clipped)
 
 
@@ -185,7 +186,33 @@ def surrogate_of(config: ObjectiveSection) -> Surrogate:
     """The token loss that `config.surrogate` names. Raises UserError where the user's own cannot be loaded."""
     if config.surrogate in SURROGATES:
         return SURROGATES[config.surrogate]
-    return load_function("objective.surrogate", config.surrogate)
+    function = load_function("objective.surrogate", config.surrogate)
+    return lambda tokens, section: own_terms(function, tokens, section)
+
+
+def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> Terms:
+    """What the user's own surrogate says of T tokens.
+
+    Raises TrainingFailure when it fails, and UserError when it returns anything but a differentiable loss [T] in the
+    type of the log-ratios and a bool [T].
+    """
+    name = f"objective.surrogate = {config.surrogate}"
+    try:
+        terms = function(tokens, config)
+    except (Exception, SystemExit) as error:
+        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; mend it and run it again") from None
+    if not isinstance(terms, Terms):
+        raise UserError(f"{name} returned {type(terms).__name__}, not Terms(loss, clipped)")
+    shape = tuple(tokens.logprobs.shape)
+    for field, tensor, dtype in (("loss", terms.loss, tokens.log_ratio.dtype), ("clipped", terms.clipped, torch.bool)):
+        if not isinstance(tensor, Tensor) or tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            shown = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UserError(
+                f"{name} returned {field} as {shown}; it has to be {dtype} {list(shape)}, one value a token"
+            )
+    if tokens.logprobs.requires_grad and not terms.loss.requires_grad:
+        raise UserError(f"{name} returned a loss without a gradient: compute it from tokens.logprobs or tokens.ratio")
+    return terms
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
@@ -228,26 +255,28 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 def own_metrics(tokens: Tokens, config: ObjectiveSection) -> dict[str, float]:
     """What the function of `config.diagnostics` says of an update's tokens, as `own/NAME`; without gradients.
 
-    Raises UserError when the function fails or returns something else than numbers by name.
+    Raises TrainingFailure when the function fails, UserError when it returns something else than numbers by name.
     """
     source = config.diagnostics
     if source is None:
         return {}
     function = load_function("objective.diagnostics", source)
-    given = replace(tokens, **{name: getattr(tokens, name).detach() for name in ("logprobs", "log_ratio", "ratio")})
+    detached = replace(tokens, **{name: getattr(tokens, name).detach() for name in ("logprobs", "log_ratio", "ratio")})
     try:
         with torch.no_grad():
-            found: Any = function(given, config)
-    except Exception as error:
-        raise UserError(f"objective.diagnostics = {source} failed: {type(error).__name__}: {error}") from error
-    return _checked(found, source)
+            values: Any = function(detached, config)
+    except (Exception, SystemExit) as error:
+        raise TrainingFailure(
+            f"objective.diagnostics = {source} failed: {failure(error, __file__)}; mend it and run it again"
+        ) from None
+    return _checked(values, source)
 
 
-def _checked(found: Any, source: str) -> dict[str, float]:
-    if not isinstance(found, Mapping):
-        raise UserError(f"objective.diagnostics = {source} returned {type(found).__name__}, not a mapping of numbers")
+def _checked(values: Any, source: str) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise UserError(f"objective.diagnostics = {source} returned {type(values).__name__}, not a mapping of numbers")
     metrics = {}
-    for name, value in found.items():
+    for name, value in values.items():
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise UserError(f"objective.diagnostics = {source}: {name!r} is not a name of letters, digits, - and _")
         try:

@@ -23,7 +23,7 @@ from mugrpo_megatron.data.arithmetic import TASKS
 from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompts import check_style, prompt_text, quoted, template_of
-from mugrpo_megatron.engine.extra import check_extra
+from mugrpo_megatron.engine.launch import check_extra
 from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config

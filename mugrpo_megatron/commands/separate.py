@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mugrpo_megatron.checks.preflight import check_run
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.engine.process import HostProcess
@@ -29,6 +30,8 @@ def generate_alone(
     if _sealed(recipe, _current_stage(recipe, stage)):
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
+    if problems is None:
+        recipe, problems = check_run(recipe)
     with open_run(recipe, problems, warm_host) as (run, learner, engines, cursor):
         generate_stage(run, learner, engines, cursor)
     _say(f"{run.directory.stage(cursor.stage)} is sealed; `mugrpo optimize` takes its updates")

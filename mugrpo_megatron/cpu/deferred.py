@@ -1,14 +1,18 @@
-"""`torch.compile` that waits for a function's first call.
+"""torch's compiler waits until a function is called that needs it.
 
-Decorating a function imports torch's compiler, Inductor: two seconds of a core. Megatron-core and SGLang decorate
-dozens of functions when they are imported, of which a run on CPU calls few or none.
+Decorating a function with `torch.compile` imports Inductor, two seconds of a core, and any other name of Dynamo takes
+another. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions of which a
+run on CPU calls few or none.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -46,3 +50,60 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
         return made(*arguments, **named)
 
     return call
+
+
+@contextmanager
+def compiler_deferred() -> Iterator[None]:
+    """`compiling_deferred`, and modules that are imported inside the block meet placeholders in torch._dynamo's place.
+
+    For a block that imports, and does nothing else. A function that is decorated to be left out of compiled callers
+    stays as it is, and would be compiled with them.
+    """
+    if "torch._dynamo" not in sys.modules:
+        sys.modules.update(_placeholders())
+    try:
+        with compiling_deferred():
+            yield
+    finally:
+        _remove_placeholders()
+
+
+class _Placeholder(ModuleType):
+    """A module of torch's compiler with a few names; any other name imports the compiler."""
+
+    def __init__(self, module: str, **names: Any) -> None:
+        super().__init__(module)
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # the import system asks for some that not every module has
+            raise AttributeError(name)
+        return getattr(_real(self.__name__), name)
+
+
+def _placeholders() -> dict[str, ModuleType]:
+    """By name, what transformers and torchvision use when they are imported."""
+    unchanged = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged)
+    utils, indexing = "torch._dynamo.utils", "torch._dynamo._trace_wrapped_higher_order_op"
+    modules = [
+        _Placeholder("torch._dynamo", **unchanged),
+        _Placeholder(utils, is_compile_supported=lambda device: _real(utils).is_compile_supported(device)),
+        _Placeholder(indexing, TransformGetItemToIndex=lambda: _real(indexing).TransformGetItemToIndex()),
+    ]
+    return {module.__name__: module for module in modules}
+
+
+def _unchanged(function: Any = None, *arguments: Any, **options: Any) -> Any:
+    """A decorator, with options or without, that returns the function."""
+    return _unchanged if function is None else function
+
+
+def _real(name: str) -> Any:
+    _remove_placeholders()
+    return import_module(name)
+
+
+def _remove_placeholders() -> None:
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, _Placeholder):
+            del sys.modules[name]

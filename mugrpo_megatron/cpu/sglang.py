@@ -1,104 +1,61 @@
-"""`sglang.Engine` on CPU: forked processes, batched attention, weights that stay mapped. Uses SGLang's own hooks.
+"""The engine's door: what an engine on CPU needs beyond SGLang. Importing this module imports neither torch nor SGLang.
 
-`Engine.run_*_process_func` and `Engine._launch_*` are the hooks for other processes (SGLang's Ray engine uses them),
-`custom_weight_loader` adds a loader of weights, and `register_attention_backend` adds an attention backend. Ours takes
-the name of the backend that it replaces, because SGLang decides by that name which of its Triton kernels to skip.
+SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
+thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the
+other cores for both; more threads (`engine.threads`) only speed up the products and the attention.
 """
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from setproctitle import setproctitle
+from mugrpo_megatron.recipe.systems import EngineSection
 
-from mugrpo_megatron.cpu.attention import Batch, attend, plan
-from mugrpo_megatron.cpu.deferred import compiling_deferred
-from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
+if TYPE_CHECKING:
+    import torch
 
-with compiling_deferred():
-    from sglang.srt.entrypoints.engine import Engine
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
-    from sglang.srt.managers.scheduler import run_scheduler_process
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.utils import kill_itself_when_parent_died
-
-    from mugrpo_megatron.cpu.kernels import use_kernels
+MOST_REPLICAS = 2
+"""That `engine.replicas = 0` takes: one host serves them all, and more were not measured."""
+LARGEST_WEIGHTS = 1 << 28
+"""Bytes of weights up to which it takes more than one; each replica holds its own."""
+REPLICA_SEED_STRIDE = 104_729
+"""Distance between the random seeds of two replicas."""
 
 
-class BatchedAttention(TorchNativeAttnBackend):
-    """Causal self-attention batched over sequences; sliding windows and cross attention stay with the base class."""
+def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, cores: int | None) -> int:
+    """Replicas of each of a node's engines. `cores`: the node's CPU cores where they run on CPU, None on CUDA."""
+    if engine.replicas or cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
+        return engine.replicas or 1
+    return max(1, min(MOST_REPLICAS, cores // (local_engines * engine.threads)))
 
-    def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
-        """With `kernels`, decoding in float32 uses them, in the model's other layers too."""
-        super().__init__(model_runner)
-        self._kernels = kernels
-        if kernels is not None:
-            use_kernels(model_runner.model, kernels)
-            pool = self.token_to_kv_pool
-            for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", [])]:
-                use_large_pages(buffer)
 
-    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan the pass once; every layer uses the plan."""
-        super().init_forward_metadata(forward_batch)
-        self._batches: list[Batch] | None = None
-        self._lengths = forward_batch.seq_lens.long()
-        self._requests = forward_batch.req_pool_indices.long()
+def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:
+    """Arguments of `sglang.Engine` for each replica: its share of the requests and of the cache, its own random seed.
 
-    def _planned(self, forward_batch: ForwardBatch) -> list[Batch]:
-        if self._batches is None:
-            self._batches = self._plan(forward_batch)
-        return self._batches
+    `arguments` are those of an engine without replicas.
+    """
+    if replicas == 1:
+        return [arguments]
+    own = {"max_running_requests": -(-arguments["max_running_requests"] // replicas)}
+    if tokens := arguments.get("max_total_tokens"):
+        own["max_total_tokens"] = max(-(-tokens // replicas), arguments["context_length"])
+    seed = arguments["random_seed"]
+    return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
-    def _plan(self, forward_batch: ForwardBatch) -> list[Batch]:
-        lengths = forward_batch.seq_lens
-        asked = torch.ones_like(lengths) if forward_batch.extend_seq_lens is None else forward_batch.extend_seq_lens
-        return plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, asked.long(), lengths.long())
 
-    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """Prefill: prompts, after any cached prefix."""
-        if _plain(layer):
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+def engine_type(compiled: bool) -> Callable[..., Any]:
+    """What makes a `CpuEngine` of SGLang's arguments; with `compiled`, one that decodes with functions in C.
 
-    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
-        """Decode: one token of every sequence."""
-        if _plain(layer):
-            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
-        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+    Imports SGLang; the C compiler runs meanwhile.
+    """
+    from mugrpo_megatron.cpu.kernels import Build
 
-    def _forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-    ) -> torch.Tensor:
-        if save_kv_cache and k is not None:
-            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
-            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
-        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        if self._kernels and forward_batch.forward_mode.is_decode() and fits(query, keys, values):
-            slots = self.req_to_token_pool.req_to_token
-            output = self._kernels.decode(query, keys, values, slots, self._requests, self._lengths, layer.scaling)
-        else:
-            output = attend(query, keys, values, self._planned(forward_batch), layer.scaling)
-        return output.view(len(output), -1)
+    build = Build() if compiled else None
+    from mugrpo_megatron.cpu.forked_engine import CpuEngine
+
+    return partial(CpuEngine, build.wait() if build else None)
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
@@ -110,59 +67,3 @@ def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]])
     mapped = model.__dict__.setdefault("mapped", {})  # unpickling finds a mapping again as long as it is alive
     mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
     model.load_weights(tensors)  # type: ignore[operator]
-
-
-class CpuEngine(Engine):
-    """An engine whose schedulers use BatchedAttention, with `cpu_kernels` where there is a library of them.
-
-    Its processes are forked; SGLang would spawn them, and each spawned one spends ten seconds of a core on imports that
-    this process has done. This process has used no thread pool, event loop or socket by then.
-    """
-
-    def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
-        """Start the engine's processes and wait until they have loaded the model."""
-        self.run_scheduler_process_func = partial(_run_scheduler, library)
-        super().__init__(**arguments)
-
-    @staticmethod
-    def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:
-        """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
-        if not server_args.skip_tokenizer_init:
-            run_detokenizer_process(server_args, *arguments)
-            return
-        kill_itself_when_parent_died()
-        setproctitle("sglang::detokenizer")
-        signal.pause()
-
-    @classmethod
-    def _launch_scheduler_processes(cls, *arguments: Any, **named: Any) -> Any:
-        with _forking():
-            return super()._launch_scheduler_processes(*arguments, **named)
-
-    @classmethod
-    def _launch_detokenizer_subprocesses(cls, *arguments: Any, **named: Any) -> Any:
-        with _forking():
-            return super()._launch_detokenizer_subprocesses(*arguments, **named)
-
-
-def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
-    """Entry point of a scheduler process."""
-    backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
-    register_attention_backend("torch_native")(backend)
-    with compiling_deferred():  # it imports the model's modules
-        run_scheduler_process(*arguments)
-
-
-@contextmanager
-def _forking() -> Iterator[None]:
-    """Fork the processes that are made inside."""
-    multiprocessing.set_start_method("fork", force=True)
-    try:
-        yield
-    finally:
-        multiprocessing.set_start_method("spawn", force=True)
-
-
-def _plain(layer: RadixAttention) -> bool:
-    windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
-    return not (windowed or layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY)

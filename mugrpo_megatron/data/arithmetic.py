@@ -97,7 +97,7 @@ def demonstration(problem: Problem) -> str:
     if problem.source == "arithmetic_long":
         steps = [str(total) for total in totals[1:]]
     else:
-        steps = [f"{left}+{right}={left + right}" for left, right in zip(totals, terms[1:], strict=False)]
+        steps = [f"{before}+{term}={before + term}" for before, term in zip(totals, terms[1:], strict=False)]
     return f"{' '.join(steps)} \\boxed{{{problem.answer}}}"
 
 

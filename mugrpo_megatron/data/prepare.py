@@ -140,19 +140,19 @@ class PreparedData:
 
 
 def prepare(
-    data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase, found: Problems | None = None
+    data: DataSection, reward: RewardSection, tokenizer: PreTrainedTokenizerBase, problems: Problems | None = None
 ) -> PreparedData:
-    """Training and held-out problems with their prompts; `found` are the problems where they were read before.
+    """Training and held-out problems with their prompts; `problems` are those that were read before.
 
     Raises UserError for data that cannot be used, and with `data.strict` for any row or gold that cannot.
     """
-    found = found or read_problems(data, reward)
-    notes = list(found.notes)
+    problems = problems or read_problems(data, reward)
+    notes = list(problems.notes)
     template = template_of(data)
     rendering = data.prompt_style, data.max_prompt_tokens, template
     fits = (
-        fitting_prompts(found.train, tokenizer, *rendering),
-        fitting_prompts_of_each(found.held_out, tokenizer, *rendering),
+        fitting_prompts(problems.train, tokenizer, *rendering),
+        fitting_prompts_of_each(problems.held_out, tokenizer, *rendering),
     )
     for name, fit in zip(("training", "held-out"), fits, strict=True):
         if fit.too_long:

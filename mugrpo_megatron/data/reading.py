@@ -51,14 +51,14 @@ def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, a
     With `any_gold` the gold may be any JSON value, or be missing where `columns` say so; else it has to be an answer
     that `math` can verify: text, a number or a list of them.
     """
-    asked = _value(row, columns.question)
-    messages = _messages(asked, columns) if isinstance(asked, list) else ()
+    cell = _value(row, columns.question)
+    messages = _messages(cell, columns) if isinstance(cell, list) else ()
     reply = messages[-1][1] if messages and columns.answer == CONVERSATION else None
     if messages and (reply is not None or columns.question == "messages"):
         messages = messages[:-1] if messages[-1][0] == "assistant" else messages
     if messages and messages[-1][0] == "assistant":
         raise ValueError(f"field {columns.question!r} ends with the assistant's turn, not with a question")
-    question = "\n".join(text for _, text in messages) if isinstance(asked, list) else str(asked)
+    question = "\n".join(text for _, text in messages) if isinstance(cell, list) else str(cell)
     if not question.strip():
         raise ValueError(f"field {columns.question!r} is empty")
     question = question.removeprefix(columns.question_prefix).removesuffix(columns.question_suffix)

@@ -8,11 +8,11 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
-from mugrpo_megatron.cpu.replicas import replica_arguments, replicas_here
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda, starts_before
-from mugrpo_megatron.engine.meeting import Bond
+from mugrpo_megatron.cpu.sglang import replica_arguments
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, runs_on_cuda, starts_before
+from mugrpo_megatron.engine.nodes import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
-from mugrpo_megatron.engine.process import STARTING, HostProcess
+from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure, UserError
@@ -56,7 +56,7 @@ class Engine:
         self._cuda = runs_on_cuda(recipe)
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
-        self._replicas = replicas_here(self._section, model_dir, self._cuda, slot)
+        self._replicas = replicas(self._section, model_dir, self._cuda, slot)
         self.log, self._ahead, self._bond = log, ahead, Bond()
         self._host: HostProcess | None = None
         self._ready, self._starts = False, starts_before(log)
@@ -80,7 +80,7 @@ class Engine:
         return engine
 
     def meet(self, bond: Bond) -> None:
-        """`restart` an engine of several nodes, while its other nodes do the same (`engine.joined`)."""
+        """`restart` an engine of several nodes, while its other nodes do the same (`engine.nodes`)."""
         self._bond, self._arguments = bond, self._arguments | {"dist_init_addr": bond.address}
         self._environment = self._environment | {"SGLANG_HOST_IP": bond.host}  # where SGLang's queues listen
         self.restart()
@@ -127,10 +127,19 @@ class Engine:
         self._end(patience_s)
 
     def wait_ready(self) -> None:
-        """Wait until the engine has loaded its model."""
-        if not self._ready:
+        """Wait until the engine has loaded its model; UserError when SGLang refuses `[engine.extra]`."""
+        if self._ready:
+            return
+        try:
             self._receive("ready", self._section.start_timeout_s, STARTING)
-            self._ready = True
+        except EngineRefused as refusal:
+            if not self._section.extra:
+                raise
+            raise UserError(
+                f"engine.extra: SGLang does not start with {', '.join(self._section.extra)} ({refusal.reason}); "
+                "correct or remove what it names"
+            ) from None
+        self._ready = True
 
     def sleep(self) -> None:
         """Free the engine's memory until `wake`: release it or end the process, as `engine.between_stages` says.

@@ -23,26 +23,22 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from mugrpo_megatron.cpu.engine_group import EngineGroup
-from mugrpo_megatron.cpu.kernels import Build
+from mugrpo_megatron.cpu import sglang as cpu
+from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
 
 
 def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
-    """What makes SGLang's engine of its arguments; on CPU, `cpu.CpuEngine`, `compiled` with functions in C."""
+    """What makes SGLang's engine of its arguments; on CPU, `compiled` with functions in C."""
     # Imported here, so that the guard runs before the slow imports.
     if device == "cpu":
-        build = Build() if compiled else None
-        from mugrpo_megatron.cpu.sglang import CpuEngine
-
-        return partial(CpuEngine, build.wait() if build else None)
+        return cpu.engine_type(compiled)
     from sglang.srt.entrypoints.engine import Engine
 
     return Engine  # type: ignore[no-any-return]
@@ -286,7 +282,16 @@ def main() -> None:
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))
-        engines = EngineGroup([make(**one) for one in arguments])
+        try:
+            engines = EngineGroup([make(**one) for one in arguments])
+        except (
+            AssertionError,
+            TypeError,
+            ValueError,
+        ) as error:  # what SGLang raises for arguments that it does not take
+            traceback.print_exc()
+            connection.send(("refused", f"{type(error).__name__}: {error}"))
+            sys.exit(1)
         if arguments[0].get("node_rank"):
             stay(connection)
             return

@@ -11,13 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mugrpo_megatron.cpu.sglang import replicas_of
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
-from mugrpo_megatron.observe.environment import finds_cuda
+from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import BLOCK
+from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ CPU_KV_BYTES = 1 << 29
 """Largest KV cache of an engine on CPU; SGLang writes all of it at start, so unused cache costs memory too."""
 SHARED_PREFIX_TOKENS = 32
 """SGLang makes requests that arrive together wait for a common prefix of at least this length."""
-SUMMING = "mugrpo_megatron.engine.sums.write_sums"
+SUMMING = "mugrpo_megatron.engine.engine_group.write_sums"
 """Import path of the "loader of weights" that takes their checksums."""
 SEED_STRIDE = 7_919
 """Distance between the random seeds of two engines."""
@@ -48,6 +49,54 @@ GC_THRESHOLD = (50_000, 20, 50)
 scheduler's process inherits it. 8,192 answers of four tokens took 5.4 instead of 5.9 s (two cores)."""
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM_THREADS")
+
+
+BY_RECIPE = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "tp_size": "engine.tensor",
+    "base_gpu_id": "engine.tensor and engine.per_node",
+    "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
+    "max_running_requests": "engine.max_running_requests",
+    "max_total_tokens": "engine.max_total_tokens",
+    "mem_fraction_static": "engine.memory_fraction",
+    "enable_memory_saver": "engine.between_stages",
+    "attention_backend": "engine.attention_backend",
+    "enable_return_routed_experts": "learner.routing_replay",
+    "random_seed": "run.seed",
+    "enable_deterministic_inference": "run.deterministic",
+    "device": "run.device",
+    "quantization": "engine.quantization",
+    "nnodes": "engine.nodes",
+    "preferred_sampling_params": "[rollout]",
+}
+"""Arguments of SGLang that a key of the recipe decides."""
+BY_PROJECT = {
+    **dict.fromkeys(
+        ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
+    ),
+    **dict.fromkeys(
+        ("ep_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "init_expert_location"),
+        "checking the engine's weights",
+    ),
+    **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
+    **dict.fromkeys(
+        ("skip_tokenizer_init", "tokenizer_path", "grammar_backend", "enable_lora"), "the engine's protocol"
+    ),
+    **dict.fromkeys(("host", "port", "nccl_port", "skip_server_warmup", "log_level"), "the engine's process"),
+    "trust_remote_code": "running no code of a checkpoint",
+}
+"""Those that have to be as they are, and for what."""
+
+
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """UserError for a key of `[engine.extra]` that the recipe or the project decides; SGLang judges the others."""
+    for name in extra:
+        key = f"engine.extra.{name}"
+        if name in BY_RECIPE:
+            raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
+        if name in BY_PROJECT:
+            raise UserError(f"{key}: {BY_PROJECT[name]} depends on it, so it cannot be set; remove it")
 
 
 def runs_on_cuda(recipe: Recipe) -> bool:
@@ -99,6 +148,12 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         arguments["enable_return_routed_experts"] = True
     arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)
     return arguments | recipe.engine.extra
+
+
+def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot) -> int:
+    """How many SGLang engines of the same weights answer as the slot's engine on this machine."""
+    weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    return replicas_of(engine, weight_bytes, slot.local_engines, None if cuda else usable_cores())
 
 
 def starts_before(log: Path) -> int:
@@ -197,8 +252,7 @@ def cuda_runtime_folders() -> list[str]:
     """Where pip has put CUDA's runtime library, which the memory saver's library needs and does not find by itself."""
     package = find_spec("nvidia")
     roots = package.submodule_search_locations or [] if package else []
-    found = {str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")}
-    return sorted(found)
+    return sorted({str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")})
 
 
 def check_allocator() -> None:
@@ -224,8 +278,8 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run run_scripts/setup.sh")
     modules = {path.stem: path.read_text() for path in (Path(package.origin).parent / "srt" / "models").glob("*.py")}
-    wanted = [f"class {architecture}(" for architecture in config.get("architectures") or []]
-    defining = {stem for stem, text in modules.items() if any(line in text for line in wanted)}
+    classes = [f"class {architecture}(" for architecture in config.get("architectures") or []]
+    defining = {stem for stem, text in modules.items() if any(line in text for line in classes)}
     return sorted(modules.keys() - defining) if defining else []
 
 

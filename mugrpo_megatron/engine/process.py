@@ -24,7 +24,6 @@ from typing import Any
 import psutil
 
 import mugrpo_megatron
-from mugrpo_megatron.engine.meeting import nothing_told
 from mugrpo_megatron.engine.wire import Message
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 
@@ -57,10 +56,10 @@ class Channel:
         """
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
-            left = memoryview(HEADER.pack(len(content)) + content)
-            while left:
+            rest = memoryview(HEADER.pack(len(content)) + content)
+            while rest:
                 try:
-                    left = left[self._socket.send(left[:CHUNK]) :]
+                    rest = rest[self._socket.send(rest[:CHUNK]) :]
                 except BlockingIOError:
                     self._wait(select.POLLOUT, silence_s, while_waiting)
 
@@ -84,16 +83,16 @@ class Channel:
 
     def _read(self, size: int, silence_s: float | None, while_waiting: Callable[[], None]) -> bytearray:
         content = bytearray(size)
-        left = memoryview(content)
-        while left:
+        rest = memoryview(content)
+        while rest:
             try:
-                count = self._socket.recv_into(left[:CHUNK])
+                count = self._socket.recv_into(rest[:CHUNK])
             except BlockingIOError:
                 self._wait(select.POLLIN, silence_s, while_waiting)
                 continue
             if count == 0:
                 raise EOFError
-            left = left[count:]
+            rest = rest[count:]
         return content
 
     def _wait(self, event: int, silence_s: float | None, while_waiting: Callable[[], None]) -> None:
@@ -110,6 +109,11 @@ class Channel:
             while_waiting()
 
 
+def no_news() -> str:
+    """Why a process of the engine on another node has ended, where there is none."""
+    return ""
+
+
 LOG_TAIL_LINES = 15
 SHARED_MEMORY = "shared-memory"
 """File in the scratch folder: a line for each file in /dev/shm that SGLang made and does not remove when killed."""
@@ -119,6 +123,14 @@ PROBE_BYTES = 1 << 16
 """What has to fit into the scratch folder: sockets and a few short texts."""
 DEATH_SECONDS = 10.0
 """Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
+
+
+class EngineRefused(EngineFailure):
+    """SGLang raised an error for the arguments that it was to start with; `reason` is that error in one line."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = " ".join(reason.split())
 
 
 class HostProcess:
@@ -136,11 +148,11 @@ class HostProcess:
         compiled: on CPU, it compiles the engine's functions in C meanwhile. alone: the engine has no other node.
         """
         self.cuda = cuda
-        self._broken: Callable[[], str] = nothing_told
+        self._broken: Callable[[], str] = no_news
         self._scratch = _scratch_folder()
         self._log, self._cancelled = self._scratch / "engine.log", _never
-        # No name on disk, so that what it says before it has a log outlives it, whatever ends it.
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
+        # No name on disk, so that what it prints before it has a log outlives it, whatever ends it.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in `end`
         ours, theirs = socket.socketpair()
         # -P: a file in the current directory that is named like a package is not imported.
         command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
@@ -149,8 +161,8 @@ class HostProcess:
             self._process = subprocess.Popen(
                 [*command, str(theirs.fileno()), str(os.getpid()), *how],
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output,
+                stderr=self._output,
                 env=_same_package(environment) | _places(self._scratch, alone),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -163,7 +175,7 @@ class HostProcess:
         arguments: Sequence[dict[str, Any]],
         log: Path,
         cancelled: Callable[[], bool],
-        broken: Callable[[], str] = nothing_told,
+        broken: Callable[[], str] = no_news,
     ) -> None:
         """Have it make an `sglang.Engine` of each of `arguments`, and append their output to `log`; returns at once.
 
@@ -205,8 +217,9 @@ class HostProcess:
             raise self._gone(doing) from None
         if doing == STARTING:
             self._note_shared_memory()
-        if kind == "error":
-            raise self._failed(f"the engine failed during {doing}: {value}")
+        if kind in ("error", "refused"):
+            failure = self._failed(f"the engine failed during {doing}: {value}")
+            raise failure if kind == "error" else EngineRefused(str(failure), value)
         return kind, value
 
     def _while_waiting(self, doing: str) -> None:
@@ -220,10 +233,10 @@ class HostProcess:
 
     def _note_shared_memory(self) -> None:
         """Write down what SGLang has in /dev/shm, for this process and the engine's guard."""
-        found = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
-        if found:
+        names = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
+        if names:
             with suppress(OSError):  # the disk is full by now: they stay in /dev/shm if the engine is killed
-                (self._scratch / SHARED_MEMORY).write_text(found, encoding="utf-8")
+                (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
         """Kill the process group, after `patience_s` for it to leave by itself, and remove what it left on disk.
@@ -244,19 +257,19 @@ class HostProcess:
         while any(_group_states(self._process.pid)) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._channel.close()
-        self._keep_what_it_said()
+        self._log_early_output()
         with suppress(FileNotFoundError):  # it failed before SGLang made any, or the guard was here first
             for name in (self._scratch / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 Path(name).unlink(missing_ok=True)
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _keep_what_it_said(self) -> None:
-        """Append to the log what a process said that ended before it heard of the log."""
-        self._said.seek(0)
-        if self._log.exists() and (said := self._said.read()):
+    def _log_early_output(self) -> None:
+        """Append to the log what a process printed that ended before it heard of the log."""
+        self._output.seek(0)
+        if self._log.exists() and (output := self._output.read()):
             with self._log.open("ab") as file:
-                file.write(said)
-        self._said.close()
+                file.write(output)
+        self._output.close()
 
     def _hung(self, how: str, timeout_s: float, doing: str) -> EngineFailure:
         states = "; ".join(_group_states(self._process.pid))
@@ -327,10 +340,10 @@ def _group_states(group: int) -> Iterator[str]:
 
 def _shared_memory(group: int) -> set[str]:
     """The files in /dev/shm that processes of the group map and SGLang made: not the learner's weights."""
-    found: set[str] = set()
+    files: set[str] = set()
     for process in psutil.pids():
         with suppress(OSError):
             if os.getpgid(process) == group:
                 maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8", errors="replace")
-                found.update(re.findall(r"/dev/shm/(?:sgl_shm|sglang)_\S+", maps))
-    return found
+                files.update(re.findall(r"/dev/shm/(?:sgl_shm|sglang)_\S+", maps))
+    return files

@@ -45,8 +45,8 @@ class PromptQueue:
         """
         if self._exhausted:
             return []
-        left = len(self._groups) - self._add("claimed", 0)
-        plenty = left >= self._engines * slots
+        unclaimed = len(self._groups) - self._add("claimed", 0)
+        plenty = unclaimed >= self._engines * slots
         depth = 2 * slots if plenty else min(slots, -(-len(self._groups) // self._engines))
         room = min(depth - held, CLAIM)
         if room <= 0:

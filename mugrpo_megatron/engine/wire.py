@@ -1,12 +1,12 @@
 """Messages over the socket between a learner rank and the engine's host process.
 
 Messages are `(kind, value)` pairs, pickled over an anonymous socket pair that only the two processes hold
-(engine/channel.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
+(engine/process.py). Token ids and logprobs travel as one flat array for all responses of a message: that keeps the
 cost of a short response at a few microseconds. So do the experts of a mixture's tokens, as small as they are stored.
 
 Client to host:  `start` (arguments, log) · `call` (method, arguments) · `generate` Sampling · `prompts` list[Work]
                  · `close` · `stop`
-Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load · `done` · `error` text
+Host to client:  `ready` · `result` value · `groups` Groups · `progress` Load · `done` · `error` text · `refused` text
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Sampling:
     keep: bool = False
     """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
     one_after_another: bool = False
-    """How the engine combines top-k and top-p; see `engine/kept.py`."""
+    """How the engine combines top-k and top-p; see `kept_tokens`."""
     stream: str | None = None
     """Name of the random numbers: a response draws from this stream, for the weights, its prompt's place and its number
     alone. None: from the engine's, in the order in which requests meet."""

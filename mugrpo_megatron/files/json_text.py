@@ -97,7 +97,7 @@ def file_inside(index: Path, name: Any) -> Path:
     Raises UserError when the file is missing, or `name` is not a plain file name: an index could otherwise make a
     command read outside its directory. A link in the directory is followed, as in the hub's cache of snapshots.
     """
-    if not _is_plain(name):
+    if not is_plain(name):
         raise UserError(f"{index} names the file {name!r}, but only a file name of its own directory is allowed")
     path = index.parent / str(name)
     if not path.is_file():
@@ -105,7 +105,8 @@ def file_inside(index: Path, name: Any) -> Path:
     return path
 
 
-def _is_plain(name: Any) -> bool:
+def is_plain(name: Any) -> bool:
+    """Whether a name can only be that of a file in the directory at hand."""
     if not isinstance(name, str) or name in ("", ".", ".."):
         return False
     try:

@@ -63,8 +63,8 @@ def fill(state: Any, reader: Reader) -> Any:
         case ShardedTensorFactory():
             return state.merge_fn(fill(state.build(), reader))
         case Mapping():
-            kept = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
-            return {name: fill(value, reader) for name, value in kept.items()}
+            values = {name: value for name, value in state.items() if not isinstance(value, ShardedObject)}
+            return {name: fill(value, reader) for name, value in values.items()}
         case list():
             return [fill(value, reader) for value in state]
         case _:
@@ -190,9 +190,9 @@ def _bytes(learner: Learner) -> int:
 def find_damage(learner: Learner, directory: Path) -> str | None:
     """What is wrong with the checkpoint in `directory`, or None when every checksum matches. Collective."""
     ranks = learner.ranks
-    found: list[str | None] = [None] * ranks.world
-    dist.all_gather_object(found, damage(directory, ranks.rank, ranks.world))
-    return next((one for one in found if one), None)
+    causes: list[str | None] = [None] * ranks.world
+    dist.all_gather_object(causes, damage(directory, ranks.rank, ranks.world))
+    return next((one for one in causes if one), None)
 
 
 def load(learner: Learner, directory: Path) -> Saved:

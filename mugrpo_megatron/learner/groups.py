@@ -149,27 +149,27 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
             cause = "another rank died or its node was cut off; its own log says why"
         else:
             raise
-        heard = ""
+        reports = ""
         if ranks.heartbeat:
             phase = phase or ranks.heartbeat.doing
-            heard = f"; last heard: {ranks.heartbeat.last_heard()}"
+            reports = f"; last heard: {ranks.heartbeat.last_heard()}"
         raise CollectiveFailure(
-            f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){heard}"
+            f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){reports}"
         ) from error
 
 
 def _device(recipe: Recipe) -> torch.device:
-    wanted = recipe.run.device
-    found = finds_cuda() if wanted == "auto" else torch.cuda.is_available()
-    if wanted == "cuda" and not found:
+    choice = recipe.run.device
+    cuda = finds_cuda() if choice == "auto" else torch.cuda.is_available()
+    if choice == "cuda" and not cuda:
         raise UserError(
             'run.device = "cuda" but torch finds no CUDA device; set it to "auto" or "cpu", or fix the driver'
         )
-    if wanted == "cpu" and found:
+    if choice == "cpu" and cuda:
         raise UserError(
             'run.device = "cpu" on a machine with CUDA devices: also hide them with CUDA_VISIBLE_DEVICES=""'
         )
-    if not found:
+    if not cuda:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

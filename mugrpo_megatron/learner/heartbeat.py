@@ -121,7 +121,7 @@ class Heartbeat:
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""
-        return sorted(rank for rank, heard in self._heard.items() if self._listened - heard.at > seconds)
+        return sorted(rank for rank, last in self._heard.items() if self._listened - last.at > seconds)
 
     def likely_cause(self) -> str:
         """Which missing heartbeat explains a failed collective; empty when all ranks are alive."""
@@ -132,7 +132,7 @@ class Heartbeat:
 
         A rank is lost after `LOST_BEATS` missed heartbeats, unless it had done its work.
         """
-        working = [rank for rank, heard in self._heard.items() if not heard.left]
+        working = [rank for rank, last in self._heard.items() if not last.left]
         cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)
         return str(self._failure(cause)) if cause else ""
 
@@ -150,10 +150,10 @@ class Heartbeat:
         now = time.monotonic()
 
         def state(rank: int) -> tuple[str, str]:
-            heard = self._heard[rank]
-            age = now - heard.at
+            last = self._heard[rank]
+            age = now - last.at
             quiet = rank != self._rank and age > 2 * self._interval
-            return heard.node, f"{heard.note}{f', silent for {age:.0f} s' if quiet else ''}"
+            return last.node, f"{last.note}{f', silent for {age:.0f} s' if quiet else ''}"
 
         by_state = groupby(sorted(self._heard), key=state)
         return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "no rank"

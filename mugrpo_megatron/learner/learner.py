@@ -12,9 +12,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 
+from mugrpo_megatron.cpu.megatron import MOST_LANES, MOST_PARAMETERS
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
-from mugrpo_megatron.learner.model import build_model, policy
+from mugrpo_megatron.learner.model import build_model, parameters, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.pinned import HostCopy, copy_back, move_to_host
 from mugrpo_megatron.learner.routing import install
@@ -46,6 +47,21 @@ class Learner:
     def routed(self) -> tuple[int, int]:
         """Experts of a layer, and those of them that a token is sent to."""
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches that a rank runs at once on CPU, the same on every rank: an update's packing depends on it.
+
+        Above 1 only where micro-batches are independent computations of one process: without tensor, pipeline and
+        context parallelism, experts and recomputation, whose state Megatron keeps for one micro-batch at a time.
+        """
+        ranks, recipe = self.ranks, self.recipe
+        together = max(ranks.tp_size, ranks.pp_size, ranks.cp_size) > 1
+        stateful = bool(self.architecture.experts) or recipe.learner.recompute != "none"
+        scaled = recipe.model.dtype == "float16"
+        if ranks.device.type != "cpu" or together or stateful or scaled or parameters(self.chunks) > MOST_PARAMETERS:
+            return 1
+        return min(ranks.threads, MOST_LANES)
 
 
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
@@ -112,15 +128,15 @@ def reload(learner: Learner) -> None:
 
 def _states(learner: Learner) -> list[torch.Tensor]:
     """Moments, and master weights unless they are views of the model's weights (as in float32)."""
-    found = []
+    states = []
     for shard in shards(learner.optimizer):
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
         for group in shard.optimizer.param_groups:
             for parameter in group["params"]:
-                states = shard.optimizer.state[parameter]
-                candidates = [parameter.data, states["exp_avg"], states["exp_avg_sq"]]
-                found += [t for t in candidates if t.untyped_storage().data_ptr() not in weights]
-    return found
+                moments = shard.optimizer.state[parameter]
+                candidates = [parameter.data, moments["exp_avg"], moments["exp_avg_sq"]]
+                states += [t for t in candidates if t.untyped_storage().data_ptr() not in weights]
+    return states
 
 
 @contextmanager
@@ -132,12 +148,12 @@ def holding(learner: Learner, directory: Path) -> Iterator[None]:
     inside. Raises UserError for a checkpoint that does not fit; the learner then has its own weights.
     """
     chunks = [policy(chunk) for chunk in learner.chunks]
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-    own = [parameter.detach().to("cpu", copy=True) for parameter in parameters]
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    own = [weight.detach().to("cpu", copy=True) for weight in weights]
     try:
         load_hf(chunks, directory, learner.architecture)
         yield
     finally:
         with torch.no_grad():
-            for parameter, kept in zip(parameters, own, strict=True):
-                parameter.copy_(kept)
+            for weight, copy in zip(weights, own, strict=True):
+                weight.copy_(copy)

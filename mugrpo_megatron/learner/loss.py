@@ -18,7 +18,6 @@ from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
 from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
-from mugrpo_megatron.cpu.lanes import lanes
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
 from mugrpo_megatron.kernels.linear_logprob import token_logprobs
@@ -61,7 +60,7 @@ class Objective:
         """
         scale = loss_scale(learner.optimizer)
         layout = head_layout(learner, learner.recipe.rollout.temperature)
-        direct = lanes(learner) == 1
+        direct = learner.lanes == 1
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             weight = model.output_weight()
@@ -69,7 +68,7 @@ class Objective:
             if direct and not model.shares_weight:  # an embedding has a gradient of its own
                 weight = with_stand_in(weight)
             segments, tokens = select_responses(self.segments, batch.responses, len(batch.targets))
-            found = fused_policy_loss(
+            fused = fused_policy_loss(
                 predicting(model, hidden, batch),
                 weight,
                 batch.targets,
@@ -85,7 +84,7 @@ class Objective:
                 main_grad=main_grad,
                 grad_scale=scale,
             )
-            return found.loss, torch.stack([found.logprobs, found.entropy])
+            return fused.loss, torch.stack([fused.logprobs, fused.entropy])
 
         return loss
 

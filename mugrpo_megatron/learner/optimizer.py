@@ -131,8 +131,8 @@ def learning_rate(section: OptimizerSection, update: int, total: int, of_stage: 
         return section.lr
     of_run = (update - section.warmup_updates) / max(1, total - section.warmup_updates)
     done = min(1.0, of_run if section.decay_over == "run" else of_stage)
-    left = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return section.min_lr + (section.lr - section.min_lr) * left
+    rest = 1.0 - done if section.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return section.min_lr + (section.lr - section.min_lr) * rest
 
 
 @torch.no_grad()
@@ -169,11 +169,11 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
     """For parameters of `sizes` elements, which of the data parallel `ranks` writes each: about equal shares."""
-    found = [0] * len(sizes)
+    ranks_of = [0] * len(sizes)
     for rank, share in enumerate(fill(sizes, ranks)[0]):
         for index in share:
-            found[index] = rank
-    return found
+            ranks_of[index] = rank
+    return ranks_of
 
 
 def share_writing(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> None:
@@ -197,7 +197,7 @@ def gather_states(
     Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
     from `share_writing`; of a parameter that is stored by other groups of ranks, nothing is gathered.
     """
-    found = []
+    gathered = []
     group = optimizer.data_parallel_group
     for parameter, sharded in _sharded_parameters(optimizer, model):
         if any(sharded.replica_id[:-1]):
@@ -212,8 +212,8 @@ def gather_states(
                 writer = (group.rank() - sharded.replica_id[-1]) % group.size()
                 dist.reduce(whole, group=group, group_dst=writer)  # the slices are disjoint, so the sum is exact
             if is_main_replica(sharded.replica_id):
-                found.append(_sharded_like(sharded, name, to_host(whole.view(parameter.shape))))
-    return found
+                gathered.append(_sharded_like(sharded, name, to_host(whole.view(parameter.shape))))
+    return gathered
 
 
 def read_states(
@@ -227,9 +227,9 @@ def read_states(
     for parameter, sharded in _sharded_parameters(optimizer, model):
         slices = _local_slice(optimizer, parameter)
         if slices is not None:
-            where, held = slices
+            where, states = slices
             for name in STATES:
-                held[name].copy_(read(_sharded_like(sharded, name, torch.empty(parameter.shape))).flatten()[where])
+                states[name].copy_(read(_sharded_like(sharded, name, torch.empty(parameter.shape))).flatten()[where])
 
 
 def _sharded_parameters(

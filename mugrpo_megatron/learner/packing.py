@@ -151,10 +151,10 @@ def pack(
     positions = np.arange(length) - np.repeat(offsets[:-1], segments)
     mine = _share([s.trained for s in chosen], cp_rank, cp_size)
     targets = _trained_rows(chosen, offsets, mine)
-    held, places = local_rows(length, cp_rank, cp_size), gathered_places(length, cp_size)
+    local, places = local_rows(length, cp_rank, cp_size), gathered_places(length, cp_size)
     trained = np.array([chosen[i].trained for i in mine], dtype=np.int64)
     chosen_here = np.array([indices[i] for i in mine], dtype=np.int64)
-    arrays = ids[None, held], positions[None, held], places[targets - 1], ids[targets], trained, chosen_here
+    arrays = ids[None, local], positions[None, local], places[targets - 1], ids[targets], trained, chosen_here
     on_device = [torch.from_numpy(array).to(device) for array in arrays]
     packing = make_packing(segments, device, cp_rank, cp_size)
     held_ids, held_positions, rows, answers, counts, responses = on_device
@@ -166,12 +166,12 @@ def pack(
 
 def _kept(mine: list[Tokens], device: torch.device) -> torch.Tensor | None:
     """int64 [T, k]: the tokens that each trained token's softmax runs over; None for the vocabulary."""
-    found = [sequence.kept for sequence in mine if sequence.kept is not None]
-    if not found:
+    rows_kept = [sequence.kept for sequence in mine if sequence.kept is not None]
+    if not rows_kept:
         return None
-    if len(found) < len(mine):
+    if len(rows_kept) < len(mine):
         raise ValueError("some responses of an update have kept tokens, others not")
-    return torch.from_numpy(np.concatenate(found).astype(np.int64)).to(device)
+    return torch.from_numpy(np.concatenate(rows_kept).astype(np.int64)).to(device)
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:

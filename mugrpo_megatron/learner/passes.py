@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from mugrpo_megatron.cpu.lanes import LANE_TOKENS, LANES_FROM, lanes, run_lanes
+from mugrpo_megatron.cpu.megatron import LANE_TOKENS, LANES_FROM, run_lanes
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import HiddenLoss, score
@@ -32,14 +32,14 @@ def plan_update(learner: Learner, sequences: Sequence[Tokens]) -> Plan:
     """The packing plan of an update; the same on every rank and for every pass over the same sequences."""
     ranks, recipe = learner.ranks, learner.recipe
     lengths = [len(s.ids) for s in sequences]
-    at_once = lanes(learner) if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
-    row = -(-recipe.learner.micro_batch_tokens // at_once)
+    lanes = learner.lanes if sum(lengths) >= LANES_FROM * ranks.dp_size else 1
+    row = -(-recipe.learner.micro_batch_tokens // lanes)
     return plan(
         lengths,
         ranks.dp_size,
-        min(row, LANE_TOKENS) if at_once > 1 else row,
+        min(row, LANE_TOKENS) if lanes > 1 else row,
         multiple=row_multiple(recipe, ranks),
-        count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else at_once,
+        count_multiple=ranks.pp_size if recipe.parallel.virtual_pipeline > 1 else lanes,
     )
 
 
@@ -122,8 +122,8 @@ def gather_tokens(
     starts = (lengths.cumsum(0) - lengths).tolist()
     table = torch.zeros(k, int(lengths.sum()), device=device)
     if learner.ranks.owns_tokens:
-        for batch, found in zip(batches, values, strict=True):
-            for index, part in zip(batch.indices, found.split(batch.lengths.tolist(), dim=1), strict=True):
+        for batch, rows in zip(batches, values, strict=True):
+            for index, part in zip(batch.indices, rows.split(batch.lengths.tolist(), dim=1), strict=True):
                 table[:, starts[index] : starts[index] + part.shape[1]] = part
     if learner.ranks.world > 1:
         dist.all_reduce(table)
@@ -131,10 +131,11 @@ def gather_tokens(
 
 
 def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: bool) -> list[torch.Tensor]:
-    if lanes(learner) > 1 and len(batches) > 1:
-        return run_lanes(learner, batches, read, forward_only)
+    if learner.lanes > 1 and len(batches) > 1:
+        chunk = learner.chunks[0]
+        return run_lanes(chunk, batches, lambda batch: _in_lane(read, batch, chunk), learner.lanes, forward_only)
     iterators = [iter(batches) for _ in learner.chunks]
-    found = get_forward_backward_func()(
+    values: list[torch.Tensor] = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, read, learner.recipe.learner.recompute == "full" and not forward_only),
         data_iterator=iterators if len(iterators) > 1 else iterators[0],
         model=learner.chunks if len(learner.chunks) > 1 else learner.chunks[0],
@@ -145,7 +146,12 @@ def _run(learner: Learner, batches: list[MicroBatch], read: Any, forward_only: b
     )
     if batches[0].routing:
         clear(learner.chunks)
-    return found
+    return values
+
+
+def _in_lane(read: Any, batch: MicroBatch, chunk: DistributedDataParallel) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = chunk(batch.ids, batch.positions, attention_mask=None, packed_seq_params=batch.packing)
+    return read(policy(chunk), hidden, batch)  # type: ignore[no-any-return]
 
 
 def _forward_step(
@@ -159,8 +165,8 @@ def _forward_step(
         batch.routing.end(chunk, recomputes)
 
     def loss(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        value, found = read(policy(chunk), hidden, batch)
+        value, tokens = read(policy(chunk), hidden, batch)
         ignored = torch.zeros((), dtype=torch.int, device=value.device)  # Megatron's token count, which is not used
-        return value, ignored, found
+        return value, ignored, tokens
 
     return hidden, loss

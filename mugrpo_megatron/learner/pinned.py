@@ -79,7 +79,7 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
     On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
     they run. Synchronise the device before another process takes the memory.
     """
-    found: list[HostCopy] = []
+    copies: list[HostCopy] = []
     room = _Slabs()
     for tensor in tensors:
         whole = _bytes_of(tensor)
@@ -88,9 +88,9 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
             host = list(room.take(len(whole), pinned=tensor.is_cuda))
             for piece, part in _pairs(host, whole):
                 piece.copy_(part, non_blocking=True)
-        found.append(HostCopy(tensor, len(whole), host))
+        copies.append(HostCopy(tensor, len(whole), host))
         tensor.untyped_storage().resize_(0)
-    return found
+    return copies
 
 
 def copy_back(copies: Iterable[HostCopy]) -> None:

@@ -151,10 +151,10 @@ def make_routing(
             if routes is None:
                 raise ValueError("a sequence without routes, among others that have them")
             experts[:, row : row + tokens - 1] = routes.read(layers)
-    held = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
+    local = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
     return Routing(
-        torch.from_numpy(places[held]).to(ranks.device),
-        {layer: torch.from_numpy(np.ascontiguousarray(experts[i, held])) for i, layer in enumerate(layers)},
+        torch.from_numpy(places[local]).to(ranks.device),
+        {layer: torch.from_numpy(np.ascontiguousarray(experts[i, local])) for i, layer in enumerate(layers)},
         record,
     )
 

@@ -37,10 +37,10 @@ def update(
         batches = pack_share(learner, sequences, plan)
         objective = make_objective(learner, samples, advantages)
         statistics = _statistics(learner, objective, sequences, batches)
-        found = forward_backward(learner, batches, objective.loss(learner, statistics))
+        values = forward_backward(learner, batches, objective.loss(learner, statistics))
         scale = loss_scale(learner.optimizer)
         step = _step(learner, of_stage)
-        logprobs, entropy = gather_tokens(learner, sequences, batches, found, k=2)
+        logprobs, entropy = gather_tokens(learner, sequences, batches, values, k=2)
         flips = _flips(learner, sequences, batches)
     with torch.no_grad():
         loss, metrics = policy_loss(
@@ -53,26 +53,22 @@ def update(
             anchor=objective.anchor,
             entropy=entropy,
         )
-    return {
-        **metrics,
-        "loss": float(loss),
-        **({"entropy": float(entropy.mean())} if len(entropy) else {}),
-        "grad_norm": step.grad_norm,
-        "lr": step.lr,
-        "skipped": float(step.skipped and not step.overflowed),
-        **_scaling(learner, step, scale),
-        "tokens": float(len(logprobs)),
-        "packed_efficiency": plan.efficiency,
-        **flips,
-        "seconds": time.perf_counter() - started,
-    }
+    metrics["loss"] = float(loss)
+    if len(entropy):
+        metrics["entropy"] = float(entropy.mean())
+    metrics |= _step_metrics(learner, step, scale)
+    metrics |= {"tokens": float(len(logprobs)), "packed_efficiency": plan.efficiency}
+    metrics |= flips
+    metrics["seconds"] = time.perf_counter() - started
+    return metrics
 
 
-def _scaling(learner: Learner, step: Step, scale: float) -> dict[str, float]:
-    """The metrics of a scaled loss; none but in float16."""
-    if learner.recipe.model.dtype != "float16":
-        return {}
-    return {"overflowed": float(step.overflowed), "loss_scale": scale}
+def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float]:
+    """The metrics of an optimizer step; `scale` is the loss scale before it, which float16 alone has."""
+    metrics = {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped and not step.overflowed)}
+    if learner.recipe.model.dtype == "float16":
+        metrics |= {"overflowed": float(step.overflowed), "loss_scale": scale}
+    return metrics
 
 
 def optimize(learner: Learner, sequences: Sequence[Tokens], token_loss: TokenLoss) -> Step:
@@ -91,8 +87,8 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = [sequence_of(sample) for sample in samples]
         batches = pack_share(learner, sequences, plan_update(learner, sequences))
-        found = scores(learner, batches, learner.recipe.rollout.temperature)
-        logprobs = gather_tokens(learner, sequences, batches, found, k=2)[0].cpu()
+        values = scores(learner, batches, learner.recipe.rollout.temperature)
+        logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     return [part.numpy() for part in logprobs.split([s.trained for s in sequences])]
 
 
@@ -105,8 +101,8 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
     with named_phase(learner.ranks, "learner log-probabilities"):
         sequences = [sequence_of(sample) for sample in samples]
         batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes=True)
-        found = scores(learner, batches, learner.recipe.rollout.temperature)
-        logprobs = gather_tokens(learner, sequences, batches, found, k=2)[0].cpu()
+        values = scores(learner, batches, learner.recipe.rollout.temperature)
+        logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     parts = [batch.routing for batch in batches if batch.routing]
     layers = gather_routes(parts, _routed_tokens(sequences), learner.architecture.layers, learner.routed, learner.ranks)
     return [part.numpy() for part in logprobs.split([s.trained for s in sequences])], layers
@@ -130,8 +126,8 @@ def _statistics(
     """Statistics of the whole update that the objective needs before any gradient, from a forward pass, or None."""
     if not objective.section.needs_statistics:
         return None
-    found = scores(learner, batches, learner.recipe.rollout.temperature)
-    logprobs = gather_tokens(learner, sequences, batches, found, k=2)[0]
+    values = scores(learner, batches, learner.recipe.rollout.temperature)
+    logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0]
     return update_statistics(logprobs, objective.behaviour, objective.advantages, objective.segments, objective.section)
 
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prepare import PreparedData
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.joined import JoinedEngine
-from mugrpo_megatron.engine.meeting import Bond, address_of, part_of
+from mugrpo_megatron.engine.nodes import Bond, JoinedEngine, address_of, part_of
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import EngineFailure, EngineStopped

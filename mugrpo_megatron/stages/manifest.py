@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import Span, digest, read_sealed, write_sealed
-from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.json_text import is_plain, read_json
 
 FORMAT = 3
 """3: what a response said and why it has its score, and a checksum for them beside the one of what training reads."""
@@ -136,6 +136,9 @@ def _manifest(body: Any) -> Manifest:
     if sealed is not None:
         spans = {name: [Span(**span) for span in sealed[name]] for name in ("row_groups", "told")}
         sealed = Sealed(**{**sealed, **spans, "footer": Span(**sealed["footer"])})
+    for file in [*(shard.file for shard in shards), *([sealed.file] if sealed else [])]:
+        if not is_plain(file):
+            raise ValueError(f"the manifest lists {file!r}, which is no file name of its directory")
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
 
 

@@ -99,11 +99,11 @@ def _owners(held: Mapping[str, torch.dtype]) -> dict[str, tuple[Owner, torch.dty
     for rank, names in enumerate(_all_gather(held, parallel_state.get_expert_model_parallel_group())):
         for name, dtype in names.items():
             in_pp_stage[name] = (rank if "local_experts" in name else None, dtype)
-    found: dict[str, tuple[Owner, torch.dtype]] = {}
+    owners: dict[str, tuple[Owner, torch.dtype]] = {}
     for pp_stage, names in enumerate(_all_gather(in_pp_stage, parallel_state.get_pipeline_model_parallel_group())):
         for name, (rank, dtype) in names.items():
-            found.setdefault(name, ((pp_stage, rank), dtype))
-    return found
+            owners.setdefault(name, ((pp_stage, rank), dtype))
+    return owners
 
 
 def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
@@ -166,21 +166,21 @@ def planned_tensors(
     Collective: every rank must exhaust the iterator, or the others wait for it. The tensors are views of a bucket's
     buffer, which is freed with the last of them. Vocabulary padding is cut off; a tied output layer has no tensor.
     """
-    held = held_shards(chunks, architecture)
-    device = next(iter(held.values())).device
+    shards = held_shards(chunks, architecture)
+    device = next(iter(shards.values())).device
     for bucket in plan.buckets:
         flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=device)
-        fill(bucket, held, architecture, flat)
+        fill(bucket, shards, architecture, flat)
         for slot in bucket.slots:
             yield slot.name, slot.view(flat)
 
 
 def held_shards(chunks: Sequence[torch.nn.Module], architecture: Architecture) -> dict[str, torch.Tensor]:
     """This rank's shards: the parameters themselves, so always the current weights."""
-    held: dict[str, torch.Tensor] = {}
+    shards: dict[str, torch.Tensor] = {}
     for entry, parameter in local_parameters(chunks, architecture):
-        held.setdefault(entry.megatron, parameter)
-    return held
+        shards.setdefault(entry.megatron, parameter)
+    return shards
 
 
 @torch.no_grad()

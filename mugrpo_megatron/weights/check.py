@@ -53,16 +53,16 @@ def check(bridge: Bridge, engine: SummedEngine | None) -> int:
     """
     if unchecked(bridge):
         return 0
-    found: list[Sums] = []
+    engine_sums: list[Sums] = []
     failure: EngineFailure | None = None
     if engine is not None:
         try:
-            found = [_without_tied_name(sums, bridge.architecture) for sums in engine.checksums()]
+            engine_sums = [_without_tied_name(sums, bridge.architecture) for sums in engine.checksums()]
         except EngineFailure as error:
             failure = error
-    expected = expected_checksums(bridge, found)
+    expected = expected_checksums(bridge, engine_sums)
     faults: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(faults, _difference(expected, found))
+    dist.all_gather_object(faults, _difference(expected, engine_sums))
     for rank, fault in enumerate(faults):
         if fault:
             where = f"the engine that rank {rank} leads" if len(faults) > 1 else "the engine"
@@ -129,8 +129,8 @@ def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: Bridge) -> list[Shards]
 
 def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, str]]) -> None:
     for rank, name, shard in shards:
-        held = getattr(torch, dtypes[rank].get(name, dtype_name(shard)))
-        hashes[rank].setdefault(name, hashlib.sha256()).update(raw_bytes(shard.to(held)))
+        dtype = getattr(torch, dtypes[rank].get(name, dtype_name(shard)))
+        hashes[rank].setdefault(name, hashlib.sha256()).update(raw_bytes(shard.to(dtype)))
 
 
 def _without_tied_name(sums: Sums, architecture: Architecture) -> Sums:
@@ -182,5 +182,5 @@ def engine_shards(
 
 def _vocab_shard(tensor: torch.Tensor, size: int, rank: int) -> torch.Tensor:
     rows = -(-len(tensor) // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // size
-    held = tensor[rank * rows : (rank + 1) * rows]
-    return torch.cat([held, held.new_zeros(rows - len(held), *held.shape[1:])])
+    part = tensor[rank * rows : (rank + 1) * rows]
+    return torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])

@@ -174,12 +174,12 @@ def fingerprint(directory: Path) -> str:
     Training changes every tensor, so weights of another training step differ in some of the blocks. Milliseconds for
     a checkpoint of any size.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
             for block in range(BLOCKS):
                 file.seek(block * max(size - BLOCK_BYTES, 0) // (BLOCKS - 1))
-                found.update(file.read(BLOCK_BYTES))
-    return found.hexdigest()
+                digest.update(file.read(BLOCK_BYTES))
+    return digest.hexdigest()

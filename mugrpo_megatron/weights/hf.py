@@ -128,14 +128,14 @@ def gather_hf(
     plan = build_plan(chunks, architecture, BUCKET_BYTES)
     is_main = dist.get_rank() == 0
     tensors = (tensor for _, tensor in planned_tensors(plan, chunks, architecture))
-    held = [keep(tensor) for tensor in tensors if is_main]
+    whole = [keep(tensor) for tensor in tensors if is_main]
     if not is_main:
         return lambda: None
     specs = [TensorSpec(slot.name, slot.shape, slot.dtype) for bucket in plan.buckets for slot in bucket.slots]
 
     def write() -> None:
         try:
-            _write(out, divide(specs, SHARD_BYTES), iter(held), like, specs[0].dtype, notes)
+            _write(out, divide(specs, SHARD_BYTES), iter(whole), like, specs[0].dtype, notes)
         except OSError as error:
             raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror})") from None
 

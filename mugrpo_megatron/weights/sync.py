@@ -92,15 +92,15 @@ def build_bridge(
     wait up to `timeout_s` for a leader whose engine loads a bucket.
     """
     plan = build_plan(chunks, architecture, bucket_bytes // 2)
-    held = held_shards(chunks, architecture)
+    shards = held_shards(chunks, architecture)
     sent = [quantised_bucket(bucket) for bucket in plan.buckets] if quantised else plan.buckets
-    if next(iter(held.values())).is_cuda:
-        return Bridge(architecture, plan, held, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None)
+    if next(iter(shards.values())).is_cuda:
+        return Bridge(architecture, plan, shards, engine_tensor, _engine_group(engine_tensor, timeout_s), sent, None)
     # A file descriptor cannot be sent in a string; a name can.
     torch.multiprocessing.set_sharing_strategy("file_system")
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
     group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
-    return Bridge(architecture, plan, held, engine_tensor, group, sent, staging)
+    return Bridge(architecture, plan, shards, engine_tensor, group, sent, staging)
 
 
 def sync(bridge: Bridge, engine: Engine | None, version: int) -> SyncStats:
@@ -195,7 +195,7 @@ def serialize(bucket: Bucket, flat: torch.Tensor) -> bytes:
 
 
 def named(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """What `engine.cpu.load_mapped` reads."""
+    """What `cpu.sglang.load_mapped` reads."""
     return [(slot.name, slot.view(flat)) for slot in bucket.slots]
 
 

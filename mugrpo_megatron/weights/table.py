@@ -69,13 +69,13 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
     rows = [row for row in architecture.table if not (architecture.tied and row.megatron == "output_layer.weight")]
     in_layers = [row for row in rows if "{layer}" in row.megatron]
     first = rows.index(in_layers[0])
-    found = [Entry(row, 0, 0) for row in rows[:first]]
+    entries = [Entry(row, 0, 0) for row in rows[:first]]
     for layer in range(architecture.layers):
         for row in in_layers:
             copies = architecture.experts if "{expert}" in row.megatron else 1
-            found += [Entry(row, layer, expert) for expert in range(copies)]
-    found += [Entry(row, 0, 0) for row in rows[first:] if row not in in_layers]
-    return {entry.megatron: entry for entry in found}
+            entries += [Entry(row, layer, expert) for expert in range(copies)]
+    entries += [Entry(row, 0, 0) for row in rows[first:] if row not in in_layers]
+    return {entry.megatron: entry for entry in entries}
 
 
 def whole_shape(entry: Entry, architecture: Architecture) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) ->
     first_layer = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
     name = re.sub(r"(?<=^decoder\.layers\.)\d+", lambda found: str(int(found[0]) + first_layer), name)
     if "local_experts" in name:
-        held = architecture.experts // parallel_state.get_expert_model_parallel_world_size()
-        first_expert = held * parallel_state.get_expert_model_parallel_rank()
+        experts_here = architecture.experts // parallel_state.get_expert_model_parallel_world_size()
+        first_expert = experts_here * parallel_state.get_expert_model_parallel_rank()
         name = re.sub(r"(?<=local_experts\.)\d+", lambda found: str(int(found[0]) + first_expert), name)
     return name

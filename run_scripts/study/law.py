@@ -2,7 +2,7 @@
 
     python -m run_scripts.study.law --out DIR              # everything, in the plan's order; Ctrl-C saves
     python -m run_scripts.study.law --out DIR --dry-run    # every step with its state
-    python -m run_scripts.study.law --out DIR --collect    # law.csv, law_curves.csv and law_problems.csv, in docs/study
+    python -m run_scripts.study.law --out DIR --collect    # law*.csv, in docs/study
 
 Run it in the repository's root. DIR/START is a study's directory of its own (run.py) for each warm start. Each end,
 and each warm start, is also sampled: 8 responses to every test problem, and 64 of the warm start of E1.
@@ -51,7 +51,7 @@ FEW, MANY = 8, 64
 """Samples of each test problem, at temperature 1."""
 TAIL = 16
 """Updates at a stage's end whose mean says how far the stage has moved; a quarter of a shorter stage than 4 x this."""
-CSV, CURVES, PROBLEMS = "law.csv", "law_curves.csv", "law_problems.csv"
+CSV, CURVES, STAGES, PROBLEMS = "law.csv", "law_curves.csv", "law_stages.csv", "law_problems.csv"
 OWN_COLUMNS = (
     *("start", "start_sampled", "sampled", "gap", "gap_half"),
     *("nats_first", "nats", "nats_last", "stages", "rollout_seconds"),
@@ -62,6 +62,9 @@ the last stage moved a response, the number of stages, and the seconds of `paper
 REFERENCE = ("grpo", 4e-5)
 """Method and rate of the cell that all of a warm start are compared with."""
 Z975 = 1.96
+STAGE_COLUMNS = ("start", "method", "rate", "stage", "update", "sampled", "nats")
+"""A stage: the update before which it was sampled, the accuracy of its responses on training problems, and the nats
+that it had moved at its end."""
 PROBLEM_COLUMNS = ("start", "problem", "of", "method", "rate", "samples", "right")
 """`of` is `start` for the warm start, whose method and rate are empty, or `end`."""
 
@@ -148,9 +151,10 @@ def sample(model: Path, out: Path, samples: int) -> bool:
 
 
 def write_all(studies: Mapping[str, Study], docs: Path) -> None:
-    """Write law.csv, law_curves.csv and law_problems.csv of all finished cells."""
+    """Write the law's csv files of all finished cells."""
     rows: list[Row] = []
     curves: list[Row] = []
+    stages: list[Row] = []
     problems: list[Row] = []
     for start, study in studies.items():
         own, own_curves = collect(study)
@@ -160,7 +164,10 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
             cell = cell_of(row)
             directory = study.directory(cell)
             after = read_sampled(directory / f"end-{FEW}")
-            own_columns = _own(read_run(directory), study.stage(cell), before, after, row)
+            run = read_run(directory)
+            generating = read_run(study.stage(cell)) if row["stage"] else run
+            stages += [{"start": start} | one for one in stage_rows(row, run)]
+            own_columns = _own(run, generating, before, after, row)
             if reference and after and (row["method"], row["rate"]) != REFERENCE:
                 own_columns |= dict(zip(("gap", "gap_half"), difference(reference, after), strict=True))
             rows.append({"start": start} | row | own_columns)
@@ -171,14 +178,14 @@ def write_all(studies: Mapping[str, Study], docs: Path) -> None:
             problems = [*problem_rows(before, start=start, of="start"), *problems]
     write_rows(docs / CSV, ("start", *CELL_COLUMNS, *OWN_COLUMNS[1:]), rows)
     write_rows(docs / CURVES, ("start", *CURVE_COLUMNS), curves)
+    write_rows(docs / STAGES, STAGE_COLUMNS, stages)
     write_rows(docs / PROBLEMS, PROBLEM_COLUMNS, problems)
     print(f"{len(rows)} cells into {docs / CSV}")
 
 
-def _own(run: RunData, stage: Path, before: Sampled | None, after: Sampled | None, row: Row) -> Row:
-    """The row's `OWN_COLUMNS`. `stage` is the run that has generated the responses of a row on a shared stage."""
-    moved = nats_of(run.updates, row["stage_tokens"] / sum(one["responses"] for one in run.stages))
-    generating = run if row["stage"] == "" else read_run(stage)
+def _own(run: RunData, generating: RunData, before: Sampled | None, after: Sampled | None, row: Row) -> Row:
+    """The row's `OWN_COLUMNS`. `generating` is the run that has sampled its responses."""
+    moved = nats_of(run.updates, tokens_of(run))
     return {
         "start_sampled": before and round(before.accuracy, 5),
         "sampled": after and round(after.accuracy, 5),
@@ -188,6 +195,20 @@ def _own(run: RunData, stage: Path, before: Sampled | None, after: Sampled | Non
         "stages": len(moved),
         "rollout_seconds": round(paper_seconds(generating.phases)["T_rollout"]),
     }
+
+
+def stage_rows(row: Row, run: RunData) -> Iterator[Row]:
+    """The rows of law_stages.csv of one cell."""
+    moved = nats_of(run.updates, tokens_of(run))
+    starts = (one["update"] for one in run.stage_starts())
+    for one, update, nats in zip(run.stages, starts, moved, strict=True):
+        known = {name: row[name] for name in ("method", "rate")}
+        yield known | {"stage": one["stage"], "update": update, "sampled": one["reward_mean"], "nats": f"{nats:.4g}"}
+
+
+def tokens_of(run: RunData) -> float:
+    """Mean tokens of the responses that a run has trained on."""
+    return float(sum(one["generated_tokens"] for one in run.stages) / sum(one["responses"] for one in run.stages))
 
 
 def nats_of(updates: Sequence[Row], tokens: float) -> list[float]:

@@ -11,7 +11,7 @@ import pytest
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.surrogates import Tokens
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.observe.metrics import defined
 from mugrpo_megatron.recipe import ObjectiveSection
 from tests.algorithm.batches import Batch, random_batch
@@ -67,7 +67,7 @@ def test_numbers_are_logged_under_their_names() -> None:
     ],
 )
 def test_what_is_no_diagnostic_is_told_in_a_sentence(function: str, words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises((UserError, TrainingFailure), match=words):
         metrics_of(random_batch(1, [5, 0, 8]), f"{HERE}:{function}")
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from mugrpo_megatron.cpu.deferred import compiling_deferred
+from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 
 
 @pytest.fixture
@@ -80,3 +82,51 @@ def test_the_block_leaves_torch_as_it_was_and_compiles_models_at_once(backend: C
     with pytest.raises(KeyError), compiling_deferred():
         raise KeyError
     assert torch.compile is before
+
+
+IMPORTING = """
+import sys
+import torch
+from mugrpo_megatron.cpu.deferred import compiler_deferred
+
+with compiler_deferred():
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+    from torch._dynamo.utils import is_compile_supported
+
+    @torch.compiler.disable
+    def double(x):
+        return 2 * x
+
+    @torch.compiler.disable(recursive=False)
+    def triple(x):
+        return 3 * x
+
+    {inside}
+assert {deferred} == ("torch._dynamo" not in sys.modules)
+assert (double(2), triple(2)) == (4, 6)
+with TransformGetItemToIndex():
+    pass
+assert is_compile_supported("cpu") in (True, False)
+import torch._dynamo.utils
+assert is_compile_supported("cpu") == torch._dynamo.utils.is_compile_supported("cpu")
+assert torch._dynamo.__file__
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("inside", "deferred"),
+    [("pass", True), ("torch._dynamo.config.verbose", False)],
+    ids=["nothing uses it", "something does"],
+)
+def test_the_compiler_is_imported_when_something_uses_it(inside: str, deferred: bool) -> None:
+    code = IMPORTING.format(inside=inside, deferred=deferred)
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_compiler_that_is_there_stays() -> None:
+    import torch._dynamo
+
+    with compiler_deferred():
+        assert sys.modules["torch._dynamo"] is torch._dynamo
+    assert sys.modules["torch._dynamo"] is torch._dynamo

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import rms_norm, silu
 
-from mugrpo_megatron.cpu import kernels as cpu_build
 from mugrpo_megatron.cpu import kernels as cpu_kernels
-from mugrpo_megatron.cpu.attention import attend, plan
+from mugrpo_megatron.cpu.batched_attention import attend, plan
 from mugrpo_megatron.cpu.kernels import Build, Kernels, fits, use_large_pages
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
@@ -134,7 +133,7 @@ def test_what_is_not_a_number_stays_visible(kernels: Kernels) -> None:
 def test_without_a_library_the_log_says_why(
     compilers: tuple[str, ...], cause: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cpu_build, "COMPILERS", compilers)
+    monkeypatch.setattr(cpu_kernels, "COMPILERS", compilers)
     assert Build().wait() is None
     assert cause in capsys.readouterr().err
 
@@ -145,7 +144,7 @@ def test_a_compiler_without_openmp_builds_functions_of_one_thread(
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) exit 3;; esac\nexec cc "$@"\n')
     compiler.chmod(0o755)
-    monkeypatch.setattr(cpu_build, "COMPILERS", (str(compiler),))
+    monkeypatch.setattr(cpu_kernels, "COMPILERS", (str(compiler),))
     library = Build().wait()
     assert isinstance(library, ctypes.CDLL)
     x = torch.randn(37, 48)

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.cpu.lanes import lanes
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.packing import Tokens, sequence_of
@@ -36,7 +35,7 @@ def taken(model: str, sections: dict[str, Any]) -> tuple[int, list[list[float]],
     step = optimize(learner, [sequence_of(sample) for sample in data], lambda logprobs, batch: -logprobs.sum() / 100)
     weights = torch.cat([parameter.detach().flatten() for parameter in policy(learner.chunks[0]).parameters()])
     rows = [[metrics[name] for name in METRICS] for metrics in found]
-    return lanes(learner), [*rows, [step.grad_norm]], weights.float().numpy()
+    return learner.lanes, [*rows, [step.grad_norm]], weights.float().numpy()
 
 
 @pytest.mark.process
@@ -102,7 +101,7 @@ def test_a_pass_without_gradients_computes_the_same_bits(model: str) -> None:
 
 
 def at_once(model: str, sections: dict[str, Any]) -> int:
-    return lanes(build_learner(recipe(Path(model), **sections)))
+    return build_learner(recipe(Path(model), **sections)).lanes
 
 
 @pytest.mark.process

@@ -9,6 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+import mugrpo_megatron.megatron  # noqa: F401  which completes the router
 from mugrpo_megatron.cpu import megatron as cpu
 from tests.ranks import run_ranks
 
@@ -16,10 +17,10 @@ from tests.ranks import run_ranks
 @pytest.fixture
 def as_imported() -> Iterator[None]:
     """Megatron's module as it is before the learner's package has looked at it."""
-    kept = moe_utils.te_general_gemm
+    name = moe_utils.te_general_gemm
     del moe_utils.te_general_gemm
     yield
-    moe_utils.te_general_gemm = kept
+    moe_utils.te_general_gemm = name
 
 
 @pytest.mark.skipif(moe_utils.HAVE_TE, reason="Transformer Engine defines the name")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from mugrpo_megatron.checks.engines import check_engine_device, engine_problems
-from mugrpo_megatron.cpu.replicas import LARGEST_WEIGHTS, replica_arguments, replicas_of
+from mugrpo_megatron.cpu.sglang import LARGEST_WEIGHTS, replica_arguments, replicas_of
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError

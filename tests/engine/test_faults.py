@@ -17,7 +17,7 @@ import pytest
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.process import HostProcess, _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.errors import EngineFailure, EngineStopped
+from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Prompt
 from tests.engine.tiny import group_processes, prompts, recipe, save_checkpoint
@@ -187,3 +187,13 @@ def _kill_scheduler(host: int) -> None:
 
 def _freeze(host: int) -> None:
     os.killpg(host, signal.SIGSTOP)
+
+
+def test_an_argument_that_sglang_does_not_take_is_one_sentence(checkpoint: Path, tmp_path: Path) -> None:
+    engine = Engine.start(recipe(checkpoint, extra={"chunked_prefil_size": 64}), checkpoint, tmp_path / "engine.log")
+    with pytest.raises(
+        UserError, match=r"^engine\.extra: SGLang does not start .*'chunked_prefil_size'.*remove"
+    ) as told:
+        engine.wait_ready()
+    assert "\n" not in str(told.value)
+    assert not engine.running

@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron.cpu.engine_group import EngineGroup
 from mugrpo_megatron.engine import host
+from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.host import Generation, Host, first_cause, start_guard
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import Sampling, Work, seeds

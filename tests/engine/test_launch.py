@@ -20,6 +20,7 @@ from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
     EARLIER_STARTS,
     check_allocator,
+    check_extra,
     engine_arguments,
     engine_environment,
     held_out_sampling,
@@ -228,3 +229,20 @@ def test_only_an_engine_after_another_process_takes_another_stream(tmp_path: Pat
     assert len(drawn) > 20
     assert min(drawn) >= 1
     assert 2**31 + 1_000_003 * EARLIER_STARTS < 2**32, "numpy takes no larger seed"
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("tp_size", "decided by engine.tensor; set that instead"),
+        ("quantization", "decided by engine.quantization"),
+        ("preferred_sampling_params", r"decided by \[rollout\]"),
+        ("load_format", "weight sync depends on it"),
+        ("port", "process depends on it"),
+        ("ep_size", "checking the engine's weights depends on it"),
+    ],
+)
+def test_an_argument_of_sglang_that_is_decided_elsewhere_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=rf"engine\.extra\.{name}.*{sentence}"):
+        check_extra({"chunked_prefill_size": 4096, name: 1})
+    check_extra({"chunked_prefill_size": 4096, "kv_cache_dtype": "fp8_e5m2"})

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mugrpo_megatron.engine.sums import read_sums, write_sums
+from mugrpo_megatron.engine.engine_group import read_sums, write_sums
 from mugrpo_megatron.files.tensors import sums
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mugrpo_megatron.learner.offload import offload, reload
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.learner.learner import build_learner
+from mugrpo_megatron.learner.learner import build_learner, offload, reload
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe

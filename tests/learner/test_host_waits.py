@@ -72,7 +72,8 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
     learner: Any = SimpleNamespace(
         recipe=recipe(Path("unused")),
         architecture=SimpleNamespace(vocab_size=VOCAB, experts=0),
-        ranks=SimpleNamespace(tp_size=1, pp_size=1, cp_size=2, device=CPU),  # as on a GPU, nothing runs in lanes
+        ranks=SimpleNamespace(tp_size=1, pp_size=1, cp_size=1, device=CPU),
+        lanes=1,
         optimizer=SimpleNamespace(grad_scaler=None),
     )
     loss = objective.loss(learner, None)

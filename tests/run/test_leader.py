@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mugrpo_megatron.engine.meeting import Bond, Part
+from mugrpo_megatron.engine.nodes import Bond, Part
 from mugrpo_megatron.run.leader import meet, sleep_joined
 
 

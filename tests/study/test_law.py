@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,3 +69,15 @@ def test_a_difference_is_paired_problem_by_problem() -> None:
     assert law.difference(left, right) == (0.25, 0.0)
     gap, half = law.difference(left, law.Sampled({"a": 8, "b": 0}, 8))
     assert (gap, half) == (0.25, pytest.approx(1.96 * 0.35355 / 2**0.5, rel=1e-4))
+
+
+def test_the_rows_of_stages_say_where_each_began_and_how_far_it_went() -> None:
+    stages = [
+        {"stage": stage, "reward_mean": accuracy, "generated_tokens": 600.0, "responses": 10.0}
+        for stage, accuracy in enumerate((0.3, 0.6))
+    ]
+    steps = [{"stage": number // 4, "update": number, "kl_k3": 0.01 * (number % 4)} for number in range(8)]
+    run = SimpleNamespace(stages=stages, updates=steps, stage_starts=lambda: [steps[0], steps[4]])
+    first, second = law.stage_rows({"method": "two", "rate": 4e-5}, run)  # type: ignore[arg-type]
+    assert (first["update"], first["sampled"], second["update"], second["sampled"]) == (0, 0.3, 4, 0.6)
+    assert first["nats"] == second["nats"] == "1.8"

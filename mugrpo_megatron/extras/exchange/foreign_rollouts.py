@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,17 @@ class Foreign:
     finish_reason: str
 
 
-def read_rollouts(path: Path, tokenizer: PreTrainedTokenizerBase, template: Template) -> list[list[Foreign]]:
+def read_rollouts(
+    path: Path, tokenizer: PreTrainedTokenizerBase, template: Template, limits: tuple[int, int]
+) -> list[list[Foreign]]:
     """The groups of a file, in the order in which they begin: rows with the same `group`, or prompt and `step`.
 
     Text prompts are taken as the model saw them, messages go through the chat template. A response that is text is
     tokenized, and ends with the end-of-sequence token unless its `finish_reason` is `length`. UserError names the file
     and line of a row that cannot be taken, and a group whose size is not that of the first.
+
+    Args:
+        limits: most tokens of a prompt and of a response.
     """
     groups: dict[str, list[Foreign]] = {}
     for line, row in rows(path):
@@ -62,13 +68,21 @@ def read_rollouts(path: Path, tokenizer: PreTrainedTokenizerBase, template: Temp
         if isinstance(row, str):
             raise UserError(f"{place}: {row}")
         try:
-            found = _foreign(kept_row(row), place, tokenizer, template)
+            _check_text(row)
+            rollout = _foreign(kept_row(row), place, tokenizer, template, limits)
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
-        key = row["group"] if row.get("group") is not None else [row.get("step"), found.prompt_ids.tolist()]
-        groups.setdefault(json.dumps(key, default=str), []).append(found)
+        key = row["group"] if row.get("group") is not None else [row.get("step"), rollout.prompt_ids.tolist()]
+        groups.setdefault(json.dumps(key, default=str), []).append(rollout)
     _check_even(path, list(groups.values()))
     return list(groups.values())
+
+
+def _check_text(row: Mapping[str, Any]) -> None:
+    """Raise ValueError for bytes where text belongs: a Parquet file may hold text as binary."""
+    for name in ("prompt", *RESPONSES):
+        if isinstance(row.get(name), bytes | bytearray | memoryview):
+            raise ValueError(f"{name} is binary; write the column as text (a string type)")
 
 
 def _check_even(path: Path, groups: list[list[Foreign]]) -> None:
@@ -90,7 +104,13 @@ def _check_even(path: Path, groups: list[list[Foreign]]) -> None:
                 raise UserError(f"{path}: only some rows have {name}, {group[0].place} among the first that differ")
 
 
-def _foreign(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> Foreign:
+def _foreign(
+    row: dict[str, Any],
+    place: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template,
+    limits: tuple[int, int],
+) -> Foreign:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
         raise ValueError(f"finish_reason {finish!r} is neither `stop` nor `length`")
@@ -99,7 +119,8 @@ def _foreign(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase
         response = _ids(given, "response_ids", len(tokenizer))
         text = str(tokenizer.decode(response.tolist(), skip_special_tokens=True))
     else:
-        text = _said(row)
+        text = _response(row)
+        _check_characters("response", text, limits[1], tokenizer)
         ids = tokenizer.encode(text, add_special_tokens=False)
         response = np.array(ids if finish == "length" else [*ids, tokenizer.eos_token_id], dtype=np.int32)
     if not len(response):
@@ -116,7 +137,7 @@ def _foreign(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase
     return Foreign(
         place,
         row,
-        _prompt(row, place, tokenizer, template),
+        _prompt(row, place, tokenizer, template, limits[0]),
         response,
         text,
         None if given_logprobs is None else _logprobs(given_logprobs),
@@ -149,34 +170,53 @@ def _mask(values: list[Any]) -> np.ndarray:
     return np.array(values, dtype=bool)
 
 
-def _prompt(row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template) -> np.ndarray:
+def _check_characters(what: str, text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError for a text that has more than `tokens` tokens however long each is, before it is tokenized."""
+    if len(text) > _longest_token(tokenizer) * tokens:
+        raise ValueError(f"the {what} has {len(text):,} characters, which are more than {tokens:,} tokens")
+
+
+@lru_cache(maxsize=1)
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def _prompt(
+    row: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, template: Template, most: int
+) -> np.ndarray:
+    asked = row.get("prompt")
+    if row.get("prompt_ids") is None:
+        turns = messages_of(asked) if isinstance(asked, list) else [("", asked)] if isinstance(asked, str) else []
+        _check_characters("prompt", "".join(text for _, text in turns), most, tokenizer)
     if (ids := row.get("prompt_ids")) is not None:
-        found = _ids(ids, "prompt_ids", len(tokenizer))
-    elif isinstance(asked := row.get("prompt"), list):
+        prompt = _ids(ids, "prompt_ids", len(tokenizer))
+    elif isinstance(asked, list):
         problem = Problem(place, "", "", messages=messages_of(asked))
-        found = np.array(render(problem, tokenizer, "chat", template), dtype=np.int32)
+        prompt = np.array(render(problem, tokenizer, "chat", template), dtype=np.int32)
     elif isinstance(asked, str):
-        begun = bool(tokenizer.bos_token) and asked.startswith(str(tokenizer.bos_token))
+        has_start = bool(tokenizer.bos_token) and asked.startswith(str(tokenizer.bos_token))
         ids = tokenizer.encode(asked, add_special_tokens=False)
-        starts = [] if begun or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        found = np.array([*starts, *ids], dtype=np.int32)
+        starts = [] if has_start or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+        prompt = np.array([*starts, *ids], dtype=np.int32)
     else:
         raise ValueError(f"needs a column prompt or prompt_ids {found_in(row)}")
-    if not len(found):
+    if not len(prompt):
         raise ValueError("the prompt has no token")
-    return found
+    if len(prompt) > most:
+        raise ValueError(f"the prompt has {len(prompt)} tokens; raise data.max_prompt_tokens (now {most})")
+    return prompt
 
 
-def _said(row: dict[str, Any]) -> str:
-    said = next((row[name] for name in RESPONSES if row.get(name) is not None), None)
-    if isinstance(said, list):
-        turns = messages_of(said)
+def _response(row: dict[str, Any]) -> str:
+    response = next((row[name] for name in RESPONSES if row.get(name) is not None), None)
+    if isinstance(response, list):
+        turns = messages_of(response)
         if [role for role, _ in turns] != ["assistant"]:
             raise ValueError("the response is a chat of several turns; give response_ids and a loss_mask")
         return turns[0][1]
-    if not isinstance(said, str):
+    if not isinstance(response, str):
         raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")
-    return said
+    return response
 
 
 def _ids(values: Any, name: str, vocabulary: int) -> np.ndarray:

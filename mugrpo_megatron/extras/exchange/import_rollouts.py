@@ -61,7 +61,8 @@ def import_rollouts(
     weights = weight_sums(model)
     tokenizer = load_tokenizer(model)
     as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
-    groups = read_rollouts(file, tokenizer, as_they_were)
+    limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
+    groups = read_rollouts(file, tokenizer, as_they_were, limits)
     updates = _check_shape(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
@@ -99,9 +100,11 @@ def _check_shape(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int
             f"{file}: {len(groups)} groups are not whole updates of rollout.prompts_per_update = "
             f"{rollout.prompts_per_update}; set another number, or leave rows out"
         )
-    wanted = {"rollout.responses_per_prompt": size, "schedule.updates_per_stage": updates}
-    found = rollout.responses_per_prompt, recipe.schedule.updates_per_stage
-    if changes := [f"{key} = {value}" for (key, value), now in zip(wanted.items(), found, strict=True) if value != now]:
+    numbers = {"rollout.responses_per_prompt": size, "schedule.updates_per_stage": updates}
+    set_now = rollout.responses_per_prompt, recipe.schedule.updates_per_stage
+    if changes := [
+        f"{key} = {value}" for (key, value), now in zip(numbers.items(), set_now, strict=True) if value != now
+    ]:
         raise UserError(
             f"{file}: holds {updates} updates of {rollout.prompts_per_update} groups of {size} responses; "
             f"set {', '.join(changes)}"
@@ -142,11 +145,11 @@ def _scores(
                 [gold.value for gold in own],
                 [one.row for one in group],
                 [asked_in(one.row) for one in group],
-                answers=said,
+                answers=texts,
                 sources=[gold.source for gold in own],
                 ids=[one.response_ids.tolist() for one in group],
             )
-            for group, own, said in zip(groups, golds, answers, strict=True)
+            for group, own, texts in zip(groups, golds, answers, strict=True)
         ]
         verdicts = [one.result() for one in pending]
     limit = recipe.rollout.max_response_tokens
@@ -162,6 +165,11 @@ def _given(one: Foreign, column: str) -> Score:
         alike = get_close_matches(column, map(str, one.row), n=1)
         meant = f"; did you mean --reward {alike[0]}?" if alike else ""
         raise UserError(f"{one.place}: has no column {column} of rewards {found_in(one.row)}{meant}")
+    if isinstance(value, str):  # CSV has no numbers
+        try:
+            value = float(value)
+        except ValueError:
+            value = None
     if not isinstance(value, bool | int | float) or not small_enough(value):
         raise UserError(
             f"{one.place}: {column} holds no finite number that fits float32; --reward names another column"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pyarrow.parquet as pq
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.hf_config import STATE, read_state
+from mugrpo_megatron.files.json_text import file_inside
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
@@ -27,7 +31,8 @@ from mugrpo_megatron.run.published import (
     write_published,
 )
 from mugrpo_megatron.run.record import check_begun, read_record, with_cached_model
-from mugrpo_megatron.stages.manifest import check_stage, read_manifest
+from mugrpo_megatron.stages.manifest import check_stage, manifest_name, read_manifest
+from mugrpo_megatron.stages.routes import NAMES, index
 from mugrpo_megatron.stages.store import StageStore
 
 CARD = "README.md"
@@ -43,8 +48,10 @@ def publish(
 ) -> None:
     """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
 
-    With `weights` also the checkpoint at the stage's start. Raises UserError when the stage is not sealed or is
-    damaged, or when `to` exists, unless it is a published stage and `overwrite` is given.
+    With `weights` also the checkpoint at the stage's start. Only files that the stage's manifest or the checkpoint's
+    state names are copied. Raises UserError when the stage is not sealed or is damaged, when one of the files is a
+    link, when `to` is inside the run, or when it exists, unless it is a published stage without another file and
+    `overwrite` is given.
     """
     run = RunDirectory(run_dir)
     if not run.recipe.exists():
@@ -54,6 +61,10 @@ def publish(
     check_output(
         to, f"--to {to}", kind="directory", own=published_before and overwrite, inputs=[run_dir], remedy=remedy
     )
+    if run_dir.resolve() in to.resolve().parents:
+        raise UserError(f"--to {to} is inside the run {run_dir}; choose another path")
+    if published_before:
+        _check_replaceable(to)
     source = run.stage(stage)
     check_stage(source)
     store = StageStore(source)
@@ -73,12 +84,11 @@ def publish(
         check_begun(record, whole, f"{run_dir}: the run")
     with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)
-        ignored = shutil.ignore_patterns("*.partial")
-        shutil.copytree(source, target.stage(stage), ignore=ignored)
+        _copy(source, target.stage(stage), _of_stage(source))
         copied = StageStore(target.stage(stage))
         copied.verify()
         if weights and stage:
-            shutil.copytree(start, target.checkpoints / start.name, ignore=ignored)
+            _copy(start, target.checkpoints / start.name, _of_checkpoint(start))
         write_text(target.recipe, dump_recipe(recipe))
         write_published(partial, published)
         write_text(partial / CARD, card(published, recipe, copied, weights=weights or not stage))
@@ -87,6 +97,51 @@ def publish(
         say(f"left out, as places of this machine: {', '.join(hidden)}")
     look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
     say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+
+
+def _of_stage(directory: Path) -> list[str]:
+    """The names of a sealed stage's files: its manifest, what that lists, and the routes that the engine recorded."""
+    routes = Path(NAMES["rollout"])
+    beside = [path.name for path in (routes, index(routes)) if os.path.lexists(directory / path)]
+    return [manifest_name(0), StageStore(directory).file, *beside]
+
+
+def _of_checkpoint(directory: Path) -> list[str]:
+    return [STATE, *read_state(directory)["files"]]
+
+
+def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Copy files of a directory into a new one; UserError for a link, and for anything else that is no regular file."""
+    target.mkdir(parents=True)
+    for name in names:
+        path = file_inside(source / "its list of files", name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be published ({error.strerror}); only regular files are, no links"
+            ) from None
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise UserError(f"{path} cannot be published: it is no regular file")
+            with open(target / name, "xb") as copy:
+                shutil.copyfileobj(file, copy)
+
+
+def _check_replaceable(directory: Path) -> None:
+    """Raise UserError where a published stage has a file that `publish` did not write."""
+    run = RunDirectory(directory)
+    names = {run.recipe.name, FILE_NAME, CARD}
+    for parent, listed in ((directory / "stages", _of_stage), (run.checkpoints, _of_checkpoint)):
+        for one in parent.iterdir() if parent.is_dir() else ():
+            names |= {(one / name).relative_to(directory).as_posix() for name in listed(one)}
+    for folder, folders, files in os.walk(directory):
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        empty = [] if folders or files or Path(folder) == directory else ["."]
+        for name in [*files, *links, *empty]:
+            path = Path(folder, name).relative_to(directory).as_posix()
+            if path not in names:
+                raise UserError(f"--to {directory}: {path} is not of `mugrpo publish`; move it, or choose another path")
 
 
 def card(published: Published, recipe: Recipe, store: StageStore, weights: bool) -> str:

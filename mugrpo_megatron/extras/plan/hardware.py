@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from mugrpo_megatron.cpu.replicas import replicas_of
+from mugrpo_megatron.cpu.sglang import replicas_of
 from mugrpo_megatron.engine.placement import EngineSlot, engine_slot
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe

@@ -1,22 +1,26 @@
 """In a jail of its own: executes a row's test code. The program's names are stand-ins that ask the other jail.
 
 So the program never sees the tests, and nothing that it replaces (`print`, `abs`, `__eq__`) has a part in judging.
+Tests pass when an assertion was executed, and every one that is no part of a branch. Standard library only.
 """
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import builtins
 import importlib
+import inspect
 import json
 import os
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from mugrpo_megatron.extras.sandbox.packed import pack, unpack
 
-TESTS = "tests.py"
+TESTS, PROMPT = "tests.py", "prompt.py"
 MODULES = ("solution", "main")
 """What test code may import the program's names from."""
 MODULE = object()
@@ -44,7 +48,9 @@ class Program:
         if "error" in answer:
             kind: Any = getattr(builtins, str(answer["error"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
-            raise (kind if known else ProgramError)(answer["text"])
+            if not known or issubclass(kind, StopIteration | StopAsyncIteration):  # which would end the tests' loops
+                kind = ProgramError
+            raise kind(answer["text"])
         return unpack(answer["value"], self._stand_in)
 
     def _stand_in(self, packed: dict[str, Any]) -> Any:
@@ -63,8 +69,9 @@ class StandIn:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         packed = {name: pack(value, _handle) for name, value in options.items()}
         answer = self.__ask("call", arguments=pack(list(arguments), _handle), options=packed)
-        for ours, theirs in zip(arguments, answer["arguments"], strict=True):
-            _follow(ours, theirs)
+        if answer["result"] is None:
+            for ours, theirs in zip(arguments, answer["arguments"], strict=True):
+                _follow(ours, theirs)
         return answer["result"]
 
     def __getattr__(self, name: str) -> Any:
@@ -109,7 +116,10 @@ def _handle(value: Any) -> Any:
 
 
 def _follow(ours: object, theirs: object) -> None:
-    """What the program changed in an argument is changed here: tests look at lists that were sorted in place."""
+    """What a function without a result changed in an argument is changed here: a list is sorted in place.
+
+    One with a result changes nothing here, or else `f(x) == sorted(x)` would compare it with a list that it emptied.
+    """
     if isinstance(ours, list) and isinstance(theirs, list):
         ours[:] = theirs
     elif isinstance(ours, dict | set) and type(ours) is type(theirs):
@@ -117,31 +127,145 @@ def _follow(ours: object, theirs: object) -> None:
         ours.update(theirs)
 
 
-def main(root: str, answered: str, requested: str, verdict: str, entry: str) -> None:
-    """Execute the tests; only their end without an exception is a pass.
+_BRANCHES = (ast.If, ast.Try, ast.Match, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
-    answered, requested: descriptors of the pipes to the program's jail. verdict: the one that gets "passed".
+
+def is_assertion(statement: ast.stmt) -> bool:
+    """Whether a statement asserts: `assert`, `self.assertEqual(...)`, `with self.assertRaises(...)`."""
+    calls = [statement.value] if isinstance(statement, ast.Expr) else []
+    if isinstance(statement, ast.With | ast.AsyncWith):
+        calls = [item.context_expr for item in statement.items]
+    methods = [call.func.attr for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)]
+    return isinstance(statement, ast.Assert) or any(name.startswith("assert") for name in methods)
+
+
+def is_test_class(node: ast.ClassDef) -> bool:
+    """Whether its methods are run: a TestCase, or a class `Test*` that is made without arguments."""
+    bases = [ast.unparse(base) for base in node.bases]
+    plain = not any(isinstance(one, ast.FunctionDef) and one.name == "__init__" for one in node.body)
+    return any(base.endswith("TestCase") for base in bases) or (node.name.startswith("Test") and plain)
+
+
+class Ledger(ast.NodeTransformer):
+    """Notes each assertion that holds, by its line; `due` are those that have to be among them."""
+
+    def __init__(self, entry: str) -> None:
+        self.due: set[int] = set()
+        self.noted: set[int] = set()
+        self._entry = entry
+
+    def counted(self, text: str, name: str) -> ast.Module:
+        """The code with a call of `name` behind each assertion."""
+        self._name = name
+        tree = ast.parse(text)
+        for function in self._run_by_name(tree):
+            self._find_due(function.body)
+        self._find_due(tree.body)
+        return ast.fix_missing_locations(self.visit(tree))
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list):
+                setattr(node, field, [new for one in statements for new in self._with_note(one)])
+        return super().generic_visit(node)
+
+    def _with_note(self, statement: ast.stmt) -> list[ast.stmt]:
+        if not is_assertion(statement):
+            return [statement]
+        note = ast.parse(f"{self._name}({statement.lineno})").body[0]
+        return [statement, ast.copy_location(note, statement)]
+
+    def _find_due(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            if is_assertion(statement):
+                self.due.add(statement.lineno)
+            elif not isinstance(statement, _BRANCHES) or _is_main_guard(statement):
+                self._find_due(getattr(statement, "body", []))
+
+    def _run_by_name(self, tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in tree.body:
+            members = node.body if isinstance(node, ast.ClassDef) and is_test_class(node) else [node]
+            for one in members:
+                if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) and (
+                    one.name.startswith("test_") or (one.name == "check" and self._entry)
+                ):
+                    yield one
+
+
+def _is_main_guard(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+
+def main(root: str, answered: str, requested: str, verdict: str, entry: str, names: str, library: str) -> None:
+    """Execute the tests; only their end without an exception is a pass, and only where they asserted something.
+
+    answered, requested: descriptors of the pipes to the program's jail. verdict: the one that gets "passed". names:
+    the program's, with commas between them. library: JSON, names of the standard library -> module.
     """
-    with open(f"{root}/{TESTS}", encoding="utf-8", errors="surrogatepass") as file:
-        text = file.read()
+    texts = []
+    for name in (PROMPT, TESTS):
+        with open(f"{root}/{name}", encoding="utf-8", errors="surrogatepass") as file:
+            texts.append(file.read())
     answers = os.fdopen(int(answered), encoding="utf-8")
     program = Program(answers, os.fdopen(int(requested), "w", encoding="utf-8"))
-    own: dict[str, Any] = {}
-    for name, value in program.ask("names").items():
-        if name.startswith("__") or (hasattr(builtins, name) and name != entry):
-            continue  # whatever the program calls `abs`, the tests have the real one
-        if value is not MODULE:
-            own[name] = value
-        elif name in sys.stdlib_module_names:
-            own[name] = importlib.import_module(name)
-    space = {"__name__": "tests", **own}
+    values = {name: value for name, value in program.ask("names").items() if not name.startswith("__")}
     for name in MODULES:
         sys.modules[name] = types.ModuleType(name)
-        sys.modules[name].__dict__.update(own)
-    exec(compile(text, TESTS, "exec"), space)
+        public = {one: value for one, value in values.items() if value is not MODULE}
+        sys.modules[name].__dict__.update(public, __all__=[one for one in names.split(",") if one in public])
+    ledger = Ledger(entry)
+    space: dict[str, Any] = {"__name__": "__main__", "__mugrpo_asserted__": ledger.noted.add}
+    for name, module in json.loads(library).items():
+        source = importlib.import_module(module)
+        space[name] = source if name == module else getattr(source, name)
+    space |= {name: values[name] for name in names.split(",") if name in values and name != entry}
+    if entry:
+        space[entry] = program.ask("entry", name=entry)
+    if "unittest" in texts[1]:
+        importlib.import_module("unittest").main = _nothing  # type: ignore[attr-defined]
+    exec(compile(texts[0], PROMPT, "exec"), space)
+    exec(compile(ledger.counted(texts[1], "__mugrpo_asserted__"), TESTS, "exec"), space)
     for name, value in list(space.items()):
-        if name.startswith("test_") and isinstance(value, types.FunctionType):
-            value()
-    if entry and isinstance(space.get("check"), types.FunctionType):
-        space["check"](program.ask("entry", name=entry))
+        if isinstance(value, type) and value.__module__ == "__main__":
+            _run_class(name, value)
+        elif name.startswith("test_") and isinstance(value, types.FunctionType):
+            _run(value)
+    if entry and callable(space.get("check")):
+        _run(space["check"], space[entry])
+    if missing := sorted(ledger.due - ledger.noted):
+        raise AssertionError(f"the assertion in line {missing[0]} of the tests never ran")
+    if not ledger.noted:
+        raise AssertionError("no assertion ran")
     os.write(int(verdict), b"passed")
+
+
+def _nothing(*_arguments: Any, **_options: Any) -> None:
+    """Stands for unittest.main: the tests are run here."""
+
+
+def _run(function: Callable[..., Any], *arguments: Any) -> None:
+    result = function(*arguments)
+    if inspect.iscoroutine(result):
+        asyncio.run(result)
+    elif inspect.isgenerator(result):
+        for _ in result:
+            pass
+
+
+def _run_class(name: str, kind: type) -> None:
+    """A TestCase as unittest does it, a class `Test*` as pytest does: an instance for every test."""
+    unittest: Any = sys.modules.get("unittest")
+    if unittest is not None and issubclass(kind, unittest.TestCase):
+        result = unittest.TestResult()
+        unittest.defaultTestLoader.loadTestsFromTestCase(kind).run(result)
+        if problems := [*result.failures, *result.errors]:
+            raise AssertionError(problems[0][1].strip().rpartition("\n")[2])
+        if result.skipped or result.expectedFailures or result.unexpectedSuccesses:
+            raise AssertionError("a test was skipped, or expected to fail")
+    elif name.startswith("Test") and "__init__" not in vars(kind):
+        for method in [one for one in dir(kind) if one.startswith("test_")]:
+            instance = kind()
+            getattr(instance, "setup_method", _nothing)()
+            _run(getattr(instance, method))
+            getattr(instance, "teardown_method", _nothing)()

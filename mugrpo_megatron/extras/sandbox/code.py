@@ -14,12 +14,11 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.sandbox import kernel
-from mugrpo_megatron.extras.sandbox.compare import same_output, same_value
-from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files
+from mugrpo_megatron.extras.sandbox.jail_check import check_jail, sees_files, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
+from mugrpo_megatron.extras.sandbox.matching import same_output, same_value
 from mugrpo_megatron.extras.sandbox.programs import call_function, check_asserts, run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, FunctionTest, ProgramTest, Test, read_tests
-from mugrpo_megatron.rewards.items import Item, Verdict
 from mugrpo_megatron.rewards.math.extract import after_thoughts
 
 _FENCE = re.compile(
@@ -34,7 +33,7 @@ _SPARE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CodeOptions:
-    """How programs are judged: the recipe's keys `reward.code_*`."""
+    """How programs are judged: the recipe's `reward.code`."""
 
     limits: Limits
     share: bool
@@ -45,20 +44,32 @@ class CodeOptions:
     """Seconds for all tests of a response."""
 
 
-def options_of(given: Mapping[str, Any], timeout_s: float) -> CodeOptions:
-    """The options that a worker is given. Raises UserError where this machine cannot hold programs so."""
-    test_s = float(given["test_s"])
-    limits = Limits(given["mode"], test_s, int(given["memory_mb"]), wall_s=2 * test_s + 1)
+@dataclass(frozen=True, slots=True)
+class Grader:
+    """The reward function `code`, as the verifier's workers call it."""
+
+    options: CodeOptions
+    note: str
+    """What the user should know of it at the start; "" where nothing."""
+
+    def __call__(self, response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises what `grade` raises."""
+        reward, why = grade(response, answer, row, self.options)
+        return {"score": reward, "why": why}
+
+
+def grader(options: Mapping[str, Any]) -> Grader:
+    """The function that judges by `options`: those of `reward.code`, and `timeout_s`.
+
+    Raises UserError where this machine cannot hold programs so.
+    """
+    test_s = float(options["test_s"])
+    limits = Limits(options["sandbox"], test_s, int(options["memory_mb"]), wall_s=2 * test_s + 1)
     check_jail(limits)
     if sees_files(limits.mode):
         kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # other processes of this user cannot open this one's memory
-    return CodeOptions(limits, bool(given["share"]), int(given["tests"]), timeout_s)
-
-
-def verdict(item: Item, options: CodeOptions) -> Verdict:
-    """`grade`, as the verifier's workers answer. Raises what `grade` raises."""
-    reward, why = grade(item.response, item.gold, item.row, options)
-    return Verdict(reward, "", why)
+    share = options["reward"] == "share"
+    return Grader(CodeOptions(limits, share, int(options["tests"]), float(options["timeout_s"])), weakness(limits.mode))
 
 
 def program_in(response: str) -> str:
@@ -68,9 +79,9 @@ def program_in(response: str) -> str:
     A draft in a thought is not the program, as a thought is no answer to `math`.
     """
     fences = _FENCE.finditer(after_thoughts(response))
-    found = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in fences]
-    python = [text for language, text in found if language in _PYTHON]
-    return (python or [text for _, text in found] or [""])[-1]
+    blocks = [(match[3].lower(), _outdented(match[4], len(match[1]))) for match in fences]
+    python = [text for language, text in blocks if language in _PYTHON]
+    return (python or [text for _, text in blocks] or [""])[-1]
 
 
 def _outdented(text: str, indent: int) -> str:
@@ -93,11 +104,11 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: CodeOpti
     deadline = time.monotonic() + max(options.timeout_s - _SPARE_S, options.timeout_s / 2)
     passed, reason = 0, ""
     for place, test in enumerate(tests):
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             reason = reason or f"test {place + 1} of {len(tests)}: no time left"
             break
-        limits = replace(options.limits, wall_s=min(options.limits.wall_s, left))
+        limits = replace(options.limits, wall_s=min(options.limits.wall_s, remaining))
         if why := failure(program, test, limits):
             reason = reason or f"test {place + 1} of {len(tests)}: {why}"
             if not options.share:
@@ -112,15 +123,15 @@ def grade(response: str, gold: object, row: Mapping[str, Any], options: CodeOpti
 def failure(program: str, test: Test, limits: Limits) -> str:
     """Why the program fails the test; "" when it passes."""
     match test:
-        case ProgramTest(given, expected):
-            outcome = run_program(program, given, limits)
+        case ProgramTest(stdin, expected):
+            outcome = run_program(program, stdin, limits)
             return outcome.why_failed() or ("" if same_output(outcome.output, expected) else "wrong output")
         case FunctionTest(name, arguments, expected_values):
             outcome = call_function(program, name, arguments, limits)
             equal, why = same_value(outcome.answer, expected_values)
             return outcome.why_failed() or ("" if equal else why)
-        case AssertTest(code, entry):
+        case AssertTest():
             if sees_files(limits.mode):
                 raise UserError("test code can be read by programs here: asserts need namespaces, or Landlock")
-            outcome = check_asserts(program, code, entry, limits)
+            outcome = check_asserts(program, test, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")

@@ -1,4 +1,5 @@
-"""A filter of system calls (seccomp, in BPF): no second process, no socket, no signal to others, no memory unaccounted.
+"""A filter of system calls (seccomp, in BPF): no second process, no socket, no signal to others, no memory unaccounted,
+and no change of a file's mode, owner, times or attributes, which Landlock does not restrict.
 
 What it refuses fails with EPERM, as it does in a container; the program sees an OSError. It holds for everything that
 the program executes. Machines other than x86-64 and arm64 have no filter.
@@ -27,10 +28,12 @@ _SAME = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "open_tree": 428, "move_mount": 429, "fsopen": 430,
     "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435, "pidfd_getfd": 438,
     "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
-    "map_shadow_stack": 453,
+    "openat2": 437, "fchmodat2": 452, "map_shadow_stack": 453, "setxattrat": 463, "removexattrat": 466,
+    "file_setattr": 469,
 }
 """Calls that have one number on every architecture."""
 _X86_64 = {
+    "open": 2, "openat": 257,
     "fork": 57, "vfork": 58, "clone": 56, "kill": 62, "tkill": 200, "tgkill": 234, "rt_sigqueueinfo": 129,
     "rt_tgsigqueueinfo": 297, "fcntl": 72, "ioctl": 16, "prlimit64": 302, "socket": 41, "ptrace": 101,
     "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "shmget": 29, "semget": 64, "msgget": 68,
@@ -39,9 +42,12 @@ _X86_64 = {
     "request_key": 249, "setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144,
     "sched_setparam": 142, "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279,
     "fanotify_init": 300, "name_to_handle_at": 303, "open_by_handle_at": 304, "syslog": 103, "io_setup": 206,
-    "splice": 275, "vmsplice": 278, "tee": 276,
+    "splice": 275, "vmsplice": 278, "tee": 276, "chmod": 90, "fchmod": 91, "fchmodat": 268, "chown": 92, "fchown": 93,
+    "lchown": 94, "fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280, "setxattr": 188,
+    "lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199, "truncate": 76,
 }
 _ARM64 = {
+    "openat": 56,
     "clone": 220, "kill": 129, "tkill": 130, "tgkill": 131, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240,
     "fcntl": 25, "ioctl": 29, "prlimit64": 261, "socket": 198, "ptrace": 117, "process_vm_readv": 270,
     "process_vm_writev": 271, "kcmp": 272, "shmget": 194, "semget": 190, "msgget": 186, "mq_open": 180,
@@ -50,13 +56,14 @@ _ARM64 = {
     "setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118,
     "sched_setattr": 274, "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239, "fanotify_init": 262,
     "name_to_handle_at": 264, "open_by_handle_at": 265, "syslog": 116, "io_setup": 0, "splice": 76, "vmsplice": 75,
-    "tee": 77,
+    "tee": 77, "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "utimensat": 88, "setxattr": 5,
+    "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16, "truncate": 45,
 }
 # fmt: on
 _MACHINES = {"x86_64": (0xC000003E, _X86_64 | _SAME), "aarch64": (0xC00000B7, _ARM64 | _SAME)}
 _TO_ITSELF = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to any process when a descriptor is ready
-_OWNERS_BY_IOCTL = (0x8901, 0x8902)  # FIOSETOWN, SIOCSPGRP
+_IOCTLS = (0x8901, 0x8902, 0x40086602, 0x401C5820)  # FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
 
 
 def available() -> bool:
@@ -75,7 +82,7 @@ def refuse_calls() -> None:
 def build(machine: str, pid: int) -> bytes:
     """The BPF program, eight bytes an instruction. `pid`: the process, which may signal and limit itself."""
     architecture, numbers = _MACHINES[machine]
-    special = {"clone", "clone3", "fcntl", "ioctl", "prlimit64", *_TO_ITSELF}
+    special = {"clone", "clone3", "openat2", "open", "openat", "fcntl", "ioctl", "prlimit64", *_TO_ITSELF}
     lines = [
         *_if_not(_EQUAL, _ARCH, architecture, _REFUSE),
         (_LOAD, 0, 0, _NUMBER),
@@ -83,12 +90,17 @@ def build(machine: str, pid: int) -> bytes:
         (_RETURN, 0, 0, _REFUSE),
         *(line for name, number in numbers.items() if name not in special for line in _call(number, [])),
         *_call(numbers["clone3"], [], _MISSING),  # the C library takes clone instead, whose flags can be seen
+        *_call(numbers["openat2"], [], _MISSING),
         *_call(numbers["clone"], [(_LOAD, 0, 0, _FIRST), (_ANY_BIT, 0, 1, _THREAD), (_RETURN, 0, 0, _ALLOW)]),
         *_call(numbers["prlimit64"], _allowed_for(0, pid)),
     ]
     for name in _TO_ITSELF:
         lines += _call(numbers[name], _allowed_for(pid))
-    for name, commands in (("fcntl", _OWNERS), ("ioctl", _OWNERS_BY_IOCTL)):
+    for name, offset in (("open", _FIRST + 8), ("openat", _FIRST + 16)):
+        if name in numbers:  # to read and empty a file at once, which Landlock restricts since its third version alone
+            checks = [(_LOAD, 0, 0, offset), (_ANY_BIT, 0, 2, os.O_TRUNC), (_ANY_BIT, 1, 0, os.O_ACCMODE)]
+            lines += _call(numbers[name], [*checks, (_RETURN, 0, 0, _REFUSE)], _ALLOW)
+    for name, commands in (("fcntl", _OWNERS), ("ioctl", _IOCTLS)):
         checks = [(_LOAD, 0, 0, _FIRST + 8)]
         for command in commands:
             checks += [(_EQUAL, 0, 1, command), (_RETURN, 0, 0, _REFUSE)]

@@ -22,10 +22,10 @@ from types import ModuleType
 from typing import Literal
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.sandbox import asserting, jail, served
-from mugrpo_megatron.extras.sandbox import packed as values
+from mugrpo_megatron.extras.sandbox import asserting, jail, packed, served
 from mugrpo_megatron.extras.sandbox.limits import Limits, write_files
 from mugrpo_megatron.extras.sandbox.packed import pack
+from mugrpo_megatron.extras.sandbox.row_tests import AssertTest
 from mugrpo_megatron.rewards import guard
 
 Ending = Literal["ended", "time", "output"]
@@ -93,18 +93,19 @@ def call_function(program: str, name: str, arguments: Sequence[object], limits: 
         return execute([_served(program, {3: given})], limits, answer_of=4)
 
 
-def check_asserts(program: str, tests: str, entry: str, limits: Limits) -> Outcome:
+def check_asserts(program: str, test: AssertTest, limits: Limits) -> Outcome:
     """Execute test code in one jail against the program in another; `Outcome.answer` is "passed" or empty."""
-    files = _modules(asserting, values) | {f"/{asserting.TESTS}": tests}
+    files = _modules(asserting, packed) | {f"/{asserting.TESTS}": test.code, f"/{asserting.PROMPT}": test.prompt}
     with ExitStack() as opened:
-        asked, ask = (opened.enter_context(end) for end in _pipe())
-        answered, answer = (opened.enter_context(end) for end in _pipe())
-        judge = Process(files, asserting.__name__, ["3", "4", "5", entry], {3: answered, 4: ask})
-        return execute([_served(program, {3: asked, 4: answer}), judge], limits, answer_of=5)
+        requests, to_program = (opened.enter_context(end) for end in _pipe())
+        answers, from_program = (opened.enter_context(end) for end in _pipe())
+        arguments = ["3", "4", "5", test.entry, ",".join(test.names), json.dumps(test.library)]
+        judge = Process(files, asserting.__name__, arguments, {3: answers, 4: to_program})
+        return execute([_served(program, {3: requests, 4: from_program}), judge], limits, answer_of=5)
 
 
 def _served(program: str, channels: Mapping[int, FileIO]) -> Process:
-    files = _modules(served, values) | {f"/{served.PROGRAM}": program}
+    files = _modules(served, packed) | {f"/{served.PROGRAM}": program}
     return Process(files, served.__name__, ["3", "4"], channels)
 
 

@@ -8,10 +8,16 @@ point (HumanEval) or without.
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+
+from mugrpo_megatron.extras.sandbox.asserting import MODULES, is_assertion, is_test_class
 
 COLUMNS = ("tests", "input_output", "test_cases", "test_list", "test")
 """Columns that may hold tests, besides the gold and those that count together."""
@@ -40,10 +46,17 @@ class FunctionTest:
 
 @dataclass(frozen=True, slots=True)
 class AssertTest:
-    """Test code that must end without an exception. `entry`: the function that its `check(candidate)` is given."""
+    """Test code that asserts, and must end without an exception."""
 
     code: str
     entry: str = ""
+    """The function that its `check(candidate)` is given."""
+    names: tuple[str, ...] = ()
+    """Names in the code that are the program's; every other one is the code's own or the standard library's."""
+    library: Mapping[str, str] = field(default_factory=dict)
+    """Names that the standard library gives without an import -> the module that they are from."""
+    prompt: str = ""
+    """The definitions of the row's prompt, which the code may use."""
 
 
 Test = ProgramTest | FunctionTest | AssertTest
@@ -64,9 +77,9 @@ def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
     )
 
 
-def _read(found: object, row: Mapping[str, Any]) -> list[Test]:
+def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
     """The tests that a value holds; empty where it holds none."""
-    value = _loaded(found)
+    value = _loaded(content)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         return _of_columns(value, row)
     if isinstance(value, Mapping) and "input" in value and "output" in value:
@@ -75,23 +88,23 @@ def _read(found: object, row: Mapping[str, Any]) -> list[Test]:
         return [_of_case(value, row)]
     if isinstance(value, list) and value:
         if all(isinstance(one, str) for one in value):
-            return [AssertTest(_with_setup(one, row), _entry(row)) for one in value if _asserts(one)]
+            return [assert_test(one, row) for one in value if _asserts(one)]
         if all(isinstance(one, Mapping) and "input" in one and "output" in one for one in value):
             return [_of_case(one, row) for one in value]
         raise ValueError("tests are a list of neither asserts nor {input, output}")
     if isinstance(value, str) and _asserts(value):
-        return [AssertTest(_with_setup(one, row), _entry(row)) for one in _separate(value)]
+        return [assert_test(one, row) for one in _separate(value)]
     return []
 
 
-def _loaded(found: object) -> object:
+def _loaded(content: object) -> object:
     """What JSON text stands for; every other value as it is."""
-    if isinstance(found, str) and found.lstrip()[:1] in ("{", "["):
+    if isinstance(content, str) and content.lstrip()[:1] in ("{", "["):
         try:
-            return json.loads(found)
+            return json.loads(content)
         except ValueError:
-            return found
-    return found
+            return content
+    return content
 
 
 def _of_columns(value: Mapping[str, Any], row: Mapping[str, Any]) -> list[Test]:
@@ -100,8 +113,8 @@ def _of_columns(value: Mapping[str, Any], row: Mapping[str, Any]) -> list[Test]:
         raise ValueError("tests need lists `inputs` and `outputs` of the same length")
     name = value.get("fn_name") or _function(row)
     if name:
-        return [_function_test(name, given, output) for given, output in zip(inputs, outputs, strict=True)]
-    return [ProgramTest(_lines(given), _lines(output)) for given, output in zip(inputs, outputs, strict=True)]
+        return [_function_test(name, arguments, output) for arguments, output in zip(inputs, outputs, strict=True)]
+    return [ProgramTest(_lines(stdin), _lines(output)) for stdin, output in zip(inputs, outputs, strict=True)]
 
 
 def _of_case(case: Mapping[str, Any], row: Mapping[str, Any]) -> Test:
@@ -149,26 +162,160 @@ def _value(text: str) -> Any:
 
 def _lines(value: object) -> str:
     """Text, or lines of it."""
+    if value is None:
+        raise ValueError("a test without an output")
     if isinstance(value, str):
         return value
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _entry(row: Mapping[str, Any]) -> str:
-    return str(row.get("entry_point") or "")
+def usable(response: str, answer: object, row: Mapping[str, Any]) -> dict[str, Any]:
+    """A reward function that no response has a part in: 1 where the row has tests, else 0 and why not."""
+    try:
+        read_tests(answer, row)
+    except ValueError as error:
+        return {"score": 0.0, "why": str(error)}
+    return {"score": 1.0, "why": "it has tests"}
 
 
-def _with_setup(code: str, row: Mapping[str, Any]) -> str:
+def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
+    """Test code with the row's setup and imports before it. Raises ValueError where it cannot test a program."""
     setup = row.get("test_setup_code") or ""
     imports = row.get("test_imports") or []
     before: Sequence[str] = [*(imports if isinstance(imports, list) else [str(imports)]), str(setup)]
-    return "\n".join([*(text for text in before if text), code])
+    text = "\n".join([*(part for part in before if part), code])
+    entry, prompt = str(row.get("entry_point") or ""), _definitions(row)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"the tests and their setup are no Python together ({error})") from None
+    if not any(_reached(tree, entry)):
+        raise ValueError(
+            "the tests assert nothing that runs: what runs are statements, functions `test_*`, classes `Test*`, "
+            "TestCases, and `check` with an `entry_point`"
+        )
+    names, known = _owners(tree, ast.parse(prompt), entry)
+    library = {name: name if name in sys.stdlib_module_names else library_names()[name] for name in known}
+    return AssertTest(text, entry, names, library, prompt)
+
+
+def _definitions(row: Mapping[str, Any]) -> str:
+    """What the row's prompt defines besides the function that it asks for: imports and whole functions."""
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str):
+        return ""
+    try:
+        tree = ast.parse(prompt)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ""
+    whole = [one for one in tree.body if not isinstance(one, ast.Expr) and not _is_stub(one)]
+    return "\n".join(ast.unparse(one) for one in whole if getattr(one, "name", "") != row.get("entry_point"))
+
+
+def _is_stub(statement: ast.stmt) -> bool:
+    """Whether it is a function of which only the description is there."""
+    return isinstance(statement, ast.FunctionDef) and all(
+        isinstance(one, ast.Expr | ast.Pass) for one in statement.body
+    )
+
+
+def _reached(tree: ast.Module, entry: str) -> Iterator[ast.stmt]:
+    """The assertions in statements, tests, and functions that something names."""
+    named = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    named |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    places: list[ast.AST] = list(tree.body)
+    while places:
+        node = places.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_run = node.name.startswith("test_") or node.name in named or (node.name == "check" and entry)
+            places += node.body if is_run else []
+        elif isinstance(node, ast.ClassDef):
+            is_named = node.name in named and not is_test_class(node)
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            if is_test_class(node) or is_named:
+                places += [one for one in methods if is_named or one.name.startswith("test") or one.name in named]
+        elif isinstance(node, ast.stmt):
+            if is_assertion(node):
+                yield node
+            places += ast.iter_child_nodes(node)
+        elif isinstance(node, ast.ExceptHandler | ast.match_case):
+            places += node.body
+
+
+_LIBRARY = ("math", "collections", "itertools", "functools", "fractions", "decimal", "copy", "typing")
+"""Modules whose names tests may use without an import."""
+
+
+@cache
+def library_names() -> Mapping[str, str]:
+    """Name -> the module of the standard library that it is from."""
+    return {
+        name: module
+        for module in _LIBRARY
+        for name in getattr(importlib.import_module(module), "__all__", dir(importlib.import_module(module)))
+        if not name.startswith("_")
+    }
+
+
+def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str, ...], list[str]]:
+    """(names that the tests leave to the program, names of the standard library); ValueError where it is not clear.
+
+    The program's are the entry point, what is imported from `solution`, names that begin with a capital letter, as
+    classes do, and without an entry point the one function that nothing else defines. A second one could be there to
+    judge what the first returns, so the row has to define it, or to say which of them is asked for.
+    """
+    imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for node in imported:
+        for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]:
+            if (root := name.partition(".")[0]) not in (*MODULES, "__future__") and root not in sys.stdlib_module_names:
+                raise ValueError(f"the tests import {name}; programs have the standard library, `solution` and `main`")
+    explicit = any(
+        (isinstance(node, ast.ImportFrom) and node.module in MODULES and node.names[0].name != "*")
+        or (isinstance(node, ast.Import) and any(one.name in MODULES for one in node.names))
+        for node in ast.walk(tree)
+    )
+    bound = set(_bound(tree)) | set(_bound(prompt))
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    free = sorted(name for name in loaded - bound if not name.startswith("__"))
+    built_in = [name for name in free if hasattr(builtins, name)]
+    known = [name for name in free if name in library_names() or name in sys.stdlib_module_names]
+    unknown = [name for name in free if name not in built_in and name not in known]
+    classes = [name for name in unknown if name[0].isupper()]
+    functions = [name for name in unknown if name not in classes and name != entry]
+    if entry or explicit:
+        if functions:
+            raise ValueError(f"the tests use {', '.join(functions)}, which they do not define: add test_setup_code")
+        return (*([entry] if entry else []), *classes), known
+    if not unknown:  # a program's own `gcd`, or its own `sum`
+        functions = known or built_in
+    if len(functions) > 1:
+        raise ValueError(
+            f"the tests use {', '.join(functions)}, and one may be there to judge the other: name the function that is "
+            "asked for as `entry_point`, or import them from `solution`, and define what judges in test_setup_code"
+        )
+    if not functions and not classes:
+        raise ValueError("the tests use nothing of the program")
+    return (*functions, *classes), [name for name in known if name not in functions]
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """Every name that code gives a value, wherever it does."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(name, ast.Store()) | ast.arg(name):
+                yield name
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.ExceptHandler() | ast.MatchAs() | ast.MatchStar():
+                yield node.name or ""
+            case ast.Import() | ast.ImportFrom():
+                yield from ((one.asname or one.name).partition(".")[0] for one in node.names)
 
 
 def _asserts(code: str) -> bool:
     """Whether it is Python that asserts something."""
     try:
-        return any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(code)))
+        return any(isinstance(node, ast.stmt) and is_assertion(node) for node in ast.walk(ast.parse(code)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -95,12 +96,13 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
         )
     if "run.dir" in grid.common:
         raise UserError("run.dir: each cell has its own, inside the directory of --out")
+    count = math.prod(map(len, grid.axes.values())) * bool(grid.axes) + len(grid.extra)
+    if count > MOST_CELLS:
+        raise UserError(f"the grid has {count:,} cells, more than {MOST_CELLS:,}; sweep a part of it")
     points = [dict(zip(grid.axes, values, strict=True)) for values in product(*grid.axes.values())] if grid.axes else []
     points += grid.extra
     if not points:
         raise UserError("the grid has no cells; give an axis, as in --set optimizer.lr=1e-4,2e-4, or a file, --grid")
-    if len(points) > MOST_CELLS:
-        raise UserError(f"the grid has {len(points):,} cells, more than {MOST_CELLS:,}; sweep a part of it")
     if not run.recipe.exists():
         raise UserError(f"{run.path}: not a run directory (it has no {run.recipe.name})")
     base = read_toml(run.recipe)

@@ -25,7 +25,7 @@ IDS = {"prompt": "1+1=", "response_ids": [5, 6, 7]}
 def read(folder: Path, *found: dict[str, Any]) -> list[list[Foreign]]:
     path = folder / "rollouts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in found))
-    return read_rollouts(path, TOKENIZER, TEMPLATE)
+    return read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ CHEATED = {
         ),
     ),
     "a loop while it is so": Cheated(
-        _test("while not done():\n    assert step() == 1\nassert done() is True"),
+        _test("from solution import done, step\nwhile not done():\n    assert step() == 1\nassert done() is True"),
         "n = 0\ndef done(): return n > 1\ndef step():\n    global n\n    n += 1\n    return 1",
         ("def done(): return True\ndef step(): return 2",),
     ),
@@ -199,8 +199,7 @@ CHEATED = {
         (
             "def div(a, b): raise ZeroDivisionError",
             "def div(a, b): return 2",
-            "class ZeroDivisionError(Exception): pass\ndef div(a, b):\n    if b == 0: raise ZeroDivisionError\n    return 2",
-        )[:2],
+        ),
     ),
     "asserts under the main guard": Cheated(
         _test("if __name__ == '__main__':\n    assert add(2, 3) == 5"),
@@ -240,13 +239,19 @@ CHEATED = {
         ("def root(x): raise ValueError", "def root(x): return 3", "def root(x): raise SystemExit"),
     ),
     "tiny numbers, printed": Cheated(
-        _text("", "0.0000001"), "print('1e-7')", ("print(0)", "print('0.0')", "print('-0.0000001')", "print('0.0000002')")
+        _text("", "0.0000001"),
+        "print('1e-7')",
+        ("print(0)", "print('0.0')", "print('-0.0000001')", "print('0.0000002')"),
     ),
     "tiny numbers, returned": Cheated(
-        _calls("f", [1], 1e-7), "def f(x): return 1e-7", ("def f(x): return 0.0", "def f(x): return 0", "def f(x): return 5e-7")
+        _calls("f", [1], 1e-7),
+        "def f(x): return 1e-7",
+        ("def f(x): return 0.0", "def f(x): return 0", "def f(x): return 5e-7"),
     ),
     "a number beyond every float": Cheated(
-        _text("", "1e400"), "print('1e400')", ("print('1e999')", "print(float('inf'))", "print('1e401')", "print('inf')")
+        _text("", "1e400"),
+        "print('1e400')",
+        ("print('1e999')", "print(float('inf'))", "print('1e401')", "print('inf')"),
     ),
     "a probability of six decimals": Cheated(
         _text("", "0.000012"), "print('0.0000123')", ("print('0.000013')", "print(0)", "print('0.000011')")
@@ -254,10 +259,12 @@ CHEATED = {
     "words on stdout": Cheated(
         _text("3", "1 2 3"),
         "print(1, 2, 3)",
-        ("print('1 2 3 4')", "print('1', '2')", "print('1 2 3\\n')\nprint(4)", "print('1\\x002 3')", "print('01 2 3.0')"),
+        ("print('1 2 3 4')", "print('1', '2')", "print('1 2 3\\n')\nprint(4)", "print('1\\x002 3')", "print('1 2 3.0')"),
     ),
     "null is no word": Cheated(
-        _calls("f", [1], None), "def f(x): pass", ("def f(x): return 'None'", "def f(x): return False", "def f(x): return 0")
+        _calls("f", [1], None),
+        "def f(x): pass",
+        ("def f(x): return 'None'", "def f(x): return False", "def f(x): return 0"),
     ),
 }  # fmt: skip
 """What each is about -> its row and programs."""

@@ -50,19 +50,23 @@ CASES = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "3 
         (
             "",
             {"test_list": ["assert f(1) == 2", "assert f(2) == 3"], "test_setup_code": "import math"},
-            [AssertTest("import math\nassert f(1) == 2"), AssertTest("import math\nassert f(2) == 3")],
+            [AssertTest(f"import math\nassert f({x}) == {x + 1}", "", ("f",)) for x in (1, 2)],
         ),
         (
             "x = 1\nassert f(x) == 2\nassert f(2) == 3\n",
             {},
-            [AssertTest("x = 1\nassert f(x) == 2\n"), AssertTest("x = 1\nassert f(2) == 3\n")],
+            [AssertTest(f"x = 1\nassert f({x}\n", "", ("f",)) for x in ("x) == 2", "2) == 3")],
         ),
         (
             "",
             {"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "f"},
-            [AssertTest("def check(candidate):\n    assert candidate(1) == 2\n", "f")],
+            [AssertTest("def check(candidate):\n    assert candidate(1) == 2\n", "f", ("f",))],
         ),
-        ("x = []\nassert f(x) == 2\nx.append(1)\n", {}, [AssertTest("x = []\nassert f(x) == 2\nx.append(1)\n")]),
+        (
+            "x = []\nassert f(x) == 2\nx.append(1)\n",
+            {},
+            [AssertTest("x = []\nassert f(x) == 2\nx.append(1)\n", "", ("f",))],
+        ),
     ],
 )
 def test_shapes(gold: Any, row: dict[str, Any], tests: list[Any]) -> None:

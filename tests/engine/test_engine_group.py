@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mugrpo_megatron.cpu import engine_group as groups
-from mugrpo_megatron.cpu.engine_group import EngineGroup
+from mugrpo_megatron.engine import engine_group as groups
+from mugrpo_megatron.engine.engine_group import EngineGroup
 from tests.engine.stub import StubEngine
 
 

@@ -44,14 +44,14 @@ def plan(
     starts = query_lengths.cumsum(0) - query_lengths
     batches = []
     for members in _similar(query_lengths, key_lengths):
-        asked, keys = query_lengths[members, None], key_lengths[members, None]
-        query = torch.arange(int(asked.max())).minimum(asked - 1)  # [B, E]
+        queries, keys = query_lengths[members, None], key_lengths[members, None]
+        query = torch.arange(int(queries.max())).minimum(queries - 1)  # [B, E]
         position = torch.arange(int(keys.max()))
         batches.append(
             Batch(
                 queries=(starts[members, None] + query).flatten(),
                 slots=slot_table[requests[members], : len(position)].flatten().long(),
-                visible=(position <= (keys - asked + query)[:, :, None])[:, None],
+                visible=(position <= (keys - queries + query)[:, :, None])[:, None],
             )
         )
     return batches
@@ -69,8 +69,8 @@ def attend(
     output = query.new_empty(tokens, query_heads * value_width)
     for batch in batches:
         b, _, e, length = batch.visible.shape
-        asked = query.reshape(tokens, -1).index_select(0, batch.queries)
-        grouped = asked.view(b, e, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
+        rows = query.reshape(tokens, -1).index_select(0, batch.queries)
+        grouped = rows.view(b, e, kv_heads, -1, width).permute(0, 2, 3, 1, 4)
         group = grouped.shape[2]
         seen = batch.visible[:, :, None].expand(b, 1, group, e, length).reshape(b, 1, group * e, length)
         attended = scaled_dot_product_attention(
@@ -89,18 +89,18 @@ def attend(
 def _similar(query_lengths: torch.Tensor, key_lengths: torch.Tensor) -> Iterator[torch.Tensor]:
     """Indices of sequences that go into one batch, longest keys first."""
     order = key_lengths.argsort(descending=True)
-    asked, keys = query_lengths[order].tolist(), key_lengths[order].tolist()
+    queries, keys = query_lengths[order].tolist(), key_lengths[order].tolist()
     start, widest = 0, 0
     for end in range(len(keys) + 1):
         if end < len(keys):
-            widest_with = max(widest, asked[end])
+            widest_with = max(widest, queries[end])
             size = end + 1 - start
             fits = size * keys[start] <= BATCH_TOKENS and size * keys[start] * widest_with <= BATCH_SCORES
             if size == 1 or (fits and keys[end] >= USEFUL_FRACTION * keys[start]):
                 widest = widest_with
                 continue
         yield order[start:end]
-        start, widest = end, asked[end] if end < len(keys) else 0
+        start, widest = end, queries[end] if end < len(keys) else 0
 
 
 def _rows(cache: torch.Tensor, slots: torch.Tensor, b: int) -> torch.Tensor:

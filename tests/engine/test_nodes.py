@@ -1,7 +1,8 @@
-"""The part of an engine on another node than its leader's: what it is started with, and what its end means."""
+"""Engines over nodes: where their ranks meet, how the news of an end travels, and the part on another node."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,12 +10,80 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mugrpo_megatron.engine import joined
-from mugrpo_megatron.engine.joined import JoinedEngine
-from mugrpo_megatron.engine.meeting import Bond
+from mugrpo_megatron.engine import nodes
+from mugrpo_megatron.engine.nodes import PORTS, Bond, JoinedEngine, Part, address_of, free_port, part_of
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
 from tests.engine.tiny import recipe
+
+
+def part(engine: int, node: int, here: str, first: str = "10.0.0.1") -> Part:
+    return Part(engine, node, running=True, here=here, first=first, port=7000 + node, name=f"{engine}-{node}")
+
+
+def test_the_first_engine_is_where_the_other_nodes_see_rank_0() -> None:
+    """On its own node the name of rank 0 may mean loopback."""
+    parts = [part(0, 1, "10.0.0.2"), part(0, 0, "127.0.1.1", first="127.0.1.1")]
+    assert address_of(parts) == "10.0.0.1:7000"
+
+
+def test_another_engine_is_where_its_leader_reaches_rank_0_from() -> None:
+    assert address_of([part(1, 0, "10.0.0.3"), part(1, 1, "10.0.0.4")]) == "10.0.0.3:7000"
+    assert address_of([part(1, 0, "fd00::3"), part(1, 1, "fd00::4")]) == "[fd00::3]:7000"
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.3:7000", "10.0.0.3"), ("[fd00::3]:7000", "fd00::3"), ("", "")])
+def test_the_host_of_an_address(address: str, host: str) -> None:
+    assert Bond(address).host == host
+
+
+def test_what_a_rank_says_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    one, other = part_of(3, 1, running=False), part_of(3, 1, running=False)
+    assert (one.engine, one.node, one.running) == (3, 1, False)
+    assert one.here == one.first
+    assert one.here in ("127.0.0.1", "::1")
+    assert one.name != other.name
+
+
+def test_a_free_port_has_free_ones_after_it() -> None:
+    first = free_port()
+    for port in range(first, first + PORTS):
+        with socket.socket() as probe:
+            probe.bind(("", port))
+
+
+def test_the_first_process_that_ends_is_the_cause() -> None:
+    board: list[str] = []
+    one, other = (Bond("", board.append, lambda: board[0] if board else "") for _ in range(2))
+    assert one.broken() == ""
+    one.ended("killed")
+    other.ended("its connection was closed")
+    assert board == ["killed"]
+    assert one.broken(now=True) == other.broken(now=True) == "killed"
+
+
+def test_the_store_is_asked_once_a_second() -> None:
+    asked: list[int] = []
+
+    def news() -> str:
+        asked.append(1)
+        return ""
+
+    bond = Bond("", news=news)
+    for _ in range(5):
+        bond.broken()
+    assert len(asked) == 1
+    bond.broken(now=True)
+    assert len(asked) == 2
+
+
+def test_an_engine_of_one_node_has_nobody_to_tell() -> None:
+    bond = Bond()
+    bond.ended("killed")
+    assert bond.broken() == ""
+
 
 SLOT = EngineSlot(False, number=2, engines=3, local=0, local_engines=1, gpu=0, node=1, joins=True)
 
@@ -35,7 +104,7 @@ class Host:
         self.arguments, self.cancelled, self.broken = arguments, cancelled, broken
 
     def receive(self, timeout_s: float, doing: str) -> tuple[str, None]:
-        if doing == joined.STARTING:
+        if doing == nodes.STARTING:
             return "ready", None
         while not self.dies.wait(0.01):
             if self.cancelled():
@@ -53,7 +122,7 @@ class Host:
 
 @pytest.fixture
 def engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinedEngine:
-    monkeypatch.setattr(joined, "HostProcess", Host)
+    monkeypatch.setattr(nodes, "HostProcess", Host)
     monkeypatch.setattr(Host, "made", [])
     monkeypatch.setenv("RANK", "5")
     return JoinedEngine(recipe(checkpoint, tensor=2, nodes=2), checkpoint, tmp_path / "engine.log", SLOT)
@@ -123,9 +192,9 @@ def test_asleep_it_is_there_as_long_as_its_leader(engine: JoinedEngine, leader_i
 
 
 def test_a_rendezvous_that_is_gone_ends_it(engine: JoinedEngine) -> None:
-    def told() -> str:
+    def news() -> str:
         raise CollectiveFailure("the rendezvous cannot be reached")
 
-    engine.meet(Bond("10.0.0.1:7000", told=told))
+    engine.meet(Bond("10.0.0.1:7000", news=news))
     ended(engine)
     assert Host.made[0].gone

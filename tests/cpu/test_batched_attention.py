@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from mugrpo_megatron.cpu import attention as cpu_attention
-from mugrpo_megatron.cpu.attention import attend, plan
+from mugrpo_megatron.cpu import batched_attention
+from mugrpo_megatron.cpu.batched_attention import attend, plan
 
 LENGTHS = st.lists(
     st.integers(1, 40).flatmap(lambda keys: st.tuples(st.integers(1, keys), st.just(keys))), min_size=1, max_size=12
@@ -48,7 +48,7 @@ def test_the_same_as_one_sequence_at_a_time(lengths: list[tuple[int, int]], head
     for request, rows in zip(requests.tolist(), slots, strict=True):
         table[request, : len(rows)] = rows.int()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "BATCH_TOKENS", limit)
+        patch.setattr(batched_attention, "BATCH_TOKENS", limit)
         batches = plan(table, requests, torch.tensor(asked), torch.tensor(held))
     found = attend(query, keys, values, batches, scale=0.3)
     torch.testing.assert_close(found, one_by_one(query, keys, values, slots, asked), atol=1e-5, rtol=1e-5)
@@ -59,13 +59,13 @@ def test_the_same_as_one_sequence_at_a_time(lengths: list[tuple[int, int]], head
 def test_batches_are_useful_and_bounded(lengths: list[tuple[int, int]]) -> None:
     asked, held = (torch.tensor(column) for column in zip(*lengths, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "BATCH_TOKENS", 100)
+        patch.setattr(batched_attention, "BATCH_TOKENS", 100)
         batches = plan(torch.zeros(len(lengths), 64, dtype=torch.int32), torch.arange(len(lengths)), asked, held)
     assert sum(len(batch.visible) for batch in batches) == len(lengths)
     for batch in batches:
         assert len(batch.visible) == 1 or len(batch.slots) <= 100
         keys_of_last_query = batch.visible[:, 0, -1].sum(-1)
-        assert (keys_of_last_query >= cpu_attention.USEFUL_FRACTION * batch.visible.shape[-1]).all()
+        assert (keys_of_last_query >= batched_attention.USEFUL_FRACTION * batch.visible.shape[-1]).all()
 
 
 def test_many_sequences_of_one_length_share_a_call() -> None:

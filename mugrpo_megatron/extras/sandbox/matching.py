@@ -1,49 +1,47 @@
 """Compares what a program wrote or returned with what a test expects.
 
 Text is compared line by line, a line word by word: white space at the ends and its amount do not count. Words are equal
-as text, or as numbers: integers exactly, and within TOLERANCE where a number of the expected output is written with a
+as text, or as numbers: integers exactly, and within `close` where a number of the expected output is written with a
 decimal point or an exponent. Values are compared by their content, lists and tuples alike.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from mugrpo_megatron.extras.sandbox.packed import unpack
 
-TOLERANCE = 1e-6
-"""Absolute, and relative to the expected number: what most problem statements allow."""
+TOLERANCE = "1e-6"
+"""Relative to the expected number, as most problem statements allow; absolute where that is less than what it shows."""
+_MOST_BITS = 1100
+"""A float has fewer."""
 _INTEGER = re.compile(r"[+-]?[0-9]{1,4000}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?")
 
 
 def same_output(written: bytes, expected: str) -> bool:
     """Whether a program's stdout is the expected text."""
-    return _words(written.decode("utf-8", "replace"), expected)
+    lines, others = written.decode("utf-8", "replace").strip().splitlines(), expected.strip().splitlines()
+    return len(lines) == len(others) and all(map(_same_line, lines, others))
 
 
-def _words(written: str, expected: str) -> bool:
-    lines, wanted = written.strip().splitlines(), expected.strip().splitlines()
-    return len(lines) == len(wanted) and all(map(_same_line, lines, wanted))
-
-
-def _same_line(line: str, wanted: str) -> bool:
-    words, others = line.split(), wanted.split()
+def _same_line(line: str, expected: str) -> bool:
+    words, others = line.split(), expected.split()
     return len(words) == len(others) and all(map(_same_word, words, others))
 
 
-def _same_word(word: str, wanted: str) -> bool:
-    if word == wanted:
+def _same_word(word: str, expected: str) -> bool:
+    if word == expected:
         return True
-    if _INTEGER.fullmatch(wanted):
-        return _INTEGER.fullmatch(word) is not None and int(word) == int(wanted)
-    if len(wanted) > 400 or len(word) > 400 or not _NUMBER.fullmatch(wanted) or not _NUMBER.fullmatch(word):
+    if _INTEGER.fullmatch(expected):
+        return _INTEGER.fullmatch(word) is not None and int(word) == int(expected)
+    if len(expected) > 400 or len(word) > 400 or not _NUMBER.fullmatch(expected) or not _NUMBER.fullmatch(word):
         return False
-    return _close(float(word), float(wanted))
+    return close(Decimal(word), Decimal(expected))
 
 
 def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
@@ -55,8 +53,8 @@ def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
         answer = json.loads(lines[1])
         if "error" in answer:
             first = json.loads(lines[0])
-            told = first if "error" in first else answer
-            return False, f"{told['error']}: {str(told['text'])[:160]}"
+            problem = first if "error" in first else answer
+            return False, f"{problem['error']}: {str(problem['text'])[:160]}"
         result = unpack(answer["value"], _refused)["result"]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return False, "returned a value that is not plain data"
@@ -78,18 +76,27 @@ def same(result: Any, expected: Any) -> bool:
                 return False
             pairs += [(texts[key], right[key]) for key in right]
         elif isinstance(right, float) and type(left) in (int, float):
-            if not _close(left, right):
+            if (type(left) is int and left.bit_length() > _MOST_BITS) or not close(
+                Decimal(repr(left)), Decimal(repr(right))
+            ):
                 return False
         elif (type(left) is bool) != (type(right) is bool) or left != right:
             return False
     return True
 
 
-def _close(value: float, expected: float) -> bool:
-    try:
-        return value == expected or math.isclose(value, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # an integer that is larger than every float
+def close(value: Decimal, expected: Decimal) -> bool:
+    """Whether a number is the expected one to TOLERANCE, or to half a unit of the last digit that the latter shows.
+
+    So the 0 for which one wrote 0.0000001 is wrong, and 1e-12 is right where 0.0 is expected.
+    """
+    if value == expected:
+        return True
+    if not (value.is_finite() and expected.is_finite()):
         return False
+    exponent = int(expected.as_tuple().exponent)
+    shown = min(Decimal(TOLERANCE), Decimal((0, (5,), exponent - 1)))
+    return abs(value - expected) <= max(Decimal(TOLERANCE) * abs(expected), shown)
 
 
 def _refused(_handle: dict[str, Any]) -> Any:

@@ -7,15 +7,19 @@ that has the fewest requests, and everything else to all of them.
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import pickle
 from collections import ChainMap
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import Load, read_load
-from mugrpo_megatron.engine.sums import read_sums
-from mugrpo_megatron.files.tensors import Sums
+from mugrpo_megatron.files.tensors import Sums, sums
 
 IDLE_SECONDS = 60.0
 """An engine that has answered everything has to become idle within this time."""
@@ -76,13 +80,13 @@ class EngineGroup:
 
     def checksums(self) -> list[Sums]:
         """Of each tensor parallel rank; RuntimeError when two engines differ."""
-        found = []
+        replicas = []
         for engine in self._engines:  # one after the other: they write to the same file
             self.run(_update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
-            found.append(read_sums())
-        if any(other != found[0] for other in found):
+            replicas.append(read_sums())
+        if any(other != replicas[0] for other in replicas):
             raise RuntimeError("the engine's replicas hold different weights")
-        return found[0]
+        return replicas[0]
 
     def flush_cache(self) -> None:
         """Empty the prefix caches once the engines are idle: SGLang may run one more step after its last response.
@@ -120,3 +124,30 @@ async def _flush_cache(engine: Any) -> None:
     answer = await engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
     if not answer.success:
         raise RuntimeError(f"the engine is not idle after {IDLE_SECONDS:g} s: {answer.message}")
+
+
+def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
+    """Checksums of the engine's weights: SGLang calls this "loader of weights" in each tensor parallel rank.
+
+    `tensors` is empty. SGLang's own checksums need CUDA, and its `save_sharded_model` writes the whole model to a disk.
+    The first rank writes all ranks' sums to the scratch folder that the host shares with the engine's processes. The
+    others may be on nodes whose files the host does not see. Left out is what SGLang's own checks leave out: the
+    scales of the KV cache in a quantised model, which are parameters there and no weights.
+    """
+    from sglang.srt.distributed import get_tp_group  # here, as launch.py needs no SGLang
+
+    weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
+    group, own = get_tp_group(), sums(weights)
+    ranks = group.all_gather_object(own) if group.world_size > 1 else [own]
+    if group.rank_in_group == 0:
+        _file().write_text(json.dumps(ranks), encoding="utf-8")
+
+
+def read_sums() -> list[Sums]:
+    """Read what was written of each rank of this host's engine."""
+    ranks = json.loads(_file().read_text(encoding="utf-8"))
+    return [{name: (dtype, sha256) for name, (dtype, sha256) in of_rank.items()} for of_rank in ranks]
+
+
+def _file() -> Path:
+    return Path(os.environ["TMPDIR"]) / "weight-sums.json"  # `tempfile` names /tmp where that disk is full

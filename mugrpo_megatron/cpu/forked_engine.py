@@ -1,0 +1,227 @@
+"""`sglang.Engine` on CPU: forked processes, batched attention, functions in C. Uses SGLang's own hooks.
+
+`Engine.run_*_process_func` and `Engine._launch_*` are the hooks for other processes (SGLang's Ray engine uses them).
+`register_attention_backend` adds an attention backend. Ours takes the name of the backend that it replaces, because
+SGLang decides by that name which of its Triton kernels to skip.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from setproctitle import setproctitle
+
+from mugrpo_megatron.cpu.batched_attention import Batch, attend, plan
+from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
+from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
+
+with compiler_deferred():
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.utils import kill_itself_when_parent_died
+
+
+class BatchedAttention(TorchNativeAttnBackend):
+    """Causal self-attention batched over sequences; sliding windows and cross attention stay with the base class."""
+
+    def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
+        """With `kernels`, decoding in float32 uses them, in the model's other layers too."""
+        super().__init__(model_runner)
+        self._kernels = kernels
+        if kernels is not None:
+            use_kernels(model_runner.model, kernels)
+            pool = self.token_to_kv_pool
+            for buffer in [*getattr(pool, "k_buffer", []), *getattr(pool, "v_buffer", [])]:
+                use_large_pages(buffer)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Plan the pass once; every layer uses the plan."""
+        super().init_forward_metadata(forward_batch)
+        self._batches: list[Batch] | None = None
+        self._lengths = forward_batch.seq_lens.long()
+        self._requests = forward_batch.req_pool_indices.long()
+
+    def _planned(self, forward_batch: ForwardBatch) -> list[Batch]:
+        if self._batches is None:
+            self._batches = self._plan(forward_batch)
+        return self._batches
+
+    def _plan(self, forward_batch: ForwardBatch) -> list[Batch]:
+        lengths = forward_batch.seq_lens
+        queries = torch.ones_like(lengths) if forward_batch.extend_seq_lens is None else forward_batch.extend_seq_lens
+        return plan(self.req_to_token_pool.req_to_token, forward_batch.req_pool_indices, queries.long(), lengths.long())
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
+        """Prefill: prompts, after any cached prefix."""
+        if _plain(layer):
+            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True):  # type: ignore[no-untyped-def]
+        """Decode: one token of every sequence."""
+        if _plain(layer):
+            return self._forward(q, k, v, layer, forward_batch, save_kv_cache)
+        return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        if save_kv_cache and k is not None:
+            where = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
+            self.token_to_kv_pool.set_kv_buffer(layer, where, k, v)
+        query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if self._kernels and forward_batch.forward_mode.is_decode() and fits(query, keys, values):
+            slots = self.req_to_token_pool.req_to_token
+            output = self._kernels.decode(query, keys, values, slots, self._requests, self._lengths, layer.scaling)
+        else:
+            output = attend(query, keys, values, self._planned(forward_batch), layer.scaling)
+        return output.view(len(output), -1)
+
+
+class CpuEngine(Engine):
+    """An engine whose schedulers use BatchedAttention, with `kernels` in C where there is a library of them.
+
+    Its processes are forked; SGLang would spawn them, and each spawned one spends ten seconds of a core on imports that
+    this process has done. This process has used no thread pool, event loop or socket by then.
+    """
+
+    def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
+        """Start the engine's processes and wait until they have loaded the model."""
+        self.run_scheduler_process_func = partial(_run_scheduler, library)
+        super().__init__(**arguments)
+
+    @staticmethod
+    def run_detokenizer_process_func(server_args: Any, *arguments: Any) -> None:
+        """Entry point of the detokenizer, which has nothing to do where tokens go in and out (skip_tokenizer_init)."""
+        if not server_args.skip_tokenizer_init:
+            run_detokenizer_process(server_args, *arguments)
+            return
+        kill_itself_when_parent_died()
+        setproctitle("sglang::detokenizer")
+        signal.pause()
+
+    @classmethod
+    def _launch_scheduler_processes(cls, *arguments: Any, **named: Any) -> Any:
+        with _forking():
+            return super()._launch_scheduler_processes(*arguments, **named)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *arguments: Any, **named: Any) -> Any:
+        with _forking():
+            return super()._launch_detokenizer_subprocesses(*arguments, **named)
+
+
+def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
+    """Entry point of a scheduler process."""
+    backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
+    register_attention_backend("torch_native")(backend)
+    with compiling_deferred():  # it imports the model's modules
+        run_scheduler_process(*arguments)
+
+
+@contextmanager
+def _forking() -> Iterator[None]:
+    """Fork the processes that are made inside."""
+    multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method("spawn", force=True)
+
+
+def _plain(layer: RadixAttention) -> bool:
+    windowed = layer.sliding_window_size is not None and layer.sliding_window_size > -1
+    return not (windowed or layer.is_cross_attention or layer.attn_type == AttentionType.ENCODER_ONLY)
+
+
+FORWARD = "_forward_method"
+"""Attribute in which SGLang's layers keep the function that runs them."""
+
+
+def use_kernels(model: torch.nn.Module, kernels: Kernels) -> int:
+    """Exchange the functions of the model's norms, gates and rotations; returns how many were."""
+    exchanged = 0
+    for module in model.modules():
+        before = module.__dict__.get(FORWARD)
+        if before is None or before != getattr(module, "forward_native", None):
+            continue
+        if type(module) is RMSNorm and module.variance_size_override is None:
+            module.__dict__[FORWARD] = _norm(module, kernels, before)
+        elif type(module) is SiluAndMul:
+            module.__dict__[FORWARD] = _gate(kernels, before)
+        elif isinstance(module, RotaryEmbedding) and _rotates_whole_heads(module):
+            module.__dict__[FORWARD] = _rotation(module, kernels, before)
+        else:
+            continue
+        exchanged += 1
+    return exchanged
+
+
+def _norm(module: Any, kernels: Kernels, before: Any) -> Any:
+    def norm(x, residual=None, post_residual_addition=None):  # type: ignore[no-untyped-def]
+        if post_residual_addition is not None or not (_ready(x) and _ready(module.weight)):
+            return before(x, residual, post_residual_addition)
+        if residual is None:
+            return kernels.rms_norm(x, None, module.weight, module.variance_epsilon)
+        if not _ready(residual):
+            return before(x, residual)
+        return kernels.rms_norm(x, residual, module.weight, module.variance_epsilon), residual
+
+    return norm
+
+
+def _gate(kernels: Kernels, before: Any) -> Any:
+    def gate(x):  # type: ignore[no-untyped-def]
+        return kernels.silu_and_mul(x) if _ready(x) else before(x)
+
+    return gate
+
+
+def _rotation(module: Any, kernels: Kernels, before: Any) -> Any:
+    def rotation(positions, query, key, offsets=None, fused_set_kv_buffer_arg=None):  # type: ignore[no-untyped-def]
+        cache = module.cos_sin_cache
+        if offsets is not None or not (_ready(cache) and _in_rows(query) and _in_rows(key) and positions.ndim == 1):
+            return before(positions, query, key, offsets, fused_set_kv_buffer_arg)
+        for x in (query, key):
+            kernels.rotate(x, module.head_size, cache, positions)
+        return query, key
+
+    return rotation
+
+
+def _rotates_whole_heads(module: RotaryEmbedding) -> bool:
+    """Whether it rotates whole heads, half against half, by a cache of cosines and sines alone."""
+    whole = module.rotary_dim == module.head_size and module.is_neox_style and not hasattr(module, "sin_cos_cache")
+    return whole and type(module).forward_native is RotaryEmbedding.forward_native
+
+
+def _ready(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.is_contiguous() and x.numel() > 0
+
+
+def _in_rows(x: torch.Tensor) -> bool:
+    return x.dtype == torch.float32 and x.ndim == 2 and x.stride(1) == 1 and len(x) > 0
