@@ -107,7 +107,7 @@ class Files:
 def open_run(
     recipe: Recipe, problems: Problems | None, warm_host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Start engines and learner of a recipe that `checks.preflight.check_run` has checked; resume at the newest checkpoint.
+    """Start engines and learner of a recipe that `preflight.check_run` has checked; resume at the newest checkpoint.
 
     On CPU both load in parallel. A GPU may not hold both: there the learner loads first and is then offloaded.
     `problems` are those that the check has read, on rank 0; `warm_host` is the engine's process where it was started

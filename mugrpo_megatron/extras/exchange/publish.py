@@ -32,7 +32,7 @@ from mugrpo_megatron.run.published import (
 )
 from mugrpo_megatron.run.record import check_begun, read_record, with_cached_model
 from mugrpo_megatron.stages.manifest import check_stage, manifest_name, read_manifest
-from mugrpo_megatron.stages.routes import NAMES, index
+from mugrpo_megatron.stages.routes import route_column
 from mugrpo_megatron.stages.store import StageStore
 
 CARD = "README.md"
@@ -101,8 +101,8 @@ def publish(
 
 def _of_stage(directory: Path) -> list[str]:
     """The names of a sealed stage's files: its manifest, what that lists, and the routes that the engine recorded."""
-    routes = Path(NAMES["rollout"])
-    beside = [path.name for path in (routes, index(routes)) if os.path.lexists(directory / path)]
+    routes = route_column(directory, "rollout", {})
+    beside = [path.name for path in (routes.path, routes.index) if os.path.lexists(path)]
     return [manifest_name(0), StageStore(directory).file, *beside]
 
 
