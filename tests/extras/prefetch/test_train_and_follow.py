@@ -17,6 +17,7 @@ from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
+from mugrpo_megatron.stages.store import StageStore
 from tests.extras.prefetch.test_sealing import end, problems
 from tests.forked import Command, started
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
