@@ -20,8 +20,10 @@ import pytest
 from mugrpo_megatron import __version__
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import training
+from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import ahead
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
+from mugrpo_megatron.recipe import Recipe
 from tests.tiny import save_model, write_recipe
 
 
@@ -145,9 +147,15 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[Any] = []
-    stand_in = ModuleType("mugrpo_megatron.train")
-    stand_in.train = lambda recipe, found, ahead: received.append((capsys.readouterr().out, found))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mugrpo_megatron.train", stand_in)
+
+    def open_run(recipe: Recipe, problems: Problems | None, warm_host: object) -> nullcontext[tuple[object]]:
+        received.append((capsys.readouterr().out, problems))
+        return nullcontext((object(),))
+
+    opening, training = ModuleType("mugrpo_megatron.run.run"), ModuleType("mugrpo_megatron.train")
+    opening.open_run, training.train_stages = open_run, lambda opened: None  # type: ignore[attr-defined]
+    for stand_in in (opening, training):
+        monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     monkeypatch.setattr(ahead, "host_ahead", nullcontext)  # no engine
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"generated_problems": 70})
     assert main(["train", str(recipe)]) == 0

@@ -3,8 +3,8 @@
     RUN_DIR/ahead/00003/weights/    the weights that sample stage 3: hard links to hf/, which goes on changing
     RUN_DIR/ahead/00003/stage/      its groups; renamed to stages/00003 once it is sealed
 
-The learner writes hf/ when `schedule.max_sample_age` updates of a stage are left. Whoever generates the next stage
-holds stages/00003.lock, so that the learner waits for it; when the last of them has gone without sealing the stage,
+The learner writes hf/ when `schedule.max_sample_age` updates of a stage are left. Every process that generates the next
+stage holds stages/00003.lock, and the learner waits for it; when the last of them has gone without sealing the stage,
 the learner generates it itself.
 """
 

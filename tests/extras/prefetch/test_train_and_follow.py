@@ -8,13 +8,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import MARK
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
+from mugrpo_megatron.stages.store import StageStore
 from tests.extras.prefetch.test_sealing import end, problems
 from tests.forked import Command, started
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
@@ -53,29 +56,40 @@ def check_run(run: Path, stages: int, age: int) -> None:
     assert newest_cursor(run / "checkpoints") == Cursor(stages, 0, stages * UPDATES)
 
 
+def until(command: Command, reached: Callable[[], bool]) -> None:
+    while not reached():
+        assert command.wait(0.05) is None, command.said
+
+
+def hold_until_claimed(learner: Command, follower: Command, run: Path) -> None:
+    """Stop the learner between the writing of hf/ and the stage's end until the next stage is begun ahead."""
+    until(learner, (run / "hf" / MARK).exists)
+    psutil.Process(learner.pid).suspend()
+    until(follower, (run / "ahead" / "00001").exists)
+    psutil.Process(learner.pid).resume()
+
+
 def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> None:
     """One process follows from before the run begins; another one comes late and has nothing to do."""
-    recipe = recipe_of(tmp_path / "early", stages=2, age=3)
-    with started(*follows(recipe, "0/1")) as follower:
-        said = mugrpo("train", recipe).stdout
-        assert follower.wait() == 0, follower.said
+    recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=300)
+    run = recipe.parent / "run"
+    with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
+        hold_until_claimed(learner, follower, run)
+        for command in (learner, follower):
+            assert command.wait() == 0, command.said
         assert "the run has no further stage; 1 were generated ahead" in follower.said
-    assert "stage 1/2: generate" in said
-    assert "stage 2/2: generate" not in said
-    check_run(recipe.parent / "run", stages=2, age=3)
+        assert "stage 1/2: generate" in learner.said
+        assert "stage 2/2: generate" not in learner.said
+    check_run(run, stages=2, age=3)
     assert "; 0 were generated ahead" in mugrpo(*follows(recipe, "0/1")).stdout
 
 
 @pytest.mark.night
 def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> None:
-    """Before hf/ is written, while both sides work, while the learner waits, and while a process is missing."""
-    recipe = recipe_of(tmp_path / "early", stages=3, age=1, prompts=1200, checkpoint={"every_updates": 1})
+    """Before hf/ is written, while both sides work, and while the learner waits."""
+    recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=1200, checkpoint={"every_updates": 1})
     run = recipe.parent / "run"
     directory = RunDirectory(run)
-
-    def until(command: Command, reached: Callable[[], bool]) -> None:
-        while not reached():
-            assert command.wait(0.05) is None, command.said
 
     def groups(share: int) -> int:
         manifest = read_manifest(run / "ahead" / "00001" / "stage", manifest_name(share + 1))
@@ -86,12 +100,12 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         def start(*words: object) -> Command:
             return stack.enter_context(started(*words))
 
+        learner = start("train", recipe)
+        until(learner, lambda: StageStore(directory.stage(0)).sealed)
+        end(learner, signal.SIGKILL)
         followers = [start(*follows(recipe, f"{share}/2")) for share in range(2)]
         learner = start("train", recipe)
-        until(learner, lambda: newest_cursor(directory.checkpoints).updates >= 1)
-        end(learner, signal.SIGKILL)
-        assert not directory.hf.exists(), "no weights are there yet that may sample the next stage"
-        learner = start("train", recipe)
+        hold_until_claimed(learner, followers[0], run)
         until(followers[1], lambda: groups(1) > 0)
         end(followers[1], signal.SIGKILL)
         assert 0 < groups(1) < 2400
@@ -101,8 +115,8 @@ def test_kills_on_either_side_leave_a_run_with_the_same_data(tmp_path: Path) -> 
         learner = start("train", recipe)
         for command in (learner, *followers):
             assert command.wait() == 0, command.said
-    check_run(run, stages=3, age=1)
-    usual = recipe_of(tmp_path / "usual", stages=3, age=0, prompts=1200)
+    check_run(run, stages=2, age=3)
+    usual = recipe_of(tmp_path / "usual", stages=2, age=0, prompts=1200)
     mugrpo("train", usual)
-    for stage in range(3):
+    for stage in range(2):
         assert problems(directory.stage(stage)) == problems(usual.parent / "run" / "stages" / f"{stage:05d}")
