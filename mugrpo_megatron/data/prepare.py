@@ -224,12 +224,11 @@ def usable_problems(
     any_gold = cache(reward.any_gold)  # thousands of problems have few sources
     read = load(source, data, split, any_gold=any_gold)
     notes += [*read.notes, *_few(read.malformed)]
-    compared = [problem for problem in read.problems if not any_gold(problem.data_source)]
-    if source in TASKS or not compared:
+    if source in TASKS:
         return read.problems
-    unusable = unusable_golds(compared, reward)
+    unusable = unusable_golds(read.problems, reward)
     if unusable and data.strict:
-        raise UserError(f"{'; '.join(_few(list(unusable.values())))}: fix these golds or set data.strict=false")
+        raise UserError(f"{'; '.join(_few(list(unusable.values())))}: fix these rows or set data.strict=false")
     notes += _few(list(unusable.values()))
     return [problem for problem in read.problems if problem.id not in unusable]
 

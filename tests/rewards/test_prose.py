@@ -116,3 +116,20 @@ def test_a_part_of_a_time_a_score_or_a_date_is_no_value(response: str, gold: str
 )
 def test_other_answer_phrases(response: str, gold: str, verdict: bool) -> None:
     assert right(response, gold) == verdict
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Final Answer: The area of $ABC$ is 120.", "120"),
+        ("Final Answer: The length of $AB$ is 12 cm", "12 cm"),
+        ("Answer: The value of $x^2 + 1$ is $\\frac{1}{2}$.", "$\\frac{1}{2}$"),
+        ("Answer: The area of $ABC$ is not 120.", "The area of $ABC$ is not 120"),
+        ("**Answer:**\n\n$$\n\\frac{3}{4}\n$$", "\\frac{3}{4}"),
+        ("Answer:\n\\[\n x = 12 \n\\]\nas was shown", "x = 12"),
+        ("She pays $5 a day, so with $x=3$ days it costs $15.", "$15"),
+    ],
+)
+def test_a_value_at_a_sentences_end_a_display_and_an_amount(response: str, answer: str) -> None:
+    assert answer_of(response).strip("$ ") == answer.strip("$ ")
+    assert right(response, "120" if "not" in answer else answer.removesuffix(" cm")) is ("not" not in answer)

@@ -29,7 +29,7 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
 from mugrpo_megatron.run.origin import hf_cursor
 from mugrpo_megatron.run.record import Record, read_record
-from mugrpo_megatron.stages.manifest import Origin
+from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin
 from mugrpo_megatron.weights.families import fingerprint
 
 SHARE = re.compile(r"(\d{1,4})/(\d{1,4})")
@@ -165,6 +165,9 @@ def shares_of(stage: Path, weights: Path) -> list[Share]:
     """The shares that were begun, in order; UserError unless all have the same problems and these weights."""
     paths = sorted(stage.glob("share-[0-9][0-9][0-9][0-9].json"))
     marks = [_share(path) for path in paths]
+    for manifest in sorted(stage.glob(OTHER_MANIFESTS)):
+        if (path := stage / manifest.name.replace("manifest", "share")) not in paths:
+            raise UserError(f"{path} is missing, so what its groups were sampled with is unknown; {_remedy(path)}")
     expected = fingerprint(weights)
     for path, one in zip(paths, marks, strict=True):
         if one["weights"] != expected:
@@ -184,7 +187,12 @@ def _share(path: Path) -> dict[str, Any]:
     try:
         return dict(read_sealed(path, "share"))
     except (OSError, ValueError):
-        raise UserError(f"{path}: damaged; remove it, and run its share again") from None
+        raise UserError(f"{path}: damaged; {_remedy(path)}") from None
+
+
+def _remedy(path: Path) -> str:
+    number = path.stem.removeprefix("share-")
+    return f"remove it with manifest-{number}.json and shard-{number}-*.parquet, and run its share again"
 
 
 def _digest(problems: Problems) -> str:

@@ -21,7 +21,7 @@ from mugrpo_megatron.phases.finish import conclude
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.cursor import Cursor
-from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.directory import InUse, RunDirectory
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.run.stopping import Stopped
 from mugrpo_megatron.stages.manifest import Origin
@@ -64,7 +64,7 @@ def _take(shop: Workshop, sweep: Sweep, cell: Cell) -> bool:
             branch(cell.recipe, sweep.source, sweep.stage)
             note.unlink(missing_ok=True)
         _optimize(shop, sweep, cell)
-    except (Stopped, EngineFailure, CollectiveFailure):
+    except (Stopped, InUse, EngineFailure, CollectiveFailure):
         raise
     except Exception as error:
         if shop.world.ranks.world > 1 and not isinstance(error, TrainingFailure):

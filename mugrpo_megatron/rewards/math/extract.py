@@ -39,8 +39,15 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|[。！？]|\n")
 _PROSE = re.compile(
     r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
 )
-_MATH = re.compile(r"\$\$.+?\$\$|(?<!\\)\$(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]")
-"""A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts."""
+_MATH = re.compile(
+    r"\$\$.+?\$\$|(?<!\\)\$(?![0-9])(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]"
+    r"|(?<!\\)\$(?=[0-9])(?:\\.|\s(?![A-Za-z]{2})|[^$\\\s])+?\$(?![0-9])"
+)
+"""A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts.
+Nor does it begin one that has a word behind a space: `$5 if $x = 3$` is an amount and a formula."""
+_DISPLAYED = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", re.DOTALL)
+_AT_THE_END = re.compile(r"\b(?:is|are|equals?)\s+(?=\$|\\[(\[]|[-0-9])")
+_CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
 )
@@ -67,9 +74,30 @@ _VALUES = 16
 
 
 def stated(text: str) -> str | None:
-    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase."""
+    """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase.
+
+    A displayed formula that follows at once is all of it, over several lines too.
+    """
     phrases = list(_PHRASE.finditer(text))
-    return _SENTENCE_END.split(text[phrases[-1].end() :].strip(), maxsplit=1)[0].strip() if phrases else None
+    if not phrases:
+        return None
+    rest = text[phrases[-1].end() :].strip()
+    if displayed := _DISPLAYED.match(rest):
+        return (displayed[1] or displayed[2]).strip()
+    statement = _SENTENCE_END.split(rest, maxsplit=1)[0].strip()
+    return _value_at_the_end(statement) or statement
+
+
+def _value_at_the_end(statement: str) -> str:
+    """The value in `The area of $ABC$ is 120`: what a sentence says of a formula; empty for every other statement."""
+    verbs = list(_AT_THE_END.finditer(statement))
+    if not verbs or not _is_prose(statement[: verbs[-1].start()]):
+        return ""
+    before, value = statement[: verbs[-1].start()], _VALUE.match(statement, verbs[-1].end())
+    if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(before):
+        return ""
+    another = re.search("[0-9]", _MATH.sub("", before))
+    return statement[verbs[-1].end() :] if _MATH.search(before) and not another else ""
 
 
 def said(statement: str, text_gold: bool) -> str:
