@@ -259,7 +259,13 @@ CHEATED = {
     "words on stdout": Cheated(
         _text("3", "1 2 3"),
         "print(1, 2, 3)",
-        ("print('1 2 3 4')", "print('1', '2')", "print('1 2 3\\n')\nprint(4)", "print('1\\x002 3')", "print('1 2 3.0')"),
+        (
+            "print('1 2 3 4')",
+            "print('1', '2')",
+            "print('1 2 3\\n')\nprint(4)",
+            "print('1\\x002 3')",
+            "print('1 2 3.0')",
+        ),
     ),
     "null is no word": Cheated(
         _calls("f", [1], None),
