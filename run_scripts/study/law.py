@@ -123,7 +123,7 @@ def cells_of(grid: Grid, block: str) -> list[Cell]:
 
 
 def run_step(study: Study, start: str, block: str) -> bool:
-    """Make the warm start if it is missing, run the block's unfinished cells, sample their ends.
+    """Make the warm start if it is missing, run the block's unfinished cells, sample the end of each.
 
     Returns whether all of it has finished.
     """
@@ -133,13 +133,13 @@ def run_step(study: Study, start: str, block: str) -> bool:
         own = [f"run.seed={SEED}", f"sft.output={model}", f"sft.target_accuracy={STARTS[start]}"]
         if not _call(["sft", str(study.base), *_set(own)], study.out / "warm-start.log"):
             return False
-    finished = [study.outcome(cell) is not None or run_cell(study, cell) for cell in cells_of(study.grid, block)]
     samples = MANY if start == E1 else FEW
-    sampled = [sample(model / "hf", study.out / f"start-{samples}", samples)]
+    finished = [sample(model / "hf", study.out / f"start-{samples}", samples)]
     for cell in cells_of(study.grid, block):
         end = study.directory(cell)
-        sampled.append((end / "hf").exists() and sample(end / "hf", end / f"end-{FEW}", FEW))
-    return all([*finished, *sampled])
+        ran = study.outcome(cell) is not None or run_cell(study, cell)
+        finished.append(ran and sample(end / "hf", end / f"end-{FEW}", FEW))
+    return all(finished)
 
 
 def sample(model: Path, out: Path, samples: int) -> bool:
