@@ -21,7 +21,7 @@ from matplotlib.patches import FancyBboxPatch
 from run_scripts.house import PACKAGE, Module, imported, module_of, product
 from run_scripts.svg import LIGHT, write_svg
 
-WIDTH = 12.0
+WIDTH = 7.2
 HEIGHT = 0.78
 GAP = 0.12
 FLOOR = 1.25
@@ -114,7 +114,7 @@ def lines_of(modules: list[Module]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    figure = Figure(figsize=(11.5, 9.5))
+    figure = Figure(figsize=(8.4, 8.6))
     FigureCanvasAgg(figure)
     draw(figure.add_axes((0.01, 0.01, 0.98, 0.98)))
     write_svg(figure, parser.parse_args().out)
