@@ -26,6 +26,11 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in read_rows(log) if row["kind"] == kind] if log.exists() else []
 
 
+def last_line(log: Path) -> str:
+    """Why the command failed, as first.py's verdict has it."""
+    return (log.read_text(encoding="utf-8").strip().splitlines() or [""])[-1]
+
+
 @pytest.mark.process
 @pytest.mark.night
 def test_a_run_that_is_stopped_is_continued_to_its_end(
@@ -41,15 +46,15 @@ def test_a_run_that_is_stopped_is_continued_to_its_end(
             deadline = time.monotonic() + PATIENCE_S
             while not rows(run, "update") and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)
-            assert rows(run, "update"), (tmp_path / "train.log").read_text()
+            assert rows(run, "update"), last_line(tmp_path / "train.log")
             process.send_signal(signal.SIGTERM)
-            assert process.wait(PATIENCE_S) == 0, (tmp_path / "train.log").read_text()
+            assert process.wait(PATIENCE_S) == 0, last_line(tmp_path / "train.log")
         finally:
             process.kill()
             process.wait()
         stopped = len(rows(run, "update"))
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=PATIENCE_S)
-    assert done.returncode == 0, (tmp_path / "train.log").read_text()
+    assert done.returncode == 0, last_line(tmp_path / "train.log")
     assert [row["update"] for row in rows(run, "update")] == list(range(UPDATES))
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     assert summary["updates"] == UPDATES
