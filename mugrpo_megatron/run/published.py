@@ -152,7 +152,7 @@ def _cut(value: Any) -> Any:
         case Mapping():
             return {key: _cut(inner) for key, inner in value.items()}
         case list() | tuple():
-            return [_cut(inner) for inner in value]
+            return type(value)(_cut(inner) for inner in value)
         case _:
             return value
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.surrogates import Tokens
+from mugrpo_megatron.algorithm.surrogates import Terms, Tokens
 from mugrpo_megatron.errors import TrainingFailure, UserError
 from mugrpo_megatron.observe.metrics import defined
 from mugrpo_megatron.recipe import ObjectiveSection
@@ -89,3 +90,53 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_name_without_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match="module:function"):
         ObjectiveSection(diagnostics="late_drift")
+
+
+def surrogate(kind: str) -> Callable[[Tokens, ObjectiveSection], object]:
+    """An own token loss that is right, or wrong in one way."""
+
+    def loss(tokens: Tokens, config: ObjectiveSection) -> object:
+        value = -tokens.ratio * tokens.advantage
+        clipped = torch.zeros_like(value, dtype=torch.bool)
+        match kind:
+            case "exits":
+                raise SystemExit(0)
+            case "raises":
+                raise KeyError("lost")
+            case "none":
+                return None
+        wrong = {"scalar": value.mean(), "half": value.half(), "double": value.repeat(2), "detached": value.detach()}
+        return Terms(wrong.get(kind, value), clipped if kind != "floats" else value)
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "words"),
+    [
+        ("scalar", UserError, "returned loss as torch.float64 \\[\\]; it has to be torch.float64 \\[13\\]"),
+        ("half", UserError, "returned loss as torch.float16"),
+        ("double", UserError, "returned loss as torch.float64 \\[26\\]"),
+        ("detached", UserError, "without a gradient"),
+        ("floats", UserError, "returned clipped as torch.float64"),
+        ("none", UserError, "returned NoneType, not Terms"),
+        ("exits", TrainingFailure, "failed: SystemExit: 0"),
+        ("raises", TrainingFailure, "failed: KeyError: 'lost'"),
+    ],
+)
+def test_an_own_loss_is_what_it_says(
+    kind: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N8, N13, N14: a scalar trained silently with another loss, and sys.exit ended the run with code 0."""
+    config = ObjectiveSection(surrogate=f"{HERE}:chosen", surrogate_depends_on="token")
+    batch = random_batch(1, [5, 0, 8])
+    monkeypatch.setattr(sys.modules[HERE], "chosen", surrogate("right"))
+    policy_loss(*batch.tensors(), batch.segments(config), config)[0].backward()
+    monkeypatch.setattr(sys.modules[HERE], "chosen", surrogate(kind))
+    with pytest.raises(error, match=words):
+        policy_loss(*batch.tensors(), batch.segments(config), config)
+
+
+def chosen(tokens: Tokens, config: ObjectiveSection) -> object:
+    """Replaced by each test."""
+    raise NotImplementedError

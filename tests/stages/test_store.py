@@ -24,7 +24,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages import shards
 from mugrpo_megatron.stages import store as merge
 from mugrpo_megatron.stages import store as store_module
-from mugrpo_megatron.stages.manifest import Origin, check_stage
+from mugrpo_megatron.stages.manifest import FORMAT, Origin, check_stage, read_manifest
 from mugrpo_megatron.stages.schema import COLUMNS, OPTIONAL, TOLD, TRAINING, schema
 from mugrpo_megatron.stages.store import StageStore
 from tests.engine.tiny import group
@@ -494,3 +494,12 @@ def test_hugging_face_datasets_reads_the_stage(tmp_path: Path) -> None:
         "parquet", data_files=str(tmp_path / "stage.parquet"), split="train", cache_dir=str(tmp_path / "cache")
     )
     assert list(rows["reward"]) == [sample.reward for k in range(UPDATES) for sample in update_of(k)]
+
+
+@pytest.mark.parametrize("file", ["../out.parquet", "/etc/passwd", "a/b.parquet", "..", ""])
+def test_a_manifest_that_was_signed_again_stays_inside_its_directory(tmp_path: Path, file: str) -> None:
+    shard = {"file": file, "number": 0, "groups": [0], "rows": [1], "whole": {"start": 0, "end": 4, "sha256": "0"}}
+    body = {"shards": [shard], "sealed": None, "origin": None}
+    write_sealed(tmp_path / "manifest.json", "stage", body, format=FORMAT)
+    with pytest.raises(UserError, match="manifest.json: damaged"):
+        read_manifest(tmp_path)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,17 @@ def test_what_cannot_be_taken_is_said_with_its_line(rows: list[dict[str, Any]], 
     with pytest.raises(UserError, match=words) as error:
         read(tmp_path, *rows)
     assert "rollouts.jsonl" in str(error.value)
+
+
+def test_binary_text_and_a_bomb_are_refused(tmp_path: Path) -> None:
+    """N7, N9: bytes became base64 text; two million tokens were made of a row before anything looked at its length."""
+    path = tmp_path / "rows.parquet"
+    for row, words in (
+        ({"prompt": "a", "response": b"b"}, "response is binary"),
+        ({"prompt": b"a", "response": "b"}, "prompt is binary"),
+        ({"prompt": "a" * 2_000_000, "response": "b"}, "the prompt has .* (characters|tokens)"),
+        ({"prompt": "a", "response": "b" * 2_000_000}, "the response has .* characters"),
+    ):
+        pq.write_table(pa.Table.from_pylist([row]), path)
+        with pytest.raises(UserError, match=words):
+            read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))

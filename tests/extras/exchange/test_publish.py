@@ -93,6 +93,47 @@ def test_what_publish_did_not_write_stays(finished_run: Path, tmp_path: Path) ->
     assert not (tmp_path / "seven").exists()
 
 
+@pytest.mark.process
+def test_an_own_file_in_a_published_stage_is_never_deleted(finished_run: Path, tmp_path: Path) -> None:
+    """N5: `--overwrite` deleted whatever lay in the directory."""
+    to = tmp_path / "set"
+    publish(finished_run, 0, to, say=quiet)
+    for name in ("precious.txt", ".git/HEAD", "stages/00000/notes.txt", "checkpoints/empty/x"):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_text("mine")
+        with pytest.raises(UserError, match=r"move it, or choose another path|not a complete checkpoint"):
+            publish(finished_run, 1, to, overwrite=True, say=quiet)
+        assert (to / name).read_text() == "mine"
+        (to / name).unlink()
+        if name not in ("precious.txt", "stages/00000/notes.txt"):
+            shutil.rmtree(to / name.split("/")[0])
+    publish(finished_run, 1, to, overwrite=True, say=quiet)
+    with pytest.raises(UserError, match="is inside the run"):
+        publish(finished_run, 0, finished_run / "stages" / "00009", say=quiet)
+
+
+@pytest.mark.process
+def test_nothing_but_listed_regular_files_is_published(finished_run: Path, tmp_path: Path) -> None:
+    """N6: links were followed, and strays went along to the hub."""
+    run = tmp_path / "run"
+    shutil.copytree(finished_run, run, symlinks=True)
+    secret = tmp_path / "secret"
+    secret.write_text("SECRET KEY")
+    for stray in (run / "stages" / "00001" / ".env", run / "checkpoints" / "stage00001-age00000" / ".env"):
+        stray.write_text("TOKEN")
+    (run / "stages" / "00001" / "notes.txt").symlink_to(secret)
+    (run / "checkpoints" / "stage00001-age00000" / "notes.txt").symlink_to(secret)
+    publish(run, 1, tmp_path / "set", weights=True, say=quiet)
+    texts = [path.read_bytes() for path in (tmp_path / "set").rglob("*") if path.is_file()]
+    assert not any(b"SECRET KEY" in text or text == b"TOKEN" for text in texts)
+    stage = run / "stages" / "00001" / "stage.parquet"
+    stage.rename(tmp_path / "moved.parquet")
+    stage.symlink_to(tmp_path / "moved.parquet")
+    with pytest.raises(UserError, match="only regular files are, no links"):
+        publish(run, 1, tmp_path / "other", say=quiet)
+    assert not (tmp_path / "other").exists()
+
+
 def damaged_copy(model: Path, to: Path) -> Path:
     """The model with another last byte of weights."""
     shutil.copytree(model, to)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import struct
 
 import pytest
@@ -67,6 +68,24 @@ def test_no_signals_through_descriptors(machine: str) -> None:
     fcntl = NUMBERS[machine]["fcntl"]
     assert [verdict(machine, fcntl, 3, command) for command in (1, 2, 3, 4)] == [ALLOWED] * 4
     assert [verdict(machine, fcntl, 3, command) for command in (8, 10, 15)] == [REFUSED] * 3
+
+
+CHANGES = {
+    "x86_64": (90, 91, 268, 92, 94, 132, 280, 188, 197, 76, 452),
+    "aarch64": (52, 53, 54, 55, 88, 5, 14, 45, 452),
+}
+"""chmod, chown, utime, setxattr, removexattr and truncate in their several forms."""
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_no_file_is_changed_without_being_opened_to_write(machine: str) -> None:
+    """N4: Landlock restricts none of these, and truncation since its third version alone."""
+    assert {verdict(machine, number) for number in CHANGES[machine]} == {REFUSED}
+    place, openat = {"x86_64": ([1, 1], 257), "aarch64": ([1, 1], 56)}[machine]
+    flags = {os.O_RDONLY: ALLOWED, os.O_RDONLY | os.O_TRUNC: REFUSED, os.O_WRONLY | os.O_TRUNC: ALLOWED}
+    assert {flag: verdict(machine, openat, *place, flag) for flag in flags} == flags
+    ioctl = {"x86_64": 16, "aarch64": 29}[machine]
+    assert [verdict(machine, ioctl, 3, command) for command in (0x40086602, 0x401C5820)] == [REFUSED] * 2
 
 
 def test_calls_of_other_architectures_are_refused() -> None:
