@@ -501,5 +501,5 @@ def test_a_manifest_that_was_signed_again_stays_inside_its_directory(tmp_path: P
     shard = {"file": file, "number": 0, "groups": [0], "rows": [1], "whole": {"start": 0, "end": 4, "sha256": "0"}}
     body = {"shards": [shard], "sealed": None, "origin": None}
     write_sealed(tmp_path / "manifest.json", "stage", body, format=FORMAT)
-    with pytest.raises(UserError, match="manifest.json: damaged"):
+    with pytest.raises(UserError, match=r"manifest.json: damaged"):
         read_manifest(tmp_path)
