@@ -15,7 +15,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
-from mugrpo_megatron.observe.environment import environment
+from mugrpo_megatron.observe.environment import environment, origin
 from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
@@ -231,7 +231,7 @@ def open_log(
             sinks.append(stack.enter_context(wandb_run(run_dir, section, run_id, config)))
         clock = steady_clock(rows)
         for sink in sinks:
-            sink({"kind": "process", "time": clock(), "environment": environment()})
+            sink({"kind": "process", "time": clock(), "environment": environment() | origin()})
         yield MetricLog(tuple(sinks), clock, {row["update"] for row in evaluations})
 
 

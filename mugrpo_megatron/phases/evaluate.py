@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
+from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
-from mugrpo_megatron.report.evaluations import SetFigures, figures_of
-from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.run import Run
@@ -29,7 +29,7 @@ class Answers:
     truncated: int
     unparsed: int
     """Responses in which no answer was found."""
-    kept: Kept | None
+    kept: Example | None
     """The first response, if it is one that is kept."""
 
 
@@ -124,9 +124,15 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
     tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
+<<<<<<< HEAD
     shown = [answers[place].kept for place in sorted(answers)]
     if run.is_main and any(shown):
         write_kept(run.directory.samples(cursor.updates), [one for one in shown if one])
+=======
+    kept = [answers[place].kept for place in sorted(answers)]
+    if run.is_main and any(kept):
+        write_examples(run.directory.samples(cursor.updates), [one for one in kept if one])
+>>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -156,7 +162,11 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
+<<<<<<< HEAD
     shown = set(chosen_places(names, run.recipe.report.eval_problems))
+=======
+    kept = set(example_places(names, run.recipe.report.eval_problems))
+>>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
     answers: ByPlace = {}
 
     def take(waiting: int, slots: int) -> list[Prompt]:
@@ -181,10 +191,10 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
     )
 
 
-def _kept(group: ScoredGroup) -> Kept:
+def _kept(group: ScoredGroup) -> Example:
     """The first response, for people to read."""
     problem, response, score = group.prompt.problem, group.responses[0], group.scores[0]
-    return Kept(
+    return Example(
         set=problem.source,
         problem=problem.id,
         question=problem.question or (problem.messages[-1][1] if problem.messages else ""),

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.report.compare import comparison, differences, labels_of, telling, write_comparison
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
 from tests.report.synthetic import rows_of, write_run
 
 
@@ -35,9 +35,9 @@ def test_the_fewest_settings_tell_runs_apart(tmp_path: Path) -> None:
     assert {"objective.clip_low", "objective.clip_high"} < set(differences(runs))
     assert not any(key.startswith("run.") for key in differences(runs))
     assert labels_of(runs) == [
-        "name mu_grpo, veto suffix_non_trigger",
-        "name mu_grpo, veto none",
-        "name grpo, veto none",
+        "objective mu_grpo, veto suffix_non_trigger",
+        "objective mu_grpo, veto none",
+        "objective grpo, veto none",
     ]
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.paper_charts import paper_notes, paper_remark
-from mugrpo_megatron.report.payload import draw
-from mugrpo_megatron.report.report import page
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.drawing import draw
+from mugrpo_megatron.report.page import page
+from mugrpo_megatron.report.verdicts import paper_notes, paper_remark
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 SETS = ("easy", "hard")
