@@ -213,24 +213,28 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[Sign]:
 
 @dataclass(slots=True)
 class Watch:
-    """A sink of the metric log that says each sign once, when it appears: at a stage's start and end."""
+    """A sink of the metric log that says each sign when it appears: before a stage's updates, and after them."""
 
     say: Callable[[str], None]
     clip_grad: float | None
     rows: dict[str, list[Row]] = field(default_factory=lambda: {"update": [], "stage": [], "eval": []})
     present: set[str] = field(default_factory=set)
+    """Names of the signs that have been said and are still there."""
 
     def __call__(self, row: Row) -> None:
-        kind = row["kind"]
-        if kind in self.rows:
-            key = "stage" if kind == "stage" else "update"
-            rows = self.rows[kind]
-            while rows and rows[-1][key] >= row[key]:  # a resumed run repeats some
-                rows.pop()
-            rows.append(row)
-        if kind == "stage" or (kind == "phase" and row["phase"] == "optimize"):
+        self.take(row)
+        if row["kind"] == "stage" or (row["kind"] == "phase" and row["phase"] == "optimize"):
             current = signs(self.rows["update"], self.rows["stage"], self.rows["eval"], self.clip_grad)
             for sign in current:
                 if sign.name not in self.present:
                     self.say(f"sick? {sign.sentence} (docs/sick.md)")
             self.present = {sign.name for sign in current}
+
+    def take(self, row: Row) -> None:
+        """Remember a row; one that a resumed run repeats replaces the old one and later ones."""
+        if rows := self.rows.get(row["kind"], []):
+            key = "stage" if row["kind"] == "stage" else "update"
+            while rows and rows[-1][key] >= row[key]:
+                rows.pop()
+        if row["kind"] in self.rows:
+            self.rows[row["kind"]].append(row)

@@ -124,15 +124,9 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
             shares |= {f"passed/{name}": sum(max(each) >= 1.0 for each in own) / len(own)}
     tokens = float(sum(each.tokens for each in answers.values()))
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
-<<<<<<< HEAD
     shown = [answers[place].kept for place in sorted(answers)]
     if run.is_main and any(shown):
-        write_kept(run.directory.samples(cursor.updates), [one for one in shown if one])
-=======
-    kept = [answers[place].kept for place in sorted(answers)]
-    if run.is_main and any(kept):
-        write_examples(run.directory.samples(cursor.updates), [one for one in kept if one])
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
+        write_examples(run.directory.samples(cursor.updates), [one for one in shown if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -162,11 +156,7 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-<<<<<<< HEAD
-    shown = set(chosen_places(names, run.recipe.report.eval_problems))
-=======
-    kept = set(example_places(names, run.recipe.report.eval_problems))
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
+    shown = set(example_places(names, run.recipe.report.eval_problems))
     answers: ByPlace = {}
 
     def take(waiting: int, slots: int) -> list[Prompt]:

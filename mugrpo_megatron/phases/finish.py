@@ -11,15 +11,8 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights
-<<<<<<< HEAD
 from mugrpo_megatron.phases.saves import check_own_hf
-from mugrpo_megatron.report.report import FILE_NAME, write_report
-from mugrpo_megatron.report.summary import summarize, summary_table
-=======
-from mugrpo_megatron.phases.hf import check_own_hf
-from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.report.page import FILE_NAME, write_report
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import Engines

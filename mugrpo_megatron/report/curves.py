@@ -97,11 +97,7 @@ def staleness(update: Row) -> int:
 
 
 def sampled_early(updates: Iterable[Row]) -> dict[int, int]:
-<<<<<<< HEAD
-    """Stage -> updates before its start at which its responses were sampled (`schedule.max_sample_age`)."""
-=======
     """Stage -> updates before its start at which its responses were sampled: 0 unless it was generated ahead."""
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
     return {row["stage"]: staleness(row) - row["age"] for row in updates}
 
 

@@ -34,11 +34,7 @@ class Followed:
     log_ratio: np.ndarray
     """float32 [A, R]: log of the learner's over the behaviour probability."""
     early: int = 0
-<<<<<<< HEAD
-    """Updates before the stage's start at which it was sampled: `schedule.max_sample_age`."""
-=======
     """Updates before the stage's start at which it was sampled: 0 unless the stage was generated ahead."""
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
 
     @property
     def staleness(self) -> tuple[int, ...]:

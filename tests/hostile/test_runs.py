@@ -13,12 +13,8 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.recipe import Recipe
-<<<<<<< HEAD
-from mugrpo_megatron.report.report import write_report
-from tests.hostile.outcome import sentence
-=======
 from mugrpo_megatron.report.page import write_report
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
+from tests.hostile.outcome import sentence
 from tests.hostile.rundir import content, make, resume
 
 FILES = [

@@ -12,10 +12,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-<<<<<<< HEAD
-=======
-from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of, mean_interval
->>>>>>> be55d71 (The report's charts are one table of rows; run files are read and written in observe/; sections with verdicts, signs of sickness, a smaller page script)
 from run_scripts.figure import write_figure
 from run_scripts.study.collect import CURVE_COLUMNS, KEY
 from run_scripts.study.grid import load_grid
