@@ -412,6 +412,6 @@ TABLE: tuple[Plan, ...] = (
     Plan(COST, "memory", "Memory",
          lambda m: _by_phase(m, _largest, [Curve("generate", "engine", "blue"), Curve("optimize", "learner", "teal")]),
          "Most memory that a rank's learner and an engine took in each stage: device memory on CUDA, else the "
-         "processes' own.", looks={"zero": True, "format": "bytes"}),
+         "processes' own.", looks={"zero": True, "unit": "GiB"}),
 )  # fmt: skip
 """Charts in the order of the page. Those of one section stand together."""

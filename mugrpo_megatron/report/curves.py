@@ -44,7 +44,7 @@ class Chart:
     title: str
     explains: str
     series: list[Series]
-    format: Literal["percent", "number", "tokens", "bytes"] = "number"
+    format: Literal["percent", "number", "tokens"] = "number"
     scale: Literal["linear", "log"] = "linear"
     zero: bool = False
     """The vertical axis starts at 0; a log axis is linear between 0 and its smallest value."""

@@ -171,7 +171,7 @@ def paper_remark(run: RunData) -> str:
     schedule = run.recipe.get("schedule", {})
     passes = f" x {schedule['passes']} passes" if schedule.get("passes", 1) != 1 else ""
     stage = f"{schedule.get('updates_per_stage', '?')}{passes}"
-    return f"this run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
+    return f"This run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
 
 
 def paper_notes(run: RunData, drawn: Mapping[str, Any]) -> list[str]:

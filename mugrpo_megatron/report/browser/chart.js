@@ -13,7 +13,7 @@ function clock(seconds) {
 
 function number(value) {
   const size = Math.abs(value);
-  const [unit, letter] = [[1e9, "G"], [1e6, "M"], [1e4, "k"]].find(([least]) => size >= least) || [1, ""];
+  const [unit, letter] = [[1e6, "M"], [1e4, "k"]].find(([least]) => size >= least) || [1, ""];
   if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e").replaceAll("-", "−");
   return `${+(value / (unit === 1e4 ? 1e3 : unit)).toPrecision(3)}${letter}`.replace("-", "−");
 }
@@ -21,7 +21,7 @@ function number(value) {
 function text(value, format) {
   if (value === null || value === undefined) return "–";
   if (format === "percent") return `${+(100 * value).toPrecision(Math.abs(value) >= 0.0995 ? 3 : 2)} %`;
-  return format === "bytes" ? `${+(value / 2 ** 30).toPrecision(3)} GiB` : number(value);
+  return number(value);
 }
 
 /** Multiples of a round step between two ends, about `count` of them. */
@@ -68,7 +68,7 @@ function verticalScale(chart, values, top, bottom) {
   const ticks = linearTicks(low, high, 4, chart.format === "tokens"), unit = chart.format === "percent" ? 100 : 1;
   const digits = within(-Math.floor(Math.log10(unit * (ticks[1] - ticks[0]) || 1) + 1e-9), 0, 6);
   const plain = (t) => (unit * t).toFixed(digits).replace("-", "−") + (unit === 100 ? " %" : "");
-  const large = chart.format === "bytes" || Math.max(Math.abs(low), Math.abs(high)) >= 1e4 || digits > 3;
+  const large = Math.max(Math.abs(low), Math.abs(high)) >= 1e4 || digits > 3;
   return { to: (v) => bottom - ((v - low) / (high - low)) * (bottom - top), low, high, ticks, labels: ticks.map((t) => (large ? text(t, chart.format) : plain(t))) };
 }
 
