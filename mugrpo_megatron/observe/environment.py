@@ -43,7 +43,7 @@ def installed(distribution: str) -> str | None:
 
 def environment() -> dict[str, str]:
     """Name -> version or description: installed packages, Python, system, cores, memory, devices."""
-    packages = {name: found for name in PACKAGES if (found := installed(name))}
+    packages = {name: number for name in PACKAGES if (number := installed(name))}
     return packages | {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",

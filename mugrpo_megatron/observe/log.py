@@ -49,10 +49,10 @@ def json_lines(path: Path) -> Iterator[Sink]:
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
                 return  # the stage has them
-            left = memoryview((json.dumps(_finite(row)) + "\n").encode())
+            rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
             with _refusal_told(path):
-                while left:
-                    left = left[file.write(left) :]
+                while rest:
+                    rest = rest[file.write(rest) :]
 
         yield sink
 

@@ -89,7 +89,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 def summary_of(run: RunData) -> dict[str, Any]:
     """`summarize` for a run that has been read."""
     measure = measure_in(run.evals)
-    seconds, clip_grad = seconds_by_phase(run.phases), run.recipe.get("optimizer", {}).get("clip_grad")
+    seconds, clip_grad = seconds_by_phase(run.phases), run.setting("optimizer.clip_grad")
     phases = {name: seconds.get(name, 0.0) for name in PHASES if name in seconds or name in REPORTED_PHASES}
     return {
         "measure": measure,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
 from mugrpo_megatron.recipe.load import read_toml
-from mugrpo_megatron.recipe.sections import ScheduleSection
 
 ROLLOUT_PHASES = ("sync", "generate", "score")
 """T_rollout: from the weight sync to the stage's last scored response."""
@@ -59,13 +59,17 @@ class RunData:
     last: float
     """Unix time of the last row."""
 
+    def setting(self, key: str) -> float | None:
+        """A number of the recipe by its `section.key`; None where it has none."""
+        section, _, name = key.partition(".")
+        value = self.recipe.get(section, {}).get(name)
+        return value if type(value) in (int, float) else None
+
     @property
     def total_updates(self) -> int:
-        """The updates that the recipe's schedule asks for."""
-        schedule = self.recipe.get("schedule", {})
-        known = {key: schedule[key] for key in ("stages", "updates_per_stage", "passes") if key in schedule}
-        section = ScheduleSection.model_validate(known)
-        return section.stages * section.updates_per_stage * section.passes
+        """The updates that the recipe's schedule asks for; at least those that were taken."""
+        parts = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "passes")]
+        return max(round(math.prod(parts)), len(self.updates), 1)
 
     def stage_starts(self) -> list[Row]:
         """The first update row of each stage that has any."""

@@ -14,24 +14,25 @@ from typing import Any, NamedTuple
 
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.observe.log import Row
-from mugrpo_megatron.observe.results import interval_in, measure_in, sets_in
+from mugrpo_megatron.observe.results import measure_in, sets_in
 from mugrpo_megatron.observe.rundata import RunData
-from mugrpo_megatron.recipe.scoring import MATH, MEAN
+from mugrpo_megatron.recipe.scoring import MATH
 from mugrpo_megatron.report import histograms, probes
 from mugrpo_megatron.report.curves import (
-    SET_COLORS,
     Chart,
     Series,
     ages_of,
     by_age,
     column,
+    each_set,
     has_values,
+    held_out,
     over_updates,
     ramp,
     rounded,
     spread,
 )
-from mugrpo_megatron.report.responses import Details
+from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.triggers import Thresholds, ratio_text, scope_series, threshold_series
 
 MAX_LINES_BY_AGE = 8
@@ -139,10 +140,7 @@ def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
         series = list(plan.curves(material))
     else:
         series = [_series(plan, Curve(*curve), material) for curve in plan.curves]
-    rule = plan.rule
-    if isinstance(rule, str):
-        section, _, key = rule.partition(".")
-        rule = material.run.recipe.get(section, {}).get(key) or None  # a log axis cannot show 0
+    rule = material.run.setting(plan.rule) or None if isinstance(plan.rule, str) else plan.rule  # 0 is on no log axis
     looks = dict(plan.looks)
     if looks.get("format") == "measure":
         looks["format"] = "percent" if words["measure"] == "accuracy" else "number"
@@ -176,37 +174,6 @@ def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
 # ---------------------------------------------------------------- what is no metric over time
 
 
-def held_out(material: Material) -> Iterable[Series]:
-    """The only held-out set's curve, or each set's and their mean, with an interval at the last one."""
-    evals = material.run.evals
-    measure, names = measure_in(evals), sets_in(evals)
-    if len(names) > 1:
-        yield from _each_set(material, measure, "{set}")
-        yield with_interval(evals, MEAN, measure, f"mean {measure}", "blue", "eval", bold=True)
-    else:
-        yield with_interval(evals, [*names, MEAN][0], measure, f"held-out {measure}", "blue", "eval")
-
-
-def with_interval(
-    evals: Sequence[Row], name: str, measure: str, label: str, color: str, axis: str, bold: bool = False
-) -> Series:
-    """A held-out set's curve, or the mean's, with its intervals."""
-    ends = [interval_in(row, name) for row in evals]
-    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
-    values = column(evals, f"{measure}/{name}")
-    return Series(label, color, axis, values, draw="dots", low=low, high=high, bold=bold)
-
-
-def _each_set(material: Material, metric: str, label: str) -> Iterable[Series]:
-    evals = material.run.evals
-    for place, name in enumerate(sets_in(evals)):
-        samples = next(row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row)
-        if metric != "passed" or samples > 1:
-            color = SET_COLORS[place % len(SET_COLORS)]
-            text = label.format(set=name, samples=samples)
-            yield Series(text, color, "eval", column(evals, f"{metric}/{name}"), draw="dots")
-
-
 def _reward(material: Material) -> Iterable[Series]:
     values = over_updates(material.buckets, "reward_mean")
     if has_values(values):
@@ -223,7 +190,7 @@ def _unparsed(material: Material) -> Iterable[Series]:
     shares = [stages[row["stage"]].unparsed if row["stage"] in stages else None for row in material.stages]
     values = [None if share is None else rounded(share) for share in shares]
     yield Series("training, by stage", "orange", "stage", values, draw="step")
-    yield from _each_set(material, "unparsed", "{set}, held out")
+    yield from each_set(material.run.evals, "unparsed", "{set}, held out")
 
 
 def _by_phase(material: Material, value: Callable[[Sequence[Row]], float | None], labels: Sequence[Curve]) -> Any:
@@ -246,9 +213,9 @@ def _rate(parts: Sequence[Row]) -> float | None:
 
 
 def _largest(parts: Sequence[Row]) -> float | None:
-    return max(
-        (row[key] for row in parts for key in ("learner_memory_peak", "engine_memory") if key in row), default=None
-    )
+    """The most memory of a phase, in GiB."""
+    keys = ("learner_memory_peak", "engine_memory")
+    return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
 
 
 def _each_stage(material: Material, metric: str, color: str) -> Iterable[Series]:
@@ -305,14 +272,14 @@ def _triggers(axis: str) -> tuple[Plan, ...]:
 # ---------------------------------------------------------------- the table
 
 TABLE: tuple[Plan, ...] = (
-    Plan(LEARNING, "accuracy", "Held-out {measure}", held_out,
+    Plan(LEARNING, "accuracy", "Held-out {measure}", lambda m: held_out(m.run.evals),
          "Held-out {measure}{sets}, with its 95 % interval. Responses are sampled {held_out_at}.",
          looks={"format": "measure"}),
     Plan(LEARNING, "reward", "Training reward", _reward,
          "Mean reward of each update's responses, sampled {trained_at} when their stage began: other problems and "
          "other sampling than the held-out figures, so the two levels differ."),
     Plan(LEARNING, "passed", "Held-out pass@k",
-         partial(_each_set, metric="passed", label="{set}, k = {samples}"),
+         lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
          "Share of each set's problems with at least one right response among the k sampled.", looks=PERCENT),
 
     Plan(HEALTH, "dropped", "Tokens vetoed and clipped",
@@ -387,7 +354,8 @@ TABLE: tuple[Plan, ...] = (
          f"Log-ratios are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {ratio_text(math.exp(-LOG_RATIO_LIMIT))}.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", restarts=True, looks={"scale": "log"}),
 
-    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}", held_out,
+    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}",
+         lambda m: held_out(m.run.evals),
          "Unweighted mean of the held-out sets with its 95 % interval: over wall-clock Figure 1, over updates Figures "
          "2 and 3.", looks={"wide": True, "format": "measure"}),
     Plan(PAPER, "paper_clipping", "Figure 2: token clipping rate",

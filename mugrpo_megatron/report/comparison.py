@@ -16,8 +16,7 @@ from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_i
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
-from mugrpo_megatron.report.charts import with_interval
-from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
+from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates, with_interval
 from mugrpo_megatron.report.drawing import axis_of, buckets_of
 from mugrpo_megatron.report.page import PageSection, is_page, render
 from mugrpo_megatron.report.tables import flat_settings, setting_text

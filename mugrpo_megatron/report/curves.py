@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.results import interval_in, measure_in, sets_in
+from mugrpo_megatron.recipe.scoring import MEAN
 
 Values = list[float | None]
 Draw = Literal["line", "dots", "step", "points", "bars"]
@@ -104,6 +106,36 @@ def sampled_early(updates: Iterable[Row]) -> dict[int, int]:
 def column(rows: Iterable[Row], metric: str) -> Values:
     """A metric's value in each row; None where a row has no value."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]
+
+
+def held_out(evals: Sequence[Row]) -> Iterable[Series]:
+    """The only held-out set's curve, or each set's and their mean, with an interval at the last one."""
+    measure, names = measure_in(evals), sets_in(evals)
+    if len(names) > 1:
+        yield from each_set(evals, measure, "{set}")
+        yield with_interval(evals, MEAN, measure, f"mean {measure}", "blue", "eval", bold=True)
+    else:
+        yield with_interval(evals, [*names, MEAN][0], measure, f"held-out {measure}", "blue", "eval")
+
+
+def with_interval(
+    evals: Sequence[Row], name: str, measure: str, label: str, color: str, axis: str, bold: bool = False
+) -> Series:
+    """A held-out set's curve, or the mean's, with its intervals."""
+    ends = [interval_in(row, name) for row in evals]
+    low, high = ([None if both is None else rounded(both[end]) for both in ends] for end in (0, 1))
+    values = column(evals, f"{measure}/{name}")
+    return Series(label, color, axis, values, draw="dots", low=low, high=high, bold=bold)
+
+
+def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
+    """A metric of each held-out set; of pass@k, those with several responses a problem."""
+    for place, name in enumerate(sets_in(evals)):
+        samples = next((row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row), 1)
+        if metric != "passed" or samples > 1:
+            color = SET_COLORS[place % len(SET_COLORS)]
+            text = label.format(set=name, samples=samples)
+            yield Series(text, color, "eval", column(evals, f"{metric}/{name}"), draw="dots")
 
 
 def ramp(place: int, count: int, first: int = 0) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from mugrpo_megatron.evaluation.estimators import pass_at_k
 from mugrpo_megatron.report.curves import Series, Values, ramp, rounded
-from mugrpo_megatron.report.responses import StageResponses
+from mugrpo_megatron.report.details import StageResponses
 
 Stages = Mapping[int, StageResponses]
 

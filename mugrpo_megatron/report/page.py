@@ -22,11 +22,11 @@ from mugrpo_megatron.observe.results import between, difference, mean_of, shown,
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
+from mugrpo_megatron.report.details import Details, read_details
 from mugrpo_megatron.report.drawing import Drawing, draw
 from mugrpo_megatron.report.excerpts import sample_sections
 from mugrpo_megatron.report.heat import heat_text
 from mugrpo_megatron.report.probes import objective_of
-from mugrpo_megatron.report.responses import Details, read_details
 from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
 from mugrpo_megatron.report.triggers import trigger_table
 from mugrpo_megatron.report.verdicts import folded, paper_notes, verdicts

@@ -16,7 +16,7 @@ from mugrpo_megatron.algorithm.segments import make_segments
 from mugrpo_megatron.algorithm.veto import THRESHOLDS, initial_state, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.curves import Series, Values, rounded
-from mugrpo_megatron.report.responses import Details
+from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.stages.probe import Probe, Probed
 
 VETO_KEYS = ("name", "veto", "trigger", "trigger_ratio")

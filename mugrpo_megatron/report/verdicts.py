@@ -110,7 +110,7 @@ def _health(updates: Sequence[Row]) -> str:
 
 def _optimization(run: RunData, summary: Mapping[str, Any]) -> str:
     norms, entropy = _values(run.updates, "grad_norm"), _values(run.updates, "entropy")
-    limit, skipped = run.recipe.get("optimizer", {}).get("clip_grad"), summary["skipped_updates"]
+    limit, skipped = run.setting("optimizer.clip_grad"), summary["skipped_updates"]
     if not norms:
         return ""
     return _joined(

@@ -17,12 +17,12 @@ from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.report import histograms
 from mugrpo_megatron.report.curves import Chart
+from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.report.drawing import draw
 from mugrpo_megatron.report.excerpts import sample_sections
 from mugrpo_megatron.report.heat import LEVELS, LOWEST, STEPS, WINDOW, heat_map
 from mugrpo_megatron.report.page import page, write_report
 from mugrpo_megatron.report.probes import followed, verdicts
-from mugrpo_megatron.report.responses import MOST_STAGES, StageResponses, read_details, spaced
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
 from mugrpo_megatron.stages.store import StageStore
