@@ -19,7 +19,7 @@ night: setup  # kill and scaling harnesses, comparisons with TRL, the report in 
 	$(PYTHON) -m pytest -m night
 docs: setup  # the pages that are made from the code
 	$(PYTHON) -m run_scripts.recipe_reference > docs/recipe.md
-	$(PYTHON) -m mugrpo_megatron.observe.metrics > docs/metrics.md
+	$(PYTHON) -m run_scripts.metrics_page > docs/metrics.md
 lock:  # every version of the CUDA environment; needs uv
 	uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
 		--custom-compile-command "make lock" --constraint run_scripts/constraints-cuda.in \

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.report.evaluations import interval_in, measure_in, sets_in, value_in
-from mugrpo_megatron.report.payload import Drawing, draw
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.observe.results import interval_in, measure_in, sets_in, value_in
+from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.report.drawing import Drawing, draw
 from run_scripts.svg import LIGHT, write_svg
 
 LANES = {"generate": LIGHT["blue"], "optimize": LIGHT["green"]}

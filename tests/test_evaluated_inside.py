@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete
 from tests.scaling.nodes import TORCHRUN
 from tests.tiny import COIN, mugrpo, save_model, take_stages, write_recipe

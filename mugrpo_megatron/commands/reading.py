@@ -145,13 +145,13 @@ def report(options: Options) -> int:
     if len(run_dirs) == 1:
         if out is not None:
             raise UserError("--out is for a page of several runs; one run's is RUN_DIR/report.html")
-        from mugrpo_megatron.report.report import write_report
+        from mugrpo_megatron.report.page import write_report
 
         print(visible(str(write_report(run_dirs[0]))))
         return 0
     if out is None:
         raise UserError("several runs need --out PAGE.html; no run's directory is the place of their common page")
-    from mugrpo_megatron.report.compare import write_comparison
+    from mugrpo_megatron.report.comparison import write_comparison
 
     print(visible(str(write_comparison(run_dirs, out))))
     return 0

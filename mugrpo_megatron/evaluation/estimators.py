@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+
+from mugrpo_megatron.recipe.scoring import MEAN
 
 Measure = Literal["accuracy", "reward"]
 """The name of a held-out set's mean reward: share of correct responses, or mean of a reward of any size."""
@@ -129,3 +131,25 @@ def _wilson(p: float, size: float) -> Interval:
     centre = (p + z2 / 2.0) / (1.0 + z2)
     half = Z95 * math.sqrt(p * (1.0 - p) / size + z2 / (4.0 * size)) / (1.0 + z2)
     return Interval(p, min(p, max(0.0, centre - half)), max(p, min(1.0, centre + half)))
+
+
+@dataclass(frozen=True, slots=True)
+class SetFigures:
+    """The result of an evaluation on one held-out set."""
+
+    mean: Interval
+    problems: int
+    samples: int
+    """Responses per problem."""
+
+
+def figures_of(measure: Measure, sets: Mapping[str, SetFigures]) -> dict[str, float]:
+    """The metrics of an evaluation row (observe/metrics.py), without infinite ends of intervals."""
+    means = {name: figures.mean for name, figures in sets.items()}
+    row: dict[str, float] = {}
+    for name, mean in {**means, MEAN: macro_average(list(means.values()))}.items():
+        row[f"{measure}/{name}"] = mean.value
+        row |= {f"{end}/{name}": at for end, at in (("low", mean.low), ("high", mean.high)) if math.isfinite(at)}
+    for name, figures in sets.items():
+        row |= {f"problems/{name}": figures.problems, f"samples/{name}": figures.samples}
+    return row

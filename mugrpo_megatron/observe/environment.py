@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shlex
+import subprocess
+import sys
 import warnings
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -40,7 +43,7 @@ def installed(distribution: str) -> str | None:
 
 def environment() -> dict[str, str]:
     """Name -> version or description: installed packages, Python, system, cores, memory, devices."""
-    packages = {name: found for name in PACKAGES if (found := installed(name))}
+    packages = {name: number for name in PACKAGES if (number := installed(name))}
     return packages | {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -48,6 +51,24 @@ def environment() -> dict[str, str]:
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "devices": devices(),
     }
+
+
+def origin() -> dict[str, str]:
+    """Where and how this process was started: host, command line, and the commit of a checkout that it runs from."""
+    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    places = {"host": platform.node(), "command": command, "commit": commit()}
+    return {name: value for name, value in places.items() if value}
+
+
+def commit() -> str:
+    """The commit of the checkout that holds this package, with + where its files differ; empty without a checkout."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():
+        return ""
+    describe = ("git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return ""
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

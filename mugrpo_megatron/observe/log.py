@@ -15,7 +15,8 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
-from mugrpo_megatron.observe.environment import environment
+from mugrpo_megatron.observe.environment import environment, origin
+from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
 from mugrpo_megatron.recipe.sections import TrackSection
 
@@ -48,10 +49,10 @@ def json_lines(path: Path) -> Iterator[Sink]:
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
                 return  # the stage has them
-            left = memoryview((json.dumps(_finite(row)) + "\n").encode())
+            rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
             with _refusal_told(path):
-                while left:
-                    left = left[file.write(left) :]
+                while rest:
+                    rest = rest[file.write(rest) :]
 
         yield sink
 
@@ -208,11 +209,13 @@ def open_log(
     run_id: str = "",
     config: Mapping[str, Any] = MappingProxyType({}),
     write: bool = True,
+    watch: Watch | None = None,
 ) -> Iterator[MetricLog]:
     """Open the run's log to append to it; `write` is true only on the main rank.
 
     `updates_done` are the updates taken so far: a resumed run's TensorBoard curves continue there. `run_id` is the id
-    of its Weights & Biases curves, which a resumed run continues; without it they are new ones.
+    of its Weights & Biases curves, which a resumed run continues; without it they are new ones. `watch` says signs that
+    the run is sick.
     Raises UserError when the log is damaged or the recipe asks for Weights & Biases and it is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
@@ -229,9 +232,13 @@ def open_log(
             sinks.append(stack.enter_context(tensorboard(run_dir / "tensorboard", updates_done, later)))
         if write and section.wandb_project is not None:
             sinks.append(stack.enter_context(wandb_run(run_dir, section, run_id, config)))
+        if write and watch:
+            for row in rows:
+                watch.take(row)
+            sinks.append(watch)
         clock = steady_clock(rows)
         for sink in sinks:
-            sink({"kind": "process", "time": clock(), "environment": environment()})
+            sink({"kind": "process", "time": clock(), "environment": environment() | origin()})
         yield MetricLog(tuple(sinks), clock, {row["update"] for row in evaluations})
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
+from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
 from mugrpo_megatron.recipe.scoring import EvalSection
-from mugrpo_megatron.report.evaluations import SetFigures, figures_of
-from mugrpo_megatron.report.kept import Kept, chosen_places, shortened, write_kept
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.run import Run
@@ -29,7 +29,7 @@ class Answers:
     truncated: int
     unparsed: int
     """Responses in which no answer was found."""
-    kept: Kept | None
+    kept: Example | None
     """The first response, if it is one that is kept."""
 
 
@@ -126,7 +126,7 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
     figures = figures_of(measure, sets) | shares | {"tokens": tokens}
     shown = [answers[place].kept for place in sorted(answers)]
     if run.is_main and any(shown):
-        write_kept(run.directory.samples(cursor.updates), [one for one in shown if one])
+        write_examples(run.directory.samples(cursor.updates), [one for one in shown if one])
     run.log.evaluation(cursor.stage, cursor.updates, cursor.age, figures)
     bar.values[measure] = figures[f"{measure}/mean"]
     if len(sets) > 1:
@@ -156,7 +156,7 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
     samples = run.recipe.eval.of(name).samples
     how = held_out_sampling(run.recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-    shown = set(chosen_places(names, run.recipe.report.eval_problems))
+    shown = set(example_places(names, run.recipe.report.eval_problems))
     answers: ByPlace = {}
 
     def take(waiting: int, slots: int) -> list[Prompt]:
@@ -181,10 +181,10 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
     )
 
 
-def _kept(group: ScoredGroup) -> Kept:
+def _kept(group: ScoredGroup) -> Example:
     """The first response, for people to read."""
     problem, response, score = group.prompt.problem, group.responses[0], group.scores[0]
-    return Kept(
+    return Example(
         set=problem.source,
         problem=problem.id,
         question=problem.question or (problem.messages[-1][1] if problem.messages else ""),

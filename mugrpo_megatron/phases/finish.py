@@ -9,10 +9,10 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights
 from mugrpo_megatron.phases.saves import check_own_hf
-from mugrpo_megatron.report.report import FILE_NAME, write_report
-from mugrpo_megatron.report.summary import summarize, summary_table
+from mugrpo_megatron.report.page import FILE_NAME, write_report
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.leader import Engines

@@ -1,262 +1,385 @@
-"""The report's charts: metrics of each panel, how they are drawn, and their explanations."""
+"""Every chart of a run's page as one table: what it shows, how it is drawn, and what it explains."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
+from typing import Any, NamedTuple
 
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.observe.log import Row
-from mugrpo_megatron.report.atlas import atlas_charts
-from mugrpo_megatron.report.curves import Chart, Series, ages_of, by_age, column, has_values, over_updates, spread
+from mugrpo_megatron.observe.results import measure_in, sets_in
+from mugrpo_megatron.observe.rundata import RunData
+from mugrpo_megatron.recipe.scoring import MATH
+from mugrpo_megatron.report import histograms, probes
+from mugrpo_megatron.report.curves import (
+    Chart,
+    Series,
+    ages_of,
+    by_age,
+    column,
+    each_set,
+    has_values,
+    held_out,
+    over_updates,
+    ramp,
+    rounded,
+    spread,
+)
 from mugrpo_megatron.report.details import Details
-from mugrpo_megatron.report.evaluations import measure_in, sets_in
-from mugrpo_megatron.report.paper_charts import held_out, paper_charts
-from mugrpo_megatron.report.probes import Followed
-from mugrpo_megatron.report.response_charts import pass_chart, passed_chart, response_charts, unparsed_chart
-from mugrpo_megatron.report.rundata import RunData
-from mugrpo_megatron.report.trigger_charts import trigger_charts
+from mugrpo_megatron.report.triggers import Thresholds, ratio_text, scope_series, threshold_series
 
 MAX_LINES_BY_AGE = 8
 """With more stages than this, curves over age become a median and a band."""
 
+LEARNING, SAMPLES, VETO, HEALTH = "Learning", "Samples", "The veto, token by token", "Off-policy health"
+TRIGGERS, PAPER, OPTIMIZATION = "Triggers by threshold", "The paper's figures", "Optimization"
+RESPONSES, COST = "Responses", "Time and memory"
+SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, VETO, TRIGGERS, PAPER, COST)
+"""The page's sections with charts, in order."""
 
-def charts(
-    run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row], details: Details, probed: Sequence[Followed]
-) -> list[Chart]:
-    """Every chart that has a value; `probed` are the responses that the run followed.
 
-    A point of a curve over updates stands for one of `buckets`, consecutive updates. `stages` are the stage rows. The
-    axis of a series is one of the drawing's `axes`.
-    """
-    every = (
-        *_learning(run, buckets, stages),
-        *_support(run, buckets),
-        *trigger_charts(run, buckets),
-        *paper_charts(run, buckets),
-        *_optimizer(run, buckets),
-        *_responses(run, stages),
-        *response_charts(details.stages),
-        *atlas_charts(probed, run.recipe.get("objective", {}).get("trigger_ratio")),
-    )
-    drawn = [row["stage"] for row in stages]
-    maybe = (
-        pass_chart(details.stages, drawn),
-        unparsed_chart(details.stages, drawn, run.evals, run.recipe.get("reward", {})),
-        passed_chart(run.evals),
-    )
-    whole = [*every, *(chart for chart in maybe if chart)]
-    filled = (replace(chart, series=[s for s in chart.series if has_values(s.y)]) for chart in whole)
+@dataclass(frozen=True, slots=True)
+class Material:
+    """What the charts are made from."""
+
+    run: RunData
+    buckets: Sequence[Sequence[Row]]
+    """A point of a curve over updates stands for one of these: consecutive updates."""
+    stages: Sequence[Row]
+    """The rows of the stages that the axis `stage` has a point for."""
+    details: Details
+    followed: Sequence[probes.Followed]
+    """The responses that the run's probes followed."""
+    thresholds: Thresholds
+
+    @property
+    def ages(self) -> list[list[Row]]:
+        """The updates that each point of the axis `age` stands for; none for one stage, whose ages are its updates."""
+        updates = self.run.updates
+        several = updates and updates[0]["stage"] < updates[-1]["stage"]
+        return by_age(updates, ages_of(updates)) if several else []
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What titles and explanations say of this run."""
+        run, recipe, names = self.run, self.run.recipe, self.thresholds.names
+        negative = [one for one in self.followed if one.negative]
+        stages = len({one.stage for one in negative})
+        evaluation = recipe.get("eval", {})
+        temperatures = [evaluation, *(one for one in evaluation.get("sets", {}).values() if "temperature" in one)]
+        return {
+            "measure": measure_in(run.evals),
+            "sets": " of each set, and their unweighted mean" if len(sets_in(run.evals)) > 1 else "",
+            "held_out_at": _at_temperature(temperatures),
+            "trained_at": _at_temperature([recipe.get("rollout", {})]),
+            "nearest": self.thresholds.label(self.thresholds.nearest) if names else "",
+            "negative": f"{len(negative)} negative responses of {stages} stage{'s' if stages > 1 else ''}",
+        }
+
+
+class Curve(NamedTuple):
+    """A metric as one curve of a chart."""
+
+    metric: str
+    label: str
+    color: str
+
+
+Computed = Callable[[Material], Iterable[Series]]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One row of the table: a chart before a run has filled it."""
+
+    section: str
+    id: str
+    title: str
+    curves: Sequence[tuple[str, str, str]] | Computed
+    """(metric, label, colour) of each curve, or a function for what is no metric over time."""
+    explains: str
+    over: str = "update"
+    """The rows whose metric it is: `update` or `stage`."""
+    rule: float | str | None = None
+    """The height of a dashed line, or the recipe's key that has it."""
+    rule_label: str = ""
+    smooth: bool = False
+    restarts: bool = False
+    looks: Mapping[str, Any] = field(default_factory=dict)
+    """The other fields of `Chart`. `format` may be "measure", percent for accuracies; `scale` "as spread", log for
+    peaks."""
+
+
+PERCENT: dict[str, Any] = {"format": "percent", "zero": True}
+LOG_PERCENT = PERCENT | {"scale": "log"}
+LOG: dict[str, Any] = {"scale": "log", "unit": "π/β"}
+ZEROS = "Lines are moving averages of the faint values. Below the smallest one, the log axis is linear down to 0."
+
+
+def charts(material: Material) -> list[Chart]:
+    """Every chart of the table that has a value, in the table's order."""
+    words = material.words
+    filled = (_filled(plan, material, words) for plan in TABLE)
     return [chart for chart in filled if chart.series]
 
 
-def _learning(run: RunData, buckets: Sequence[Sequence[Row]], stages: Sequence[Row]) -> Iterable[Chart]:
-    measure = measure_in(run.evals)
-    of = " of each set, and their unweighted mean" if len(sets_in(run.evals)) > 1 else ""
-    evaluation = run.recipe.get("eval", {})
-    temperatures = {evaluation.get("temperature")}
-    temperatures |= {one["temperature"] for one in evaluation.get("sets", {}).values() if "temperature" in one}
-    yield Chart(
-        "accuracy",
-        f"Held-out {measure}",
-        f"Held-out {measure}{of}, with its 95 % interval. Responses are sampled {_at_temperature(temperatures)}.",
-        held_out(run.evals),
-        format="percent" if measure == "accuracy" else "number",
-    )
-    reward = over_updates(buckets, "training reward", "orange", "reward_mean", smooth=True, restarts=True)
-    by_stage = Series("stage mean", "orange", "stage", column(stages, "reward_mean"), draw="step")
-    yield Chart(
-        "reward",
-        "Training reward",
-        "Mean reward of each update's responses, sampled "
-        f"{_at_temperature({run.recipe.get('rollout', {}).get('temperature')})} when their stage began: other problems "
-        "and other sampling than the held-out figures, so the two levels differ.",
-        [reward if has_values(reward.y) else by_stage],
+def section_of(id: str) -> str:
+    """The section in which a chart stands."""
+    return next(plan.section for plan in TABLE if plan.id == id)
+
+
+def _filled(plan: Plan, material: Material, words: dict[str, str]) -> Chart:
+    if callable(plan.curves):
+        series = list(plan.curves(material))
+    else:
+        series = [_series(plan, Curve(*curve), material) for curve in plan.curves]
+    rule = material.run.setting(plan.rule) or None if isinstance(plan.rule, str) else plan.rule  # 0 is on no log axis
+    looks = dict(plan.looks)
+    if looks.get("format") == "measure":
+        looks["format"] = "percent" if words["measure"] == "accuracy" else "number"
+    if looks.get("scale") == "as spread":
+        looks["scale"] = "log" if spread(series[0].y) > 30 else "linear"
+    return Chart(
+        plan.id,
+        plan.title.format_map(words),
+        plan.explains.format_map(words),
+        [one for one in series if has_values(one.y)],
+        rule=rule,
+        rule_label=plan.rule_label,
+        **looks,
     )
 
 
-def _at_temperature(values: Set[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    if not known:
+def _series(plan: Plan, curve: Curve, material: Material) -> Series:
+    if plan.over == "stage":
+        return Series(curve.label, curve.color, "stage", column(material.stages, curve.metric), draw="step")
+    values = over_updates(material.buckets, curve.metric)
+    return Series(curve.label, curve.color, "update", values, smooth=plan.smooth, restarts=plan.restarts)
+
+
+def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
+    values = sorted({section["temperature"] for section in sections if section.get("temperature") is not None})
+    if not values:
         return "as the recipe says"
-    return "greedily" if known == [0] else f"at temperature {' and '.join(f'{value:g}' for value in known)}"
+    return "greedily" if values == [0] else f"at temperature {' and '.join(f'{value:g}' for value in values)}"
 
 
-def _support(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
-    yield Chart(
-        "dropped",
-        "Tokens vetoed and clipped",
-        "Shares of response tokens: dropped by the veto or another mask, and clipped.",
-        [
-            over_updates(buckets, "vetoed", "red", "vetoed_fraction", restarts=True),
-            over_updates(buckets, "clipped", "blue", "clipped_fraction", restarts=True),
-        ],
-        format="percent",
-        zero=True,
-    )
-    yield Chart(
-        "ratio_neg",
-        "Importance ratio, negative advantage",
-        "π/β of tokens in responses with negative advantage; 1 on policy.",
-        [
-            over_updates(buckets, "max", "red", "ratio_neg_max", restarts=True, reduce=max),
-            over_updates(buckets, "p99", "orange", "ratio_neg_p99", restarts=True, reduce=max),
-            over_updates(buckets, "mean", "blue", "ratio_neg_mean", restarts=True),
-        ],
-        scale="log",
-        rule=run.recipe.get("objective", {}).get("clip_high"),
-        rule_label="clip",
-        unit="π/β",
-    )
-    yield Chart(
-        "ess",
-        "Effective sample size",
-        "(Σr)² / TΣr² of the token ratios; 1 on policy. It falls as the data become stale.",
-        [over_updates(buckets, "ESS", "teal", "ess", restarts=True, reduce=min)],
-        format="percent",
-    )
-    yield Chart(
-        "kl",
-        "KL from the sampling policy",
-        "KL(β‖π) per token: k3 = r − 1 − log r, k1 = −log r.",
-        [
-            over_updates(buckets, "k3", "violet", "kl_k3", restarts=True),
-            over_updates(buckets, "k1", "orange", "kl_k1", restarts=True),
-        ],
-        unit="nats",
-    )
-    if any(row["age"] for row in run.updates) and run.updates[0]["stage"] < run.updates[-1]["stage"]:
-        yield _by_age(run, "ess", "ESS by age", "Effective sample size against the age of the data in updates.", "teal")
-        yield _by_age(
-            run, "vetoed_fraction", "Vetoed by age", "Tokens vetoed against the age of the data in updates.", "red"
-        )
+# ---------------------------------------------------------------- what is no metric over time
 
 
-def _optimizer(run: RunData, buckets: Sequence[Sequence[Row]]) -> Iterable[Chart]:
-    norm = over_updates(buckets, "gradient norm", "blue", "grad_norm", smooth=True)
-    yield Chart(
-        "grad_norm",
-        "Gradient norm",
-        "Global norm before clipping.",
-        [norm],
-        scale="log" if spread(norm.y) > 30 else "linear",
-        zero=True,
-        rule=run.recipe.get("optimizer", {}).get("clip_grad"),
-        rule_label="clip_grad",
-    )
-    yield Chart(
-        "entropy",
-        "Entropy",
-        "Mean entropy of the next-token distribution at response tokens, in nats.",
-        [over_updates(buckets, "entropy", "teal", "entropy", smooth=True)],
-        unit="nats",
-    )
-    yield Chart(
-        "loss",
-        "Loss",
-        "The loss that an update minimises. Watch its jumps, not its level.",
-        [over_updates(buckets, "loss", "violet", "loss", smooth=True)],
-    )
-    yield Chart(
-        "lr",
-        "Learning rate",
-        "Learning rate of each update.",
-        [over_updates(buckets, "lr", "yellow", "lr")],
-        zero=True,
-    )
+def _reward(material: Material) -> Iterable[Series]:
+    values = over_updates(material.buckets, "reward_mean")
+    if has_values(values):
+        yield Series("training reward", "orange", "update", values, smooth=True, restarts=True)
+    else:
+        yield Series("stage mean", "orange", "stage", column(material.stages, "reward_mean"), draw="step")
 
 
-def _responses(run: RunData, stages: Sequence[Row]) -> Iterable[Chart]:
-    def steps(label: str, color: str, name: str) -> Series:
-        return Series(label, color, "stage", column(stages, name), draw="step")
-
-    yield Chart(
-        "length",
-        "Response length",
-        "Tokens per response, by stage.",
-        [steps("longest", "orange", "response_length_max"), steps("mean", "blue", "response_length_mean")],
-        format="tokens",
-        zero=True,
-        unit="tokens",
-    )
-    yield Chart(
-        "groups",
-        "Groups without signal, truncated responses",
-        "Zero-variance groups have equal rewards and no gradient; truncated responses reached the length limit.",
-        [
-            steps("zero-variance groups", "magenta", "zero_variance_fraction"),
-            steps("truncated", "yellow", "truncated_fraction"),
-        ],
-        format="percent",
-        zero=True,
-    )
-    yield Chart(
-        "mismatch",
-        "Engine against learner",
-        "|log π_engine − log π_learner| per token with the same weights, in nats.",
-        [
-            steps("max", "red", "mismatch_max"),
-            steps("p99", "orange", "mismatch_p99"),
-            steps("mean", "blue", "mismatch_mean"),
-        ],
-        scale="log",
-        unit="nats",
-    )
-    rates = _rates(run.phases)
-    yield Chart(
-        "throughput",
-        "Throughput",
-        "Response tokens per second in generation and in optimization, by stage.",
-        [
-            Series(label, color, "stage", [rates.get((phase, row["stage"])) for row in stages], draw="step")
-            for label, color, phase in (("sampled", "blue", "generate"), ("trained", "teal", "optimize"))
-        ],
-        zero=True,
-        unit="tokens/s",
-    )
+def _unparsed(material: Material) -> Iterable[Series]:
+    """Of training and of each held-out set, where `math` looks for an answer."""
+    reward, stages = material.run.recipe.get("reward", {}), material.details.stages
+    if reward.get("function", MATH) != MATH or reward.get("functions"):
+        return
+    shares = [stages[row["stage"]].unparsed if row["stage"] in stages else None for row in material.stages]
+    values = [None if share is None else rounded(share) for share in shares]
+    yield Series("training, by stage", "orange", "stage", values, draw="step")
+    yield from each_set(material.run.evals, "unparsed", "{set}, held out")
 
 
-def _rates(phases: Sequence[Row]) -> dict[tuple[str, int], float]:
-    """Tokens per second of each phase and stage, over all of its parts: evaluations and resumes divide a phase."""
-    parts = [row for row in phases if row.get("tokens") is not None and row["end"] > row["start"]]
-    tokens, seconds = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
-    for row in parts:
-        place = row["phase"], row["stage"]
-        tokens[place] += row["tokens"]
-        seconds[place] += row["end"] - row["start"]
-    return {place: tokens[place] / seconds[place] for place in seconds}
+def _by_phase(material: Material, value: Callable[[Sequence[Row]], float | None], labels: Sequence[Curve]) -> Any:
+    """One curve for each of some phases, with a value for all parts of a stage's phase together."""
+    parts: dict[tuple[str, int], list[Row]] = {}
+    for row in material.run.phases:
+        parts.setdefault((row["phase"], row["stage"]), []).append(row)
+    for phase, label, color in labels:
+        values = [value(parts.get((phase, row["stage"]), ())) for row in material.stages]
+        yield Series(label, color, "stage", values, draw="step")
 
 
-def _by_age(run: RunData, metric: str, title: str, explains: str, color: str) -> Chart:
+def _rate(parts: Sequence[Row]) -> float | None:
+    """Tokens per second; evaluations and resumes divide a phase."""
+    timed = [row for row in parts if row.get("tokens") is not None and row["end"] > row["start"]]
+    totals = Counter[str]()
+    for row in timed:
+        totals.update(tokens=row["tokens"], seconds=row["end"] - row["start"])
+    return rounded(totals["tokens"] / totals["seconds"]) if timed else None
+
+
+def _largest(parts: Sequence[Row]) -> float | None:
+    """The most memory of a phase, in GiB."""
+    keys = ("learner_memory_peak", "engine_memory")
+    return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
+
+
+def _each_stage(material: Material, metric: str, color: str) -> Iterable[Series]:
     """A metric against age: one curve for each stage, or median and 10-90 % band with many stages."""
-    ages = ages_of(run.updates)
+    if not material.ages or not any(row["age"] for row in material.run.updates):
+        return
+    ages = ages_of(material.run.updates)
     curves = [
-        over_updates(by_age(list(rows), ages), f"stage {number}", color, metric, axis="age").y
-        for number, rows in groupby(run.updates, key=itemgetter("stage"))
+        (number, over_updates(by_age(list(rows), ages), metric))
+        for number, rows in groupby(material.run.updates, key=itemgetter("stage"))
     ]
     if len(curves) <= MAX_LINES_BY_AGE:
-        series = [
-            Series(
-                f"stage {place}",
-                f"ramp-{round(7 * place / max(len(curves) - 1, 1))}",
-                "age",
-                curve,
-            )
-            for place, curve in enumerate(curves)
-        ]
-    else:
-        spread = [sorted(v for v in values if v is not None) for values in zip(*curves, strict=True)]
-        series = [
-            Series(
-                f"median of {len(curves):,} stages",
-                color,
-                "age",
-                [statistics.median(values) if values else None for values in spread],
-                low=[values[len(values) // 10] if values else None for values in spread],
-                high=[values[9 * len(values) // 10] if values else None for values in spread],
-            )
-        ]
-    return Chart(f"{metric}_by_age", title, explains, series, format="percent", along="age", zero=metric != "ess")
+        for place, (number, values) in enumerate(curves):
+            yield Series(f"stage {number}", ramp(place, len(curves)), "age", values)
+        return
+    columns = [sorted(v for v in values if v is not None) for values in zip(*(y for _, y in curves), strict=True)]
+    yield Series(
+        f"median of {len(curves):,} stages",
+        color,
+        "age",
+        [statistics.median(values) if values else None for values in columns],
+        low=[values[len(values) // 10] if values else None for values in columns],
+        high=[values[9 * len(values) // 10] if values else None for values in columns],
+    )
+
+
+def _thresholds(material: Material, metric: str, axis: str) -> Iterable[Series]:
+    buckets = material.ages if axis == "age" else material.buckets
+    if not buckets:
+        return ()
+    if metric == "dropped":
+        return scope_series(material.thresholds, buckets, axis)
+    return threshold_series(material.thresholds, buckets, metric, axis)
+
+
+def _triggers(axis: str) -> tuple[Plan, ...]:
+    """The three charts of what thresholds find, along `axis`."""
+    looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
+    suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
+    ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"
+    return tuple(
+        Plan(TRIGGERS, f"{id}{suffix}", title, partial(_thresholds, metric=metric, axis=axis), says + ends, looks=looks)
+        for id, metric, title, says in (
+            ("trigger_tokens", "trigger_tokens", f"Trigger tokens{by}",
+             "Negative tokens with a ratio below each threshold, as a share of all of them."),
+            ("trigger_responses", "trigger_responses", f"Responses with a trigger{by}",
+             "Negative responses with at least one trigger, as a share of all of them."),
+            ("dropped_by_scope", "dropped", f"Dropped by each scope{by}, at {{nearest}}",
+             "Share of all response tokens that each scope of the veto would drop."),
+        )
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the table
+
+TABLE: tuple[Plan, ...] = (
+    Plan(LEARNING, "accuracy", "Held-out {measure}", lambda m: held_out(m.run.evals),
+         "Held-out {measure}{sets}, with its 95 % interval. Responses are sampled {held_out_at}.",
+         looks={"format": "measure"}),
+    Plan(LEARNING, "reward", "Training reward", _reward,
+         "Mean reward of each update's responses, sampled {trained_at} when their stage began: other problems and "
+         "other sampling than the held-out figures, so the two levels differ."),
+    Plan(LEARNING, "passed", "Held-out pass@k",
+         lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
+         "Share of each set's problems with at least one right response among the k sampled.", looks=PERCENT),
+
+    Plan(HEALTH, "dropped", "Tokens vetoed and clipped",
+         (("vetoed_fraction", "vetoed", "red"), ("clipped_fraction", "clipped", "blue")),
+         "Shares of response tokens: dropped by the veto or another mask, and clipped.", restarts=True, looks=PERCENT),
+    Plan(HEALTH, "ratio_neg", "Importance ratio, negative advantage",
+         (("ratio_neg_max", "max", "red"), ("ratio_neg_p99", "p99", "orange"), ("ratio_neg_mean", "mean", "blue")),
+         "π/β of tokens in responses with negative advantage; 1 on policy.",
+         rule="objective.clip_high", rule_label="clip", restarts=True, looks=LOG),
+    Plan(HEALTH, "ess", "Effective sample size", (("ess", "ESS", "teal"),),
+         "(Σr)² / TΣr² of the token ratios; 1 on policy. It falls as the data become stale.",
+         restarts=True, looks={"format": "percent"}),
+    Plan(HEALTH, "kl", "KL from the sampling policy", (("kl_k3", "k3", "violet"), ("kl_k1", "k1", "orange")),
+         "KL(β‖π) per token: k3 = r − 1 − log r, k1 = −log r.", restarts=True, looks={"unit": "nats"}),
+    Plan(HEALTH, "ess_by_age", "ESS by age", partial(_each_stage, metric="ess", color="teal"),
+         "Effective sample size against the age of the data in updates.", looks={"format": "percent", "along": "age"}),
+    Plan(HEALTH, "vetoed_fraction_by_age", "Vetoed by age", partial(_each_stage, metric="vetoed_fraction", color="red"),
+         "Tokens vetoed against the age of the data in updates.", looks=PERCENT | {"along": "age"}),
+
+    Plan(OPTIMIZATION, "grad_norm", "Gradient norm", (("grad_norm", "gradient norm", "blue"),),
+         "Global norm before clipping.", rule="optimizer.clip_grad", rule_label="clip_grad", smooth=True,
+         looks={"zero": True, "scale": "as spread"}),
+    Plan(OPTIMIZATION, "entropy", "Entropy", (("entropy", "entropy", "teal"),),
+         "Mean entropy of the next-token distribution at response tokens, in nats.", smooth=True,
+         looks={"unit": "nats"}),
+    Plan(OPTIMIZATION, "loss", "Loss", (("loss", "loss", "violet"),),
+         "The loss that an update minimises. Watch its jumps, not its level.", smooth=True),
+    Plan(OPTIMIZATION, "lr", "Learning rate", (("lr", "lr", "yellow"),), "Learning rate of each update.",
+         looks={"zero": True}),
+
+    Plan(RESPONSES, "rewards", "Rewards", lambda m: histograms.reward_series(m.details.stages),
+         "Share of each stage's responses by reward.", looks=PERCENT | {"along": "reward"}),
+    Plan(RESPONSES, "lengths", "Response lengths", lambda m: histograms.length_series(m.details.stages),
+         f"Share of each stage's responses by length, in {histograms.BINS} equal parts; of a long stage 16 updates are "
+         "counted.", looks=PERCENT | {"along": "length"}),
+    Plan(RESPONSES, "pass_at_k", "pass@k of the training groups",
+         lambda m: histograms.pass_series(m.details.stages, [row["stage"] for row in m.stages]),
+         "Mean over a stage's problems of the chance that k of its responses hold one with a reward of 1 or more.",
+         looks=PERCENT),
+    Plan(RESPONSES, "unparsed", "No answer found", _unparsed,
+         "Share of responses from which no answer could be extracted.", looks=PERCENT),
+    Plan(RESPONSES, "length", "Response length",
+         (("response_length_max", "longest", "orange"), ("response_length_mean", "mean", "blue")),
+         "Tokens per response, by stage.", over="stage", looks={"format": "tokens", "zero": True, "unit": "tokens"}),
+    Plan(RESPONSES, "groups", "Groups without signal, truncated responses",
+         (("zero_variance_fraction", "zero-variance groups", "magenta"), ("truncated_fraction", "truncated", "yellow")),
+         "Zero-variance groups have equal rewards and no gradient; truncated responses reached the length limit.",
+         over="stage", looks=PERCENT),
+    Plan(RESPONSES, "mismatch", "Engine against learner",
+         (("mismatch_max", "max", "red"), ("mismatch_p99", "p99", "orange"), ("mismatch_mean", "mean", "blue")),
+         "|log π_engine − log π_learner| per token with the same weights, in nats.", over="stage",
+         looks={"scale": "log", "unit": "nats"}),
+
+    Plan(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.followed),
+         "Quantiles of π/β over the tokens of {negative}, the same ones at every age.",
+         rule="objective.trigger_ratio", rule_label="trigger_ratio", looks=LOG | {"along": "age"}),
+    Plan(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.followed),
+         "10 % quantile of π/β over tokens of responses on which the stage has trained already, and of those whose "
+         "update is still to come: what the objective pushed down itself, and what moved with it.",
+         rule=1.0, rule_label="on policy", looks=LOG | {"along": "age"}),
+    Plan(VETO, "atlas_triggers", "Responses with a trigger by threshold", lambda m: probes.share_series(m.followed),
+         "Share of {negative} with a token below each threshold.", looks=PERCENT | {"along": "age"}),
+    Plan(VETO, "atlas_first", "First trigger against length", lambda m: probes.first_series(m.followed),
+         "Position of the first token below each threshold, at each stage's last probe, against the response's length.",
+         looks={"format": "tokens", "zero": True, "along": "length", "unit": "token"}),
+
+    *_triggers("age"),
+    *_triggers("update"),
+    Plan(TRIGGERS, "ratio_neg_min", "Smallest importance ratio, negative advantage",
+         (("ratio_neg_min", "smallest", "blue"),),
+         "The lowest π/β of a token with negative advantage in each update: a threshold below it finds no trigger. "
+         f"Log-ratios are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {ratio_text(math.exp(-LOG_RATIO_LIMIT))}.",
+         rule="objective.trigger_ratio", rule_label="trigger_ratio", restarts=True, looks={"scale": "log"}),
+
+    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}",
+         lambda m: held_out(m.run.evals),
+         "Unweighted mean of the held-out sets with its 95 % interval: over wall-clock Figure 1, over updates Figures "
+         "2 and 3.", looks={"wide": True, "format": "measure"}),
+    Plan(PAPER, "paper_clipping", "Figure 2: token clipping rate",
+         (("clipped_fraction", "token clipping rate", "blue"),),
+         "Share of response tokens whose gradient the clip removes; a fraction, as on the paper's axis.",
+         restarts=True, looks={"zero": True}),
+    Plan(PAPER, "paper_ratio", "Figure 3: E[ρ_t | A_t < 0]", (("ratio_neg_mean", "E[ρ_t | A_t < 0]", "violet"),),
+         "Mean importance ratio of tokens with negative advantage, vetoed ones included. In the paper it stays at 1 in "
+         "stable runs and falls in runs that collapse.", rule=1.0, rule_label="on policy", restarts=True,
+         looks={"zero": True}),
+    Plan(PAPER, "paper_reward", "Figure 5: average reward", (("reward_mean", "average reward", "orange"),),
+         "Mean reward of the responses that each update trains on; they were sampled when their stage began.",
+         smooth=True, restarts=True),
+    Plan(PAPER, "paper_vetoed", "Figure 6: vetoed fraction", (("vetoed_fraction", "vetoed fraction", "red"),),
+         "Share of response tokens that the veto removes; a fraction, as on the paper's axis.", restarts=True,
+         looks={"zero": True}),
+
+    Plan(COST, "throughput", "Throughput",
+         lambda m: _by_phase(m, _rate, [Curve("generate", "sampled", "blue"), Curve("optimize", "trained", "teal")]),
+         "Response tokens per second in generation and in optimization, by stage.",
+         looks={"zero": True, "unit": "tokens/s"}),
+    Plan(COST, "memory", "Memory",
+         lambda m: _by_phase(m, _largest, [Curve("generate", "engine", "blue"), Curve("optimize", "learner", "teal")]),
+         "Most memory that a rank's learner and an engine took in each stage: device memory on CUDA, else the "
+         "processes' own.", looks={"zero": True, "unit": "GiB"}),
+)  # fmt: skip
+"""Charts in the order of the page. Those of one section stand together."""

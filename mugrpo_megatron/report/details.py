@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.report.kept import Kept, read_kept, shortened
-from mugrpo_megatron.report.prompts import prompt_texts
+from mugrpo_megatron.observe.examples import Example, read_examples, shortened
 from mugrpo_megatron.rewards.shaping import verdict_in
 from mugrpo_megatron.stages.manifest import SEALED_NAME
 from mugrpo_megatron.stages.probe import Probe, read_probe
@@ -29,10 +29,12 @@ MOST_STAGES = 8
 MOST_EVALUATIONS = 4
 LENGTH_UPDATES = 16
 """Updates of a stage, evenly spaced, whose responses' lengths are read."""
-KEPT_GROUPS = 3
-"""Groups of a stage of which the best and the worst response are kept."""
+EXAMPLE_GROUPS = 3
+"""Groups of a stage of which the best and the worst response are shown."""
 
-Found = TypeVar("Found")
+TOKENIZER = "tokenizer.json"
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class StageResponses:
     """int64 [N]"""
     lengths: np.ndarray
     """int64: tokens of each response of some updates."""
-    kept: list[Kept]
+    examples: list[Example]
     unparsed: float | None = None
     """Share of the responses of the same updates in which no answer was found; None where the stage does not say."""
 
@@ -58,7 +60,7 @@ class Details:
 
     stages: Mapping[int, StageResponses] = field(default_factory=dict)
     probes: Mapping[int, Probe] = field(default_factory=dict)
-    evaluations: Mapping[int, Sequence[Kept]] = field(default_factory=dict)
+    evaluations: Mapping[int, Sequence[Example]] = field(default_factory=dict)
     """By the updates that the run had taken."""
     damaged: Sequence[str] = ()
     """A sentence for each part that could not be read."""
@@ -71,9 +73,9 @@ def read_details(run_dir: Path, recipe: Mapping[str, Any]) -> Details:
     """Read what the run directory has; `recipe` are the run's tables."""
     damaged: list[str] = []
     read_stage = lambda path: _stage(path, run_dir, recipe)  # noqa: E731
-    stages = _found(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
-    probes = _found(run_dir / "probe", r"stage(\d{5})", MOST_STAGES, read_probe, damaged)
-    evaluations = _found(run_dir / "evaluations", r"update(\d+)\.jsonl", MOST_EVALUATIONS, read_kept, damaged)
+    stages = _parts(run_dir / "stages", r"(\d{5})", MOST_STAGES, read_stage, damaged)
+    probes = _parts(run_dir / "probe", r"stage(\d{5})", MOST_STAGES, read_probe, damaged)
+    evaluations = _parts(run_dir / "evaluations", r"update(\d+)\.jsonl", MOST_EVALUATIONS, read_examples, damaged)
     return Details(stages, probes, evaluations, damaged)
 
 
@@ -84,14 +86,14 @@ def spaced(numbers: Sequence[int], most: int) -> list[int]:
     return [numbers[round(part * (len(numbers) - 1) / (most - 1))] for part in range(most)]
 
 
-def _found(
-    folder: Path, name: str, most: int, read: Callable[[Path], Found | None], damaged: list[str]
-) -> dict[int, Found]:
+def _parts(
+    folder: Path, name: str, most: int, read: Callable[[Path], Part | None], damaged: list[str]
+) -> dict[int, Part]:
     paths = {}
     for path in sorted(folder.glob("*")) if folder.is_dir() else ():
         if match := re.fullmatch(name, path.name):
             paths[int(match[1])] = path
-    found = {}
+    parts = {}
     for number in spaced(sorted(paths), most):
         try:
             one = read(paths[number])
@@ -99,8 +101,8 @@ def _found(
             damaged.append(str(error))
             continue
         if one is not None:
-            found[number] = one
-    return found
+            parts[number] = one
+    return parts
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
@@ -112,15 +114,15 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
         with pq.ParquetFile(path) as file:
             numbers = file.read(columns=["reward", "group"])
             some = spaced(range(file.num_row_groups), LENGTH_UPDATES)
-            told = [name for name in ("response_ids", "extracted") if name in file.schema_arrow.names]
-            texts = file.read_row_groups(some, columns=told)
+            columns = [name for name in ("response_ids", "extracted") if name in file.schema_arrow.names]
+            texts = file.read_row_groups(some, columns=columns)
             rewards = numbers["reward"].to_numpy().astype(np.float64)
             groups = numbers["group"].to_numpy().astype(np.int64)
             lengths = pc.list_value_length(texts["response_ids"]).to_numpy().astype(np.int64)
-            found = texts["extracted"].to_pylist() if "extracted" in told else []
-            unparsed = sum(not text for text in found) / len(found) if found else None
+            answers = texts["extracted"].to_pylist() if "extracted" in columns else []
+            unparsed = sum(not text for text in answers) / len(answers) if answers else None
             verdicts = _verdicts(file, rewards, recipe)
-            return StageResponses(rewards, verdicts, groups, lengths, _kept(file, run_dir, recipe), unparsed)
+            return StageResponses(rewards, verdicts, groups, lengths, _examples(file, run_dir, recipe), unparsed)
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
     except (KeyError, ValueError, TypeError):
@@ -133,15 +135,15 @@ def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, An
     if not shapes or "components" not in file.schema_arrow.names:
         return rewards
     parts = file.read(columns=["components"])["components"].to_pylist()
-    found = [verdict_in(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)]
-    return np.array(found, dtype=np.float64)
+    verdicts = [verdict_in(reward, _named(part)) for reward, part in zip(rewards.tolist(), parts, strict=True)]
+    return np.array(verdicts, dtype=np.float64)
 
 
 def _named(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {one["name"]: one["value"] for one in parts}
 
 
-def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Kept]:
+def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Example]:
     """The best and the worst response of the first groups whose rewards differ, else of the first ones."""
     if "text" not in file.schema_arrow.names or not file.num_row_groups:
         return []
@@ -150,14 +152,14 @@ def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> lis
     groups, rewards = table["group"].to_numpy(), table["reward"].to_numpy()
     every = [np.flatnonzero(groups == group) for group in dict.fromkeys(groups.tolist())]
     mixed = [own for own in every if np.ptp(rewards[own]) > 0]
-    chosen = (mixed or every)[:KEPT_GROUPS]
+    chosen = (mixed or every)[:EXAMPLE_GROUPS]
     places = [int(p) for own in chosen for p in dict.fromkeys((own[rewards[own].argmax()], own[rewards[own].argmin()]))]
     few = table.take(places)
     lengths = pc.list_value_length(few["response_ids"]).to_pylist()
     questions = prompt_texts(few["prompt_ids"].to_pylist(), run_dir, recipe)
     rows = few.select(list(names)).to_pylist()
     return [
-        Kept(
+        Example(
             set="",
             problem=row["problem"],
             question=question,
@@ -172,3 +174,17 @@ def _kept(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> lis
         )
         for row, question, tokens in zip(rows, questions, lengths, strict=True)
     ]
+
+
+def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mapping[str, Any]) -> list[str]:
+    """Each prompt as the model saw it; empty texts where neither the run nor its model has a tokenizer that can."""
+    model = recipe.get("model", {}).get("path", "")
+    for path in (run_dir / "hf" / TOKENIZER, Path(str(model)) / TOKENIZER):
+        if not path.is_file():
+            continue
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+            return [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts]
+        except Exception:  # tokenizers raises bare Exception for a file that is none
+            continue
+    return ["" for _ in prompts]

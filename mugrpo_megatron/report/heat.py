@@ -25,13 +25,13 @@ PIECE = 24
 """Characters of a token's text."""
 
 
-def heat_map(all_followed: Sequence[Followed], objective: ObjectiveSection) -> dict[str, Any] | None:
+def heat_map(responses: Sequence[Followed], objective: ObjectiveSection) -> dict[str, Any] | None:
     """The data that heat.js draws; None without a negative response that was followed.
 
     Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios.
     """
     by_stage: dict[int, list[Followed]] = {}
-    for one in all_followed:
+    for one in responses:
         if one.negative:
             by_stage.setdefault(one.stage, []).append(one)
     if not by_stage:
@@ -46,8 +46,8 @@ def heat_map(all_followed: Sequence[Followed], objective: ObjectiveSection) -> d
     }
 
 
-def _lowest(several: Sequence[Followed]) -> list[Followed]:
-    return sorted(several, key=lambda one: (float(one.log_ratio[-1].min()), one.response.update))[:EACH]
+def _lowest(responses: Sequence[Followed]) -> list[Followed]:
+    return sorted(responses, key=lambda one: (float(one.log_ratio[-1].min()), one.response.update))[:EACH]
 
 
 def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.report.report import page
-from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.observe.rundata import read_run
+from mugrpo_megatron.report.page import page
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")

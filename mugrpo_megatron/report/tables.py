@@ -10,11 +10,10 @@ from typing import Any
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, value_in
+from mugrpo_megatron.observe.rundata import RunData, seconds_by_phase
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
-from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown, value_in
-from mugrpo_megatron.report.rundata import RunData, seconds_by_phase
-from mugrpo_megatron.report.summary import mean_of
 
 STAGE_HEAD = (
     "Stage",

@@ -17,6 +17,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
 from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -147,6 +148,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
             record_data(directory.path, problems)
         if record:
             check_current_stage(directory, stage_origin(directory, record, cursor, recipe.schedule), cursor)
+        display = stack.enter_context(open_display(show=is_main))
         log = open_log(
             directory.path,
             recipe.track,
@@ -154,8 +156,9 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
             run_id=record.id if record else "",
             config=recipe.model_dump(mode="json"),
             write=is_main,
+            watch=Watch(display.say, recipe.optimizer.clip_grad),
         )
-        with log as opened, open_display(show=is_main) as display, listening(is_main) as stop:
+        with log as opened, listening(is_main) as stop:
             yield Files(directory, record, opened, display, stop)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from mugrpo_megatron.report.rundata import RunData
+from mugrpo_megatron.observe.rundata import RunData
 
 CPU_FILE = "cpu.jsonl"
 WALL, CPU = 1, 2

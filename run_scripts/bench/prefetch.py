@@ -19,7 +19,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
+from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 1800.0

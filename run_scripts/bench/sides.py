@@ -24,8 +24,8 @@ import psutil
 
 from mugrpo_megatron.data.prepare import prepare, problem_at
 from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.recipe import Recipe, load_recipe
-from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.samples import Problem
 from run_scripts.bench.clock import CPU_FILE, CpuMeter, points, read_cpu_clock
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.grid import GRID, Grid, load_grid
 from run_scripts.study.results import CELLS, CURVES, DOCS, Row, cell_of, read_kept, read_results

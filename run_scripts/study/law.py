@@ -25,8 +25,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.paper import paper_seconds
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS, collect, write_rows
 from run_scripts.study.grid import Grid, load_grid

@@ -28,8 +28,8 @@ from types import FrameType
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.rundata import read_run
 from mugrpo_megatron.recipe import load_recipe
-from mugrpo_megatron.report.rundata import read_run
 from mugrpo_megatron.stages.store import StageStore
 from run_scripts.study.cells import Cell, Outcome, Waiting, draw_name, settings, stage_settings
 from run_scripts.study.grid import GRID, Grid, load_grid

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.stages.store import StageStore
 from run_scripts.study.collect import first_below, over, write_rows
 from run_scripts.study.results import DOCS, SHORT, Row

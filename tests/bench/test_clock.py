@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mugrpo_megatron.report.rundata import read_run
+from mugrpo_megatron.observe.rundata import read_run
 from run_scripts.bench.clock import CPU, WALL, CpuClock, CpuMeter, arrival, points, read_cpu_clock
 from tests.report.synthetic import recipe_of, rows_of, write_run
 

@@ -10,7 +10,7 @@ from mugrpo_megatron.commands.separate import generate_alone, optimize_alone
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
-from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.tiny import COIN, mugrpo, save_model, write_recipe

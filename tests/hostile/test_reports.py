@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.report.report import BRAND
+from mugrpo_megatron.report.page import BRAND
 from tests.hostile.outcome import command, listing, refused
 from tests.report.synthetic import recipe_of, rows_of, write_run
 

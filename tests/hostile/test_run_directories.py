@@ -18,7 +18,7 @@ from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.observe.log import open_log, read_rows
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.sections import TrackSection
-from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import check_place
 from mugrpo_megatron.run.data import check_data, record_data
 from mugrpo_megatron.run.directory import is_finished, open_directory

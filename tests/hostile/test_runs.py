@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.page import write_report
 from tests.hostile.outcome import sentence
 from tests.hostile.rundir import content, make, resume
 

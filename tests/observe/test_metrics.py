@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, PLACE, check, markdown
+from mugrpo_megatron.observe.metrics import KINDS, METRICS, NAMES, PLACE, check
+from run_scripts.metrics_page import markdown
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 

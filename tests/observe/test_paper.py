@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.observe.metrics import NAMES as METRIC_NAMES
 from mugrpo_megatron.observe.metrics import PHASES
-from mugrpo_megatron.observe.paper import NAMES, ROLLOUT_PHASES, SCOPES, TRAINING_PHASES, paper_seconds
+from mugrpo_megatron.observe.rundata import ROLLOUT_PHASES, TRAINING_PHASES, paper_seconds
 from mugrpo_megatron.recipe.objective import VetoScope
+from mugrpo_megatron.report.triggers import SCOPES
+from run_scripts.metrics_page import NAMES
 
 Phase = dict[str, Any]
 LETTERS = dict(

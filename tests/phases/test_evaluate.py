@@ -17,13 +17,13 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.observe.examples import read_examples
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
 from mugrpo_megatron.phases.evaluate import evaluate_if_due, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
-from mugrpo_megatron.report.kept import read_kept
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.checkpoints import Saver
 from mugrpo_megatron.run.cursor import Cursor
@@ -261,7 +261,7 @@ def test_shares_are_those_of_the_responses(stand: Stand) -> None:
 def test_one_response_of_the_same_problems_is_kept_at_every_evaluation(stand: Stand) -> None:
     for cursor in (Cursor(0, 0, 0), Cursor(1, 3, 11)):
         stand.evaluate(cursor)
-    first, later = (read_kept(stand.run.directory.samples(update)) for update in (0, 11))
+    first, later = (read_examples(stand.run.directory.samples(update)) for update in (0, 11))
     assert [one.problem for one in first] == [one.problem for one in later]
     few = RECIPE.report.eval_problems
     assert [one.set for one in first] == [name for name, size in SETS.items() for _ in range(min(few, size))]

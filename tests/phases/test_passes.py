@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.report.report import write_report
+from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
 from tests.tiny import FINISHED, mugrpo

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mugrpo_megatron.report.kept import Kept, write_kept
+from mugrpo_megatron.observe.examples import Example, write_examples
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import Probed, probe_ages, write_age, write_responses
 from mugrpo_megatron.stages.store import StageStore
@@ -65,8 +65,10 @@ def write_evaluation(
     run_dir: Path, updates: int, text: str = "so it is 4", sets: int = 1, question: str = "2+2="
 ) -> None:
     kept = [
-        Kept(f"set{number}", f"set{number}:{place}", question, "4", text, "4", "equal", float(place % 2), 9, place == 0)
+        Example(
+            f"set{number}", f"set{number}:{place}", question, "4", text, "4", "equal", float(place % 2), 9, place == 0
+        )
         for number in range(sets)
         for place in range(6)
     ]
-    write_kept(run_dir / "evaluations" / f"update{updates:06d}.jsonl", kept)
+    write_examples(run_dir / "evaluations" / f"update{updates:06d}.jsonl", kept)

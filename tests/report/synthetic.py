@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.evaluation.estimators import Interval
+from mugrpo_megatron.evaluation.estimators import Interval, SetFigures, figures_of
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.report.evaluations import SetFigures, figures_of
 
 Row = dict[str, Any]
 

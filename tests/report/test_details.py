@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import ObjectiveSection
+from mugrpo_megatron.report import histograms
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.details import MOST_STAGES, read_details, spaced
+from mugrpo_megatron.report.details import MOST_STAGES, StageResponses, read_details, spaced
+from mugrpo_megatron.report.drawing import draw
+from mugrpo_megatron.report.excerpts import sample_sections
 from mugrpo_megatron.report.heat import LEVELS, LOWEST, STEPS, WINDOW, heat_map
-from mugrpo_megatron.report.payload import draw
+from mugrpo_megatron.report.page import page, write_report
 from mugrpo_megatron.report.probes import followed, verdicts
-from mugrpo_megatron.report.report import page, write_report
-from mugrpo_megatron.report.rundata import RunData, read_run
-from mugrpo_megatron.report.samples import sample_sections
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import probe_ages
 from mugrpo_megatron.stages.store import StageStore
@@ -109,9 +110,9 @@ def test_of_many_stages_some_are_read_evenly_spaced(count: int) -> None:
 
 def heat_of(run: RunData, **objective: Any) -> dict[str, Any]:
     probed = followed(read_details(run.path, run.recipe), run.recipe)
-    found = heat_map(probed, ObjectiveSection.model_validate(objective))
-    assert found
-    return found
+    heat = heat_map(probed, ObjectiveSection.model_validate(objective))
+    assert heat
+    return heat
 
 
 def test_the_heat_map_shows_ratios_triggers_and_what_the_veto_drops(run: RunData) -> None:
@@ -207,16 +208,14 @@ def test_histograms_count_every_response(run: RunData) -> None:
 
 
 def test_rewards_of_any_size_have_an_axis_that_holds_them(tmp_path: Path) -> None:
-    from mugrpo_megatron.report.response_charts import StageResponses, response_axes, response_charts, reward_span
-
     rewards = np.linspace(-3, 7, 400)
     stages = {0: StageResponses(rewards, rewards, np.arange(400) // 8, np.full(400, 5), [])}
-    low, high = reward_span(stages)
+    low, high = histograms.reward_span(stages)
     assert low <= -3
     assert high >= 7
-    assert len(response_axes(stages)["reward"]) == 24
-    chart = next(iter(response_charts(stages)))
-    assert sum(value for value in chart.series[0].y if value) == pytest.approx(1, abs=1e-4)
+    assert len(histograms.axes_of(stages)["reward"]) == 24
+    [series] = histograms.reward_series(stages)
+    assert sum(value for value in series.y if value) == pytest.approx(1, abs=1e-4)
 
 
 def test_pass_at_k_is_the_chance_over_groups(run: RunData) -> None:
@@ -241,8 +240,8 @@ def test_answers_that_are_not_found_are_counted(run: RunData) -> None:
     (training,) = charts_of(run)["unparsed"].series
     assert training.y == [0.0, 0.0]
     write_stage(run.path / "other", 0, text="")
-    found = read_details(run.path / "other", run.recipe).stages[0]
-    assert found.unparsed == 1.0
+    stage = read_details(run.path / "other", run.recipe).stages[0]
+    assert stage.unparsed == 1.0
 
 
 def test_only_math_finds_answers(run: RunData) -> None:

@@ -23,8 +23,8 @@ from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.files.outputs import make_directory
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.recipe import load_recipe
-from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.run.branch import check_branch
 from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.run.record import with_model

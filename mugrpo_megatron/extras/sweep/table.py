@@ -15,9 +15,9 @@ from mugrpo_megatron.extras.sweep.cells import Sweep
 from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.progress import duration
-from mugrpo_megatron.report.compare import write_comparison
-from mugrpo_megatron.report.evaluations import between, interval_in, measure_in, problems_in, shown, value_in
-from mugrpo_megatron.report.rundata import RunData, read_run, seconds_by_phase
+from mugrpo_megatron.observe.results import between, interval_in, measure_in, problems_in, shown, value_in
+from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
+from mugrpo_megatron.report.comparison import write_comparison
 
 CSV, PAGE = "cells.csv", "report.html"
 FIGURES = (

@@ -15,6 +15,7 @@ class Timeline {
     const { phases, spans, slices } = drawing.timeline, lane = 27;
     const height = phases.length * lane + 34;
     this.root.replaceChildren();
+    if (!this.root.clientWidth) return; // its section is folded
     this.root.setAttribute("height", height);
     const left = this.left = 74, right = this.right = this.root.clientWidth - 10, bottom = height - 24;
     const x = this.x = (t) => left + (t / drawing.end.t) * (right - left);
@@ -56,7 +57,7 @@ class Timeline {
 
   showAt(at) {
     const shown = at !== null && view.along === "t";
-    this.cursor.setAttribute("visibility", shown ? "visible" : "hidden");
-    if (shown) for (const key of ["x1", "x2"]) this.cursor.setAttribute(key, this.x(at));
+    this.cursor?.setAttribute("visibility", shown ? "visible" : "hidden");
+    if (shown && this.cursor) for (const key of ["x1", "x2"]) this.cursor.setAttribute(key, this.x(at));
   }
 }

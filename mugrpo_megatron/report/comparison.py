@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,19 @@ from mugrpo_megatron.evaluation.estimators import Measure
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, summary_of
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import MEAN
-from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates
-from mugrpo_megatron.report.evaluations import between, measure_in, sets_in, shown
-from mugrpo_megatron.report.paper_charts import with_interval
-from mugrpo_megatron.report.payload import axis_of, buckets_of
-from mugrpo_megatron.report.report import EMPTY_SECTION, is_page, render
-from mugrpo_megatron.report.rundata import RunData, read_run
-from mugrpo_megatron.report.summary import mean_of, summary_of
+from mugrpo_megatron.report.curves import Chart, Series, has_values, over_updates, with_interval
+from mugrpo_megatron.report.drawing import axis_of, buckets_of
+from mugrpo_megatron.report.page import PageSection, is_page, render
 from mugrpo_megatron.report.tables import flat_settings, setting_text
 
 BRAND = "mu-GRPO comparison"
 """Every such page says this; a page that does not is not replaced."""
 COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey")
 """One for each run; with more runs they repeat."""
-MAX_POINTS = 1024
-"""Of one run's curve; with more updates a point stands for several."""
 LEFT_OUT = {"run.dir", "run.device", "data.generated_problems"}
 """Settings that do not tell runs apart."""
 
@@ -38,19 +34,19 @@ SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "da
 PANELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("reward_mean", "Training reward", "Mean reward of each update's responses.", {}),
     ("ess", "Effective sample size", "(Σr)² / TΣr² of the token ratios; 1 on policy.", {"format": "percent"}),
-    (
-        "ratio_neg_mean",
-        "E[ρ | A < 0]",
-        "Mean importance ratio of tokens with negative advantage; it stays at 1 in the paper's stable runs.",
-        {"rule": 1.0, "rule_label": "on policy", "unit": "π/β"},
-    ),
+    ("ratio_neg_mean", "E[ρ | A < 0]",
+     "Mean importance ratio of tokens with negative advantage; it stays at 1 in the paper's stable runs.",
+     {"rule": 1.0, "rule_label": "on policy", "unit": "π/β"}),
     ("clipped_fraction", "Clipped", "Share of response tokens that the clip holds.", {"format": "percent"}),
     ("vetoed_fraction", "Vetoed", "Share of response tokens that the veto or a mask drops.", {"format": "percent"}),
     ("kl_k3", "KL from the sampling policy", "KL(β‖π) per token, k3.", {"unit": "nats"}),
     ("entropy", "Entropy", "Mean entropy of the next-token distribution at response tokens.", {"unit": "nats"}),
     ("grad_norm", "Gradient norm", "Global norm before clipping.", {"scale": "log"}),
-)
+)  # fmt: skip
 """Metric, title, explanation and looks of the panels over updates."""
+
+ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
+"""Sections in which runs should agree where their curves are compared, and what each is."""
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
@@ -85,6 +81,7 @@ def comparison(runs: Sequence[RunData]) -> str:
         "colors": {},
     }
     cards = [{"id": c.id, "title": c.title, "explains": c.explains, "wide": c.wide} for c in charts]
+    several = len(runs) > 2
     return render(
         name=" · ".join(run.path.resolve().name for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
         brand=BRAND,
@@ -93,14 +90,21 @@ def comparison(runs: Sequence[RunData]) -> str:
         drawing=drawing,
         facts=[{"before": f"{key} ", "value": value, "after": ""} for key, value in _shared(runs)],
         runs=_table(runs, labels),
-        sections=[{**EMPTY_SECTION, "title": "Curves", "charts": cards}],
+        warnings=list(_warnings(runs)),
+        sections=[PageSection("Curves", cards, "Whiskers are 95 % intervals." if several else "")],
     )
 
 
 def labels_of(runs: Sequence[RunData]) -> list[str]:
     """What tells each run from the others: the fewest settings that do, or the directories' names."""
-    labels = [", ".join(f"{key.rpartition('.')[2]} {_setting(run, key)}" for key in telling(runs)) for run in runs]
+    labels = [", ".join(f"{_short(key)} {_setting(run, key)}" for key in telling(runs)) for run in runs]
     return labels if len(set(labels)) == len(labels) else [run.path.resolve().name for run in runs]
+
+
+def _short(key: str) -> str:
+    """A setting's name without its section, and the section's for a `name`."""
+    section, _, name = key.rpartition(".")
+    return section if name == "name" else name
 
 
 def telling(runs: Sequence[RunData]) -> list[str]:
@@ -128,6 +132,17 @@ def _shared(runs: Sequence[RunData]) -> Iterable[tuple[str, str]]:
     return ((key, _value(first[key])) for key in SHARED if key in first and key not in differing)
 
 
+def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
+    """Where the runs are not on the same terms, so that their curves do not compare."""
+    differing = differences(runs)
+    for section, what in ALIKE.items():
+        if keys := [key for key in differing if key.startswith(f"{section}.")]:
+            yield f"The runs differ in their {what} ({', '.join(keys)}): their curves do not compare one to one."
+    sets = {tuple((name, row[f"problems/{name}"]) for name in sets_in([row])) for run in runs for row in run.evals[-1:]}
+    if len(sets) > 1:
+        yield "The runs were evaluated on other problems: their held-out figures do not compare."
+
+
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
     for measure in _measures(runs):  # each has its own axis
         yield Chart(
@@ -138,18 +153,16 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
             format="percent" if measure == "accuracy" else "number",
             wide=True,
         )
-    buckets = [buckets_of(run.updates, MAX_POINTS)[1] for run in runs]
+    buckets = [buckets_of(run.updates)[1] for run in runs]
     for metric, title, explains, looks in PANELS:
+        values = [over_updates(several, metric) for several in buckets]
         series = [
-            replace(
-                over_updates(
-                    buckets[number], labels[number], COLORS[number % len(COLORS)], metric, smooth=True, restarts=True
-                ),
-                axis=f"update{number}",
-            )
-            for number in range(len(runs))
+            Series(labels[number], COLORS[number % len(COLORS)], f"update{number}", one, smooth=True, restarts=True)
+            for number, one in enumerate(values)
+            if has_values(one)
         ]
-        yield Chart(metric, title, explains, [one for one in series if has_values(one.y)], **looks)
+        if len(runs) == 1 or any(one != values[0] for one in values):  # branches of one stage share its rewards
+            yield Chart(metric, title, explains, series, **looks)
 
 
 def _measures(runs: Sequence[RunData]) -> list[Measure]:
@@ -166,7 +179,7 @@ def _evaluations(number: int, run: RunData, label: str, measure: str) -> Iterabl
 
 
 def _axes(number: int, run: RunData) -> dict[str, dict[str, list[float]]]:
-    firsts = [rows[0] for rows in buckets_of(run.updates, MAX_POINTS)[1]]
+    firsts = [rows[0] for rows in buckets_of(run.updates)[1]]
     return {
         f"{name}{number}": {
             **axis_of([row["update"] for row in rows], [run.clock(row["time"]) for row in rows]),

@@ -57,6 +57,7 @@ class HeatGrid {
   draw() {
     const { root, response } = this, count = response.tokens.length, rows = response.ages.length;
     root.replaceChildren();
+    if (!root.clientWidth) return; // its section is folded
     const width = Math.min(64, (root.clientWidth - LABELS - 2) / count);
     this.width = width;
     const head = this.head = width >= NAMED ? 18 : 4;

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
-from mugrpo_megatron.report.compare import comparison, differences, labels_of, telling, write_comparison
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
 from tests.report.synthetic import rows_of, write_run
 
 
@@ -35,9 +35,9 @@ def test_the_fewest_settings_tell_runs_apart(tmp_path: Path) -> None:
     assert {"objective.clip_low", "objective.clip_high"} < set(differences(runs))
     assert not any(key.startswith("run.") for key in differences(runs))
     assert labels_of(runs) == [
-        "name mu_grpo, veto suffix_non_trigger",
-        "name mu_grpo, veto none",
-        "name grpo, veto none",
+        "objective mu_grpo, veto suffix_non_trigger",
+        "objective mu_grpo, veto none",
+        "objective grpo, veto none",
     ]
 
 
@@ -93,3 +93,23 @@ def test_accuracies_and_rewards_have_charts_of_their_own(tmp_path: Path) -> None
         [series] = charts[f"held_out_{measure}"]["series"]
         assert series["axis"] == f"eval{number}"
     assert "Accuracy or reward before" in html
+
+
+def test_runs_on_other_terms_are_warned_of(tmp_path: Path) -> None:
+    same = runs_of(tmp_path / "same", {"run": {"seed": 1}}, {"run": {"seed": 2}})
+    assert "compare" not in re.findall(r'id="warnings">(.*?)<div class="tiles', comparison(same), re.DOTALL)[0]
+    other = runs_of(tmp_path / "other", {}, {"data": {"train": "gsm8k"}, "reward": {"timeout_s": 9.0}})
+    html = comparison(other)
+    assert "The runs differ in their training data (data.train): their curves do not compare one to one." in html
+    assert "The runs differ in their reward (reward.timeout_s)" in html
+    fewer = replace(same[0], evals=[{**row, "problems/arithmetic": 9} for row in same[0].evals])
+    assert "evaluated on other problems" in comparison([fewer, same[1]])
+
+
+def test_rewards_that_branches_of_one_stage_share_are_not_drawn(tmp_path: Path) -> None:
+    first, second = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}})
+    shared = [
+        {**row, "reward_mean": one["reward_mean"]} for row, one in zip(second.updates, first.updates, strict=True)
+    ]
+    assert 'id="chart-reward_mean"' in comparison([first, second])
+    assert 'id="chart-reward_mean"' not in comparison([first, replace(second, updates=shared)])

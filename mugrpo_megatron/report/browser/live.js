@@ -1,7 +1,6 @@
 "use strict";
 // A page that is served while its run goes on: it asks for itself again and takes over what is new.
 
-const parts = [".title", ".facts", ".tiles", "#warnings", "#stages", "#events", "#numbers", "footer"];
 const shape = (one) => JSON.stringify([one.charts.map((chart) => chart.id), one.timeline.phases, Boolean(one.heat)]);
 
 async function refresh() {
@@ -15,12 +14,10 @@ async function refresh() {
   }
   const data = JSON.parse(next.getElementById("drawing").textContent);
   if (shape(data) !== shape(drawing)) return location.reload(); // a panel has its first value
-  for (const part of parts) {
-    const [old, fresh] = [document.querySelector(part), next.querySelector(part)];
-    if (old && fresh) old.replaceWith(fresh);
+  for (const old of document.querySelectorAll(".part")) {
+    const fresh = next.getElementById(old.id);
+    if (fresh && fresh.textContent !== old.textContent) old.replaceWith(fresh);
   }
-  const [samples, newer] = [document, next].map((page) => page.getElementById("samples"));
-  if (samples && newer && samples.textContent !== newer.textContent) samples.replaceWith(newer);
   restingText = where.textContent = next.querySelector(".where").textContent;
   Object.assign(drawing, data);
   if (drawing.heat) grids = heatMap(document.getElementById("heat"), drawing.heat);
@@ -28,5 +25,15 @@ async function refresh() {
   drawAll();
 }
 
+/** The age of the run's last row, which grows between two looks. */
+function tick() {
+  const age = document.querySelector(".status [data-age]");
+  if (age) age.textContent = `${clock(age.dataset.age++ || 0)} ago`;
+}
+
 const everySeconds = Number(document.body.dataset.live);
-if (everySeconds) setInterval(refresh, 1000 * everySeconds);
+if (everySeconds) {
+  tick();
+  setInterval(tick, 1000);
+  setInterval(refresh, 1000 * everySeconds);
+}

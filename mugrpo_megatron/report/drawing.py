@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mugrpo_megatron.observe.log import Row
 from mugrpo_megatron.observe.metrics import PHASES
-from mugrpo_megatron.report.atlas import AXIS, atlas_ages, trigger_axes
-from mugrpo_megatron.report.charts import charts
+from mugrpo_megatron.observe.rundata import RunData
+from mugrpo_megatron.report.charts import Material, charts
 from mugrpo_megatron.report.curves import Chart, ages_of, sampled_early, staleness
 from mugrpo_megatron.report.details import NONE, Details
 from mugrpo_megatron.report.heat import heat_map
-from mugrpo_megatron.report.probes import followed, objective_of
-from mugrpo_megatron.report.response_charts import length_end, response_axes, reward_span
-from mugrpo_megatron.report.rundata import RunData
+from mugrpo_megatron.report.histograms import axes_of, longest, reward_span
+from mugrpo_megatron.report.probes import AXIS, ages_of_probes, followed, objective_of, trigger_axes
+from mugrpo_megatron.report.triggers import thresholds_of
 
 MAX_POINTS = 400
 """With more updates than this, a point stands for several: about as many as a panel has pixels, in a page of 400 kB."""
@@ -42,7 +43,7 @@ class Drawing:
     heat: dict[str, Any] | None = None
     bucket: int = 1
     """Updates that one point stands for."""
-    not_finite: dict[str, int] = field(default_factory=dict)
+    not_finite: Mapping[str, int] = field(default_factory=dict)
     """Metric -> updates in which it was NaN or infinite."""
 
     def as_json(self) -> dict[str, Any]:
@@ -52,42 +53,41 @@ class Drawing:
 def draw(run: RunData, details: Details = NONE) -> Drawing:
     """The drawing of a run, without charts that have no value."""
     probed = followed(details, run.recipe, sampled_early(run.updates))
-    bucket, buckets = buckets_of(run.updates, MAX_POINTS)
+    bucket, buckets = buckets_of(run.updates)
     boundaries = _boundaries(run)
     begin = {boundary["stage"]: boundary for boundary in boundaries}
     stages = [row for row in run.stages if row["stage"] in begin]
-    axes = {
-        "update": axis_of([rows[0]["update"] for rows in buckets], [run.clock(rows[0]["time"]) for rows in buckets]),
-        "eval": axis_of([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
-        "stage": axis_of([begin[row["stage"]]["u"] for row in stages], [begin[row["stage"]]["t"] for row in stages]),
-        "age": axis_of(ages_of(run.updates), []),
-        AXIS: axis_of(atlas_ages(probed), []),
-    }
-    own = response_axes(details.stages) | trigger_axes(probed)
-    first, last = reward_span(details.stages) if details.stages else (0.0, 1.0)
-    longest = max([length_end(details.stages), *(len(one.response.tokens) + 1.0 for one in probed)], default=1.0)
+    starts, firsts = [begin[row["stage"]] for row in stages], [rows[0] for rows in buckets]
+    probe_ages = ages_of_probes(probed)
+    places = {"age": ages_of(run.updates), AXIS: probe_ages, **axes_of(details.stages), **trigger_axes(probed)}
+    first, last = reward_span(details.stages)
     return Drawing(
-        axes=axes | {name: axis_of(places, []) for name, places in own.items()},
+        axes={
+            "update": axis_of([row["update"] for row in firsts], [run.clock(row["time"]) for row in firsts]),
+            "eval": axis_of([row["update"] for row in run.evals], [run.clock(row["time"]) for row in run.evals]),
+            "stage": axis_of([start["u"] for start in starts], [start["t"] for start in starts]),
+            **{name: axis_of(points, []) for name, points in places.items()},
+        },
         boundaries=boundaries,
         end={
             "u": run.updates[-1]["update"] + 1 if run.updates else 1,
             "t": run.seconds,
-            "age": max([1, *(staleness(row) for row in run.updates), *axes[AXIS]["u"]]),
-            "length": longest,
+            "age": max([1, *(staleness(row) for row in run.updates), *probe_ages]),
+            "length": max([longest(details.stages), *(len(one.response.tokens) + 1.0 for one in probed)]),
             "reward": last,
         },
         begin={"reward": first},
-        charts=charts(run, buckets, stages, details, probed),
+        charts=charts(Material(run, buckets, stages, details, probed, thresholds_of(run))),
         timeline=_timeline(run),
         heat=heat_map(probed, objective_of(run.recipe)),
         bucket=bucket,
-        not_finite=_count_not_finite(run.updates),
+        not_finite=dict(Counter(name for row in run.updates for name in row.get("not_finite", ()))),
     )
 
 
-def buckets_of(updates: Sequence[Row], most: int) -> tuple[int, list[Sequence[Row]]]:
-    """How many updates a point stands for so that there are at most `most` points, and the updates of each."""
-    size = math.ceil(len(updates) / most) or 1
+def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
+    """How many updates a point stands for, so that there are at most MAX_POINTS points, and the updates of each."""
+    size = math.ceil(len(updates) / MAX_POINTS) or 1
     return size, [updates[start : start + size] for start in range(0, len(updates), size)]
 
 
@@ -125,11 +125,3 @@ def _timeline(run: RunData) -> dict[str, Any]:
         for place in range(int(start / width), min(int(end / width), SLICES - 1) + 1):
             slices[phase][place] += min(end, (place + 1) * width) - max(start, place * width)
     return {"phases": names, "spans": [], "slices": [[round(value / width, 3) for value in row] for row in slices]}
-
-
-def _count_not_finite(updates: Iterable[Row]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for row in updates:
-        for name in row.get("not_finite", ()):
-            counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from mugrpo_megatron.observe.examples import Example, shortened
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.report.details import Details, spaced
-from mugrpo_megatron.report.kept import Kept, shortened
 from mugrpo_megatron.rewards.shaping import verdict_in
 
 CHARACTERS = 32_000
@@ -31,58 +31,59 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
         *(
             (
                 f"Evaluation after {updates:,} updates" if updates else "Evaluation before training",
-                _of_each_kind(kept, measure),
+                _of_each_kind(examples, measure),
             )
-            for updates, kept in sorted(details.evaluations.items(), reverse=True)
+            for updates, examples in sorted(details.evaluations.items(), reverse=True)
         ),
         *(
-            (f"Stage {number}", _of_each_kind(stage.kept, measure))
+            (f"Stage {number}", _of_each_kind(stage.examples, measure))
             for number, stage in sorted(details.stages.items(), reverse=True)
             if number in shown
         ),
     ]
-    lists = [(title, kept) for title, kept in lists if kept]
-    texts = sum(2 * len(kept) for _, kept in lists) or 1
+    lists = [(title, examples) for title, examples in lists if examples]
+    texts = sum(2 * len(examples) for _, examples in lists) or 1
     most = max(SHORTEST, min(LONGEST, CHARACTERS // texts))
     return [
         {
             "title": title,
-            "counts": _counts(kept, measure),
+            "counts": _counts(examples, measure),
             "open": place == 0,
-            "responses": [_shown(one, measure, most) for one in kept],
+            "responses": [_shown(one, measure, most) for one in examples],
         }
-        for place, (title, kept) in enumerate(lists)
+        for place, (title, examples) in enumerate(lists)
     ]
 
 
-def _of_each_kind(kept: Sequence[Kept], measure: str) -> list[Kept]:
+def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
     """Of each set some right and wrong ones, in their order; of rewards the highest and the lowest."""
-    chosen: list[Kept] = []
-    names = list(dict.fromkeys(one.set for one in kept))
+    some: list[Example] = []
+    names = list(dict.fromkeys(one.set for one in examples))
     each = max(1, min(EACH, MOST // (2 * len(names) or 1)))
     for name in names:
-        own = [one for one in kept if one.set == name]
+        own = [one for one in examples if one.set == name]
         if measure == "accuracy":
             right, wrong = ([one for one in own if _is_right(one) == is_right] for is_right in (True, False))
         else:
             by_reward = sorted(own, key=lambda one: -one.reward)
             right, wrong = by_reward[: len(own) - len(own) // 2], by_reward[len(own) - len(own) // 2 :][::-1]
         pairs = zip_longest(right[:each], wrong[:each])
-        chosen += [one for pair in pairs for one in pair if one]
-    return chosen
+        some += [one for pair in pairs for one in pair if one]
+    return some
 
 
-def _is_right(one: Kept) -> bool:
+def _is_right(one: Example) -> bool:
     """By the verdict: a right response may have lost reward to its length, a wrong one gained some by its form."""
     return verdict_in(one.reward, one.components) >= 1.0
 
 
-def _counts(kept: Sequence[Kept], measure: str) -> str:
-    right = sum(map(_is_right, kept))
-    return f"{right} right, {len(kept) - right} wrong" if measure == "accuracy" else f"{len(kept)} responses"
+def _counts(examples: Sequence[Example], measure: str) -> str:
+    right = sum(map(_is_right, examples))
+    count = f"{len(examples)} examples"
+    return f"{count}: {right} right, {len(examples) - right} wrong" if measure == "accuracy" else count
 
 
-def _shown(one: Kept, measure: str, most: int) -> dict[str, Any]:
+def _shown(one: Example, measure: str, most: int) -> dict[str, Any]:
     right = _is_right(one)
     return {
         "kind": ("right" if right else "wrong") if measure == "accuracy" else "",
@@ -95,7 +96,7 @@ def _shown(one: Kept, measure: str, most: int) -> dict[str, Any]:
     }
 
 
-def _facts(one: Kept) -> Iterable[tuple[str, str]]:
+def _facts(one: Example) -> Iterable[tuple[str, str]]:
     """Name and value of what explains the score."""
     yield "gold", shortened(one.gold, 200)
     yield "extracted", shortened(one.extracted, 200) if one.extracted else "nothing"

@@ -1,4 +1,4 @@
-"""Kept responses: what is written is read, of any text, and is bounded."""
+"""Example responses: what is written is read, of any text, and is bounded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.report.kept import MOST, Kept, chosen_places, read_kept, shortened, write_kept
+from mugrpo_megatron.observe.examples import MOST, Example, example_places, read_examples, shortened, write_examples
 
 WORDS = st.text(max_size=30)
 
@@ -19,15 +19,15 @@ def test_any_text_comes_back(
     text: str, question: str, gold: str, why: str, reward: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "evaluations" / "update000001.jsonl"
-    one = Kept("set", "set:1", question, gold, text, "", why, reward, 3, False, {"math": reward})
-    write_kept(path, [one, one])
-    assert read_kept(path) == [one, one]
+    one = Example("set", "set:1", question, gold, text, "", why, reward, 3, False, {"math": reward})
+    write_examples(path, [one, one])
+    assert read_examples(path) == [one, one]
 
 
 def test_a_long_text_keeps_both_ends(tmp_path: Path) -> None:
     text = "begin" + "x" * 10 * MOST + "end"
-    write_kept(tmp_path / "e" / "a.jsonl", [Kept("", "", "", "", text, "", "", 0.0, 1, True)])
-    (one,) = read_kept(tmp_path / "e" / "a.jsonl")
+    write_examples(tmp_path / "e" / "a.jsonl", [Example("", "", "", "", text, "", "", 0.0, 1, True)])
+    (one,) = read_examples(tmp_path / "e" / "a.jsonl")
     assert len(one.text) < MOST + 80
     assert one.text.startswith("beginxxx")
     assert one.text.endswith("xxxend")
@@ -38,7 +38,7 @@ def test_a_long_text_keeps_both_ends(tmp_path: Path) -> None:
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=5), count=st.integers(0, 10))
 def test_places_are_of_every_set_and_distinct(sizes: list[int], count: int) -> None:
     names = [f"set{k}" for k, size in enumerate(sizes) for _ in range(size)]
-    places = chosen_places(names, count)
+    places = example_places(names, count)
     assert len(set(places)) == len(places) == sum(min(count, size) for size in sizes)
 
 
@@ -48,4 +48,4 @@ def test_places_are_of_every_set_and_distinct(sizes: list[int], count: int) -> N
 def test_a_damaged_file_is_one_sentence(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(content + b"\n")
     with pytest.raises(UserError, match=r"damaged .* the report does not need it"):
-        read_kept(tmp_path / "a.jsonl")
+        read_examples(tmp_path / "a.jsonl")

@@ -1,4 +1,4 @@
-"""Responses that are kept for people to read: an evaluation's in a file of their own, a stage's among its columns.
+"""Example responses for people to read: an evaluation's in a file of their own, a stage's among its columns.
 
     evaluations/update000128.jsonl   one response of some problems of each held-out set, after 128 updates of the run
 
@@ -18,11 +18,11 @@ from mugrpo_megatron.files.durable import remove_leftovers, write_text
 from mugrpo_megatron.files.json_text import parse_json
 
 MOST = 16_000
-"""Characters of a text that are kept; of a longer one its two ends."""
+"""Characters of a text that are stored; of a longer one its two ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Example:
     """One response, with what its score was made of."""
 
     set: str
@@ -48,40 +48,40 @@ def shortened(text: str, most: int = MOST) -> str:
     return f"{text[:head]}\n[… {len(text) - most:,} characters are left out …]\n{text[len(text) - tail :]}"
 
 
-def chosen_places(names: Sequence[str], count: int) -> list[int]:
+def example_places(names: Sequence[str], count: int) -> list[int]:
     """Places of at most `count` problems of each set, evenly spaced in it; `names` holds the set of each problem."""
-    chosen: list[int] = []
+    places: list[int] = []
     for name in dict.fromkeys(names):
         own = [place for place, other in enumerate(names) if other == name]
         few = min(count, len(own))
-        chosen += [own[part * len(own) // few] for part in range(few)]
-    return chosen
+        places += [own[part * len(own) // few] for part in range(few)]
+    return places
 
 
-def write_kept(path: Path, responses: Sequence[Kept]) -> None:
+def write_examples(path: Path, responses: Sequence[Example]) -> None:
     """Write an evaluation's responses, one JSON object per line; those of the same weights before are replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent, path.name)
     write_text(path, "".join(json.dumps(_plain(one)) + "\n" for one in responses))
 
 
-def read_kept(path: Path) -> list[Kept]:
-    """What `write_kept` wrote. Raises UserError when the file is damaged."""
+def read_examples(path: Path) -> list[Example]:
+    """What `write_examples` wrote. Raises UserError when the file is damaged."""
     try:
         return [_checked(parse_json(line)) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, UserError, ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged ({error}); remove it, the report does not need it") from None
 
 
-def _plain(one: Kept) -> dict[str, Any]:
+def _plain(one: Example) -> dict[str, Any]:
     texts = {name: shortened(getattr(one, name)) for name in ("question", "gold", "text", "extracted", "why")}
     return asdict(one) | texts | {"components": dict(one.components)}
 
 
-def _checked(row: Any) -> Kept:
-    kept = Kept(**row)
-    texts = (kept.set, kept.problem, kept.question, kept.gold, kept.text, kept.extracted, kept.why)
-    numbers = (kept.reward, kept.tokens, *kept.components.values())
+def _checked(row: Any) -> Example:
+    example = Example(**row)
+    texts = (example.set, example.problem, example.question, example.gold, example.text, example.extracted, example.why)
+    numbers = (example.reward, example.tokens, *example.components.values())
     if not all(isinstance(text, str) for text in texts) or not all(type(n) in (int, float, bool) for n in numbers):
         raise ValueError("a value of another type")
-    return kept
+    return example

@@ -1,5 +1,5 @@
 "use strict";
-// The page: where the pointer is, zooming, and drawing everything.
+// The page: where the pointer is, zooming, folding, and drawing everything.
 
 const where = document.querySelector(".where");
 let restingText = where.textContent;
@@ -12,9 +12,8 @@ function placeText(along, at) {
   if (along === "age") return `age ${Math.round(at)}`;
   if (along === "length") return `${Math.round(at).toLocaleString("en")} tokens`;
   if (along === "reward") return `reward ${number(at)}`;
-  const passed = drawing.boundaries.filter((b) => b[view.along] <= at + 1e-9);
-  const stage = passed.length ? `stage ${passed[passed.length - 1].stage} · ` : "";
-  return stage + (view.along === "u" ? `update ${Math.round(at).toLocaleString("en")}` : clock(at));
+  const bound = drawing.boundaries.findLast((one) => one[view.along] <= at + 1e-9);
+  return `${bound ? `stage ${bound.stage} · ` : ""}${view.along === "u" ? `update ${Math.round(at).toLocaleString("en")}` : clock(at)}`;
 }
 
 /** Mark a place on every panel that has this abscissa; null ends it. */
@@ -33,9 +32,7 @@ function zoom(axis, range) {
 }
 
 function drawAll() {
-  for (const panel of panels) panel.draw();
-  if (timeline) timeline.draw();
-  for (const grid of grids) grid.draw();
+  for (const one of [...panels, ...grids, ...(timeline ? [timeline] : [])]) one.draw();
 }
 
 for (const chart of drawing.charts) panels.push(new Panel(chart));
@@ -49,6 +46,15 @@ for (const button of document.querySelectorAll(".switch button")) {
   });
 }
 unzoom.addEventListener("click", () => { for (const axis of Object.keys(view.range)) zoom(axis, null); });
+document.addEventListener("toggle", (event) => { if (event.target.matches("details.section")) drawAll(); }, true);
+
+const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+for (const [id, link] of links) link.addEventListener("click", () => { const section = document.getElementById(id); if ("open" in section) section.open = true; });
+const inSight = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) links.get(target.id).classList.toggle("here", isIntersecting);
+}, { rootMargin: "-90px 0px -70% 0px" });
+for (const id of links.keys()) inSight.observe(document.getElementById(id));
+
 let drawnWidth = document.body.clientWidth;
 drawAll();
 new ResizeObserver(() => {

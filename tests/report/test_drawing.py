@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.evaluation.estimators import mean_interval
+from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of, mean_interval
+from mugrpo_megatron.observe.results import summarize, summary_table
+from mugrpo_megatron.observe.rundata import read_run, seconds_by_phase
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.evaluations import SetFigures, figures_of
-from mugrpo_megatron.report.payload import MAX_POINTS, SLICES, Drawing, draw
-from mugrpo_megatron.report.report import write_report
-from mugrpo_megatron.report.rundata import read_run, seconds_by_phase
-from mugrpo_megatron.report.summary import summarize, summary_table
+from mugrpo_megatron.report.drawing import MAX_POINTS, SLICES, Drawing, draw
+from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.report.tables import stage_table
 from tests.report.synthetic import Row, recipe_of, rows_of, write_run
 
@@ -57,7 +56,7 @@ def test_page_is_self_contained_and_names_the_run(tmp_path: Path) -> None:
     assert "my &amp; run" in html
     assert '<span class="status finished">' in html
     outside = re.findall(
-        r"""(?:src|href)\s*=\s*["'](?!data:)|@import|url\((?!#)|fetch\((?!"/")|https?://(?!www\.w3\.org/2000/svg)""",
+        r"""(?:src|href)\s*=\s*["'](?!data:|#)|@import|url\((?!#)|fetch\((?!"/")|https?://(?!www\.w3\.org/2000/svg)""",
         html,
     )
     assert outside == []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,12 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.observe.log import FILE_NAME, Row, read_rows
 from mugrpo_megatron.recipe.load import read_toml
+
+ROLLOUT_PHASES = ("sync", "generate", "score")
+"""T_rollout: from the weight sync to the stage's last scored response."""
+
+TRAINING_PHASES = (*ROLLOUT_PHASES, "logprobs", "optimize")
+"""T_total: what every run needs, without evaluations and saves, whose number is the user's choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +56,20 @@ class RunData:
     clock: Clock
     seconds: float
     """How long the run has been running."""
+    last: float
+    """Unix time of the last row."""
+
+    def setting(self, key: str) -> float | None:
+        """A number of the recipe by its `section.key`; None where it has none."""
+        section, _, name = key.partition(".")
+        value = self.recipe.get(section, {}).get(name)
+        return value if type(value) in (int, float) else None
+
+    @property
+    def total_updates(self) -> int:
+        """The updates that the recipe's schedule asks for; at least those that were taken."""
+        parts = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "passes")]
+        return max(round(math.prod(parts)), len(self.updates), 1)
 
     def stage_starts(self) -> list[Row]:
         """The first update row of each stage that has any."""
@@ -78,6 +99,7 @@ def read_run(path: Path) -> RunData:
         processes=_of_kind(rows, "process"),
         clock=clock,
         seconds=seconds,
+        last=max(float(row["end"] if row["kind"] == "phase" else row["time"]) for row in rows),
     )
 
 
@@ -99,18 +121,51 @@ def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
     return seconds
 
 
+def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """T_rollout and T_total in seconds, from a run's phase rows.
+
+    A phase inside another one counts with the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
+    `optimize`. Any other, such as a save there, is subtracted. A `sync` made only for an evaluation does not count.
+    What a resumed run repeats counts twice.
+    """
+    ran = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]
+    totals: dict[str, float] = {}
+    for (name, seconds), (following, _) in pairwise([*ran, ("", 0.0)]):
+        if name != "sync" or following == "generate":
+            totals[name] = totals.get(name, 0.0) + seconds
+    return {
+        "T_rollout": sum(totals.get(name, 0.0) for name in ROLLOUT_PHASES),
+        "T_total": sum(totals.get(name, 0.0) for name in TRAINING_PHASES),
+    }
+
+
+def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
+    """Phases inside no other, in order, with their seconds minus those of inner phases that do not count."""
+    outer: list[tuple[str, float]] = []
+    outer_end = inner_end = float("-inf")
+    for row in sorted(phases, key=lambda row: (row["start"], -row["end"])):
+        name, start, end = itemgetter("phase", "start", "end")(row)
+        if end > outer_end:
+            outer.append((name, end - start))
+            outer_end, inner_end = end, start
+        elif start >= inner_end and name not in TRAINING_PHASES:
+            outer[-1] = (outer[-1][0], outer[-1][1] - (end - start))
+            inner_end = end
+    return outer
+
+
 def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     return [row for row in rows if row["kind"] == kind]
 
 
 def _last_of_each(rows: Sequence[Row], kind: str, key: str) -> list[Row]:
     """Rows of `kind`, ascending in `key`: a row repeated after a resume replaces the old one and later ones."""
-    kept: list[Row] = []
+    last: list[Row] = []
     for row in _of_kind(rows, kind):
-        while kept and kept[-1][key] >= row[key]:
-            kept.pop()
-        kept.append(row)
-    return kept
+        while last and last[-1][key] >= row[key]:
+            last.pop()
+        last.append(row)
+    return last
 
 
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:

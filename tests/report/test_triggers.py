@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.payload import draw
-from mugrpo_megatron.report.report import page
-from mugrpo_megatron.report.rundata import RunData, read_run
-from mugrpo_megatron.report.trigger_charts import Thresholds, thresholds_of, trigger_table
+from mugrpo_megatron.report.drawing import draw
+from mugrpo_megatron.report.page import page
+from mugrpo_megatron.report.triggers import Thresholds, thresholds_of, trigger_table
 from tests.report.synthetic import THRESHOLDS, recipe_of, rows_of, write_run
 
 SHARES = ("trigger_tokens", "trigger_responses")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.report.curves import Chart
-from mugrpo_megatron.report.paper_charts import paper_notes, paper_remark
-from mugrpo_megatron.report.payload import draw
-from mugrpo_megatron.report.report import page
-from mugrpo_megatron.report.rundata import RunData, read_run
+from mugrpo_megatron.report.drawing import draw
+from mugrpo_megatron.report.page import page
+from mugrpo_megatron.report.verdicts import paper_notes, paper_remark
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 SETS = ("easy", "hard")
@@ -66,9 +66,9 @@ def test_a_measure_that_is_not_0_or_1_is_called_reward(run: RunData) -> None:
 def test_the_page_says_which_line_of_the_papers_figures_the_run_is(run: RunData) -> None:
     objective = {"name": "grpo", "clip_low": 0.8, "clip_high": 1.2, "veto": "response"}
     run = replace(run, recipe={**run.recipe, "objective": objective})
-    assert paper_remark(run) == "this run's line: grpo, µ = 32, clip [0.8, 1.2], mask S_seq"
+    assert paper_remark(run) == "This run's line: grpo, µ = 32, clip [0.8, 1.2], mask S_seq"
     html = page(run)
-    assert "this run&#39;s line: grpo" in html
+    assert "This run&#39;s line: grpo" in html
     for title in (
         "Figures 1, 2 and 3: average accuracy",
         "Figure 2: token clipping rate",

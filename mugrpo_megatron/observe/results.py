@@ -1,0 +1,182 @@
+"""The results of a run: its held-out figures, summary.json, and the table that training ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.box import ROUNDED
+from rich.table import Table
+from rich.text import Text
+
+from mugrpo_megatron.observe.health import signs
+from mugrpo_megatron.observe.metrics import PHASES
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run, seconds_by_phase
+from mugrpo_megatron.recipe.scoring import MEAN
+
+Row = Mapping[str, Any]
+
+REPORTED_PHASES = ("sync", "generate", "score", "optimize")
+"""Phases that `seconds` always has, even with 0 seconds."""
+FIGURES = ("before", "before_interval", "after", "interval")
+"""Figures of each held-out set, and of the mean of the sets."""
+
+
+def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
+    """What the figures of evaluation rows are means of; `accuracy` without rows."""
+    return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
+
+
+def sets_in(rows: Iterable[Row]) -> list[str]:
+    """The held-out sets of the rows, in their order, without the mean."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [name for base, _, name in (key.partition("/") for key in keys) if base == "problems" and name]
+
+
+def value_in(row: Row, name: str = MEAN) -> float | None:
+    """A set's figure, or the mean's; None if the row has none."""
+    value = row.get(f"{measure_in([row])}/{name}")
+    return None if value is None else float(value)
+
+
+def interval_in(row: Row, name: str = MEAN) -> list[float] | None:
+    """[low, high] of a set's 95 % interval, or of the mean's; None unless both ends are finite."""
+    low, high = row.get(f"low/{name}"), row.get(f"high/{name}")
+    return None if low is None or high is None else [float(low), float(high)]
+
+
+def problems_in(row: Row) -> int:
+    """Number of held-out problems, over all sets."""
+    return sum(int(row[f"problems/{name}"]) for name in sets_in([row]))
+
+
+def shown(value: float | None, measure: str) -> str:
+    """A held-out figure as text: accuracy in percent, mean reward as a number."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"
+
+
+def difference(gain: float, measure: str) -> str:
+    """A gain as text: accuracy in points, mean reward as a number."""
+    return f"{100 * gain:+.1f} points" if measure == "accuracy" else f"{gain:+.4g}"
+
+
+def between(interval: Sequence[float] | None, measure: str) -> str:
+    """An interval as text; empty for None."""
+    if interval is None:
+        return ""
+    low, high = (shown(end, measure).removesuffix(" %") for end in interval)
+    return f"{low} to {high}{' %' if measure == 'accuracy' else ''}"
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """The content of summary.json, from all rows that the run has logged, resumes included.
+
+    `accuracy_before` and `accuracy_after` are unweighted means over the held-out sets, before the run's first update
+    and at its last evaluation after it; None where there was none.
+    `accuracy_interval` is the 95 % interval [low, high] of `accuracy_after`, `accuracy_before_interval` that of
+    `accuracy_before`. `sets` has the same of each set: before, before_interval, after, interval, problems, samples.
+    `signs` are those that the run is sick (observe/health.py): name, text and remedy of each.
+    Where the figures are mean rewards, `measure` is "reward" and keys begin with `reward_` instead of `accuracy_`.
+    """
+    return summary_of(read_run(run_dir))
+
+
+def summary_of(run: RunData) -> dict[str, Any]:
+    """`summarize` for a run that has been read."""
+    measure = measure_in(run.evals)
+    seconds, clip_grad = seconds_by_phase(run.phases), run.setting("optimizer.clip_grad")
+    phases = {name: seconds.get(name, 0.0) for name in PHASES if name in seconds or name in REPORTED_PHASES}
+    return {
+        "measure": measure,
+        **{f"{measure}_{key}": value for key, value in _figures(run, MEAN).items()},
+        "problems": problems_in(run.evals[-1]) if run.evals else None,
+        "sets": {name: _figures(run, name) | _size(run.evals[-1], name) for name in sets_in(run.evals)},
+        "seconds": phases | {"total": run.seconds},
+        "paper_seconds": paper_seconds(run.phases),
+        "tokens": {
+            "generated": round(sum(row.get("generated_tokens") or 0 for row in run.stages)),
+            "trained": round(sum(row.get("tokens") or 0 for row in run.updates)),
+        },
+        "stages": len({row["stage"] for row in run.updates}),
+        "updates": len(run.updates),
+        "skipped_updates": sum(bool(row.get("skipped")) for row in run.updates),
+        "seed": run.recipe.get("run", {}).get("seed", 0),
+        "signs": [asdict(sign) for sign in signs(run.updates, run.stages, run.evals, clip_grad)],
+    }
+
+
+def _figures(run: RunData, name: str) -> dict[str, Any]:
+    """A set's figures, or the mean's, before the first update and at the last evaluation; None where not measured."""
+    start = run.updates[0]["update"] if run.updates else 0
+    before = next((row for row in run.evals if row["update"] <= start), {})
+    after = next((row for row in reversed(run.evals) if row["update"] > start), {})
+    values = (value_in(before, name), interval_in(before, name), value_in(after, name), interval_in(after, name))
+    return dict(zip(FIGURES, values, strict=True))
+
+
+def _size(row: Row, name: str) -> dict[str, int | None]:
+    return {"problems": row.get(f"problems/{name}"), "samples": row.get(f"samples/{name}")}
+
+
+def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary's mean over the sets, with the keys of one set: before, before_interval, after, interval."""
+    return {key: summary[f"{summary['measure']}_{key}"] for key in FIGURES}
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The table that training ends with: held-out figures before and after, wall-clock by phase, tokens, rates."""
+    seconds, tokens, measure = summary["seconds"], summary["tokens"], summary["measure"]
+    table = Table(box=ROUNDED, show_header=False, title_style="bold", padding=(0, 1), title="Run summary")
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column()
+    mean, sets = mean_of(summary), summary["sets"]
+    if mean["before"] is not None:
+        table.add_row(f"{measure} before", *_figure(mean["before"], mean["before_interval"], measure))
+    if mean["after"] is not None:
+        table.add_row(f"{measure} after", *_figure(mean["after"], mean["interval"], measure))
+        of = f" of {len(sets)} sets, unweighted" if len(sets) > 1 else ""
+        table.add_row("gain", _gain(mean, measure), f"{summary['problems']:,} held-out problems{of}")
+    table.add_section()
+    for name, one in sets.items() if len(sets) > 1 else ():
+        before, after = (shown(one[when], measure) for when in ("before", "after"))
+        size = f"{one['problems']:,} problems x {one['samples']}" if one["problems"] else ""
+        table.add_row(name, f"{before} → {after}", f"{between(one['interval'], measure)}, {size}".strip(", "))
+    table.add_section()
+    for phase in (name for name in PHASES if seconds.get(name)):
+        table.add_row(phase, duration(seconds[phase]), f"{100 * seconds[phase] / seconds['total']:.0f} %")
+    table.add_row("total", Text(duration(seconds["total"]), style="bold"), _steps(summary))
+    for name, value in summary.get("paper_seconds", {}).items():
+        table.add_row(name, duration(value), "as the paper counts")
+    table.add_section()
+    table.add_row("tokens generated", f"{tokens['generated']:,}", _rate(tokens["generated"], seconds["generate"]))
+    table.add_row("tokens trained", f"{tokens['trained']:,}", _rate(tokens["trained"], seconds["optimize"]))
+    if sick := summary.get("signs"):
+        lines = [f"sick? {sign['text']}; {sign['remedy']} (docs/sick.md)" for sign in sick]
+        table.caption = Text("\n".join(lines), style="yellow", justify="left")
+    return table
+
+
+def _gain(mean: dict[str, Any], measure: str) -> Text:
+    if mean["before"] is None:
+        return Text("not known: not evaluated before the first update", style="dim")
+    gain = mean["after"] - mean["before"]
+    return Text(difference(gain, measure), style="bold green" if gain > 0 else "bold red" if gain < 0 else "bold")
+
+
+def _figure(value: float, interval: list[float] | None, measure: str) -> tuple[Text, str]:
+    return Text(shown(value, measure), style="bold"), between(interval, measure)
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    skipped = f", {summary['skipped_updates']} skipped" if summary.get("skipped_updates") else ""
+    return f"{summary['updates']:,} updates in {summary['stages']:,} stages{skipped}, seed {summary['seed']}"
+
+
+def _rate(tokens: float, seconds: float) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s" if seconds else ""

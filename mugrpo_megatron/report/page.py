@@ -1,0 +1,335 @@
+"""The report: one self-contained HTML page of a finished or unfinished run."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from mugrpo_megatron import __version__
+from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.outputs import check_output
+from mugrpo_megatron.observe.progress import duration, short
+from mugrpo_megatron.observe.results import between, difference, mean_of, shown, summary_of
+from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.report.charts import COST, PAPER, SAMPLES, SECTIONS, TRIGGERS, VETO, section_of
+from mugrpo_megatron.report.details import Details, read_details
+from mugrpo_megatron.report.drawing import Drawing, draw
+from mugrpo_megatron.report.excerpts import sample_sections
+from mugrpo_megatron.report.heat import heat_text
+from mugrpo_megatron.report.probes import objective_of
+from mugrpo_megatron.report.tables import recipe_sections, stage_table, summary_rows
+from mugrpo_megatron.report.triggers import trigger_table
+from mugrpo_megatron.report.verdicts import folded, paper_notes, verdicts
+
+FILE_NAME = "report.html"
+BRAND = "mu-GRPO run report"
+"""Every page says this; a page that does not is somebody else's and stays."""
+SCRIPTS = ("chart.js", "panel.js", "export.js", "timeline.js", "heat.js", "report.js", "live.js")
+"""The page's scripts, in an order in which each finds what it needs."""
+SILENT_S = 600
+"""Seconds without a new row after which a live page no longer says that the run is running."""
+
+EMPTY: dict[str, Any] = {
+    "status": None,
+    "facts": [],
+    "origin": [],
+    "signs": [],
+    "warnings": [],
+    "tiles": [],
+    "runs": None,
+    "sections": [],
+    "stages": None,
+    "events": [],
+    "summary": [],
+    "environment": [],
+    "recipe": [],
+    "part": None,
+    "live_s": 0,
+}
+"""What a page leaves out by default."""
+
+PHASE_COLORS = {
+    "start": "grey",
+    "sync": "violet",
+    "generate": "blue",
+    "score": "yellow",
+    "logprobs": "magenta",
+    "probe": "red",
+    "optimize": "teal",
+    "save": "grey",
+    "eval": "orange",
+}
+"""CSS colours of the phases, in the tiles and in the time line."""
+
+TIME_LINE = {
+    "id": "timeline",
+    "title": "Phases",
+    "explains": "When each phase ran. Generation and optimization take turns on the same devices.",
+    "wide": True,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PageSection:
+    """A section of the page, which the reader can fold."""
+
+    title: str
+    charts: Sequence[dict[str, Any]]
+    verdict: str = ""
+    open: bool = True
+    table: dict[str, Any] | None = None
+    notes: Sequence[str] = ()
+    samples: Sequence[dict[str, Any]] = ()
+    heat: str = ""
+
+    @property
+    def id(self) -> str:
+        return slug(self.title)
+
+
+def slug(title: str) -> str:
+    """The title as the name of a place on the page."""
+    return re.sub(r"[^a-z]+", "-", title.lower()).strip("-")
+
+
+def render(**content: Any) -> str:
+    """The page as text. `name`, `brand`, `progress`, `source` and `drawing` are needed; `EMPTY` has the rest.
+
+    A content security policy forbids every request, except for those of a live page to its own server.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    environment.filters["slug"] = slug
+    return environment.from_string(_source("report.html.j2")).render(
+        version=__version__,
+        style=Markup(_source("report.css")),
+        script=Markup("".join(map(_source, SCRIPTS))),
+        **{**EMPTY, **content},
+    )
+
+
+def is_page(path: Path, brand: str) -> bool:
+    """Whether the file is a page of this brand, which a new one may replace."""
+    return path.is_file() and brand.encode() in path.read_bytes()
+
+
+def _source(name: str) -> str:
+    return files("mugrpo_megatron.report").joinpath("browser", name).read_text(encoding="utf-8")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir`/report.html from recipe.toml, metrics.jsonl and summary.json, if there is one.
+
+    Raises UserError when `run_dir` is not a run directory, a file in it is damaged, or its report.html is not one of
+    these reports.
+    """
+    path = run_dir / FILE_NAME
+    run = read_run(run_dir)
+    check_output(path, str(path), own=is_page(path, BRAND), remedy="it is not a run's report, so move it away")
+    write_text(path, page(run))
+    return path
+
+
+def page(run: RunData, live_s: int = 0) -> str:
+    """The report's HTML; with `live_s` it asks its server for itself again after so many seconds."""
+    details, summary = read_details(run.path, run.recipe), summary_of(run)
+    drawing = draw(run, details)
+    environment = run.processes[-1]["environment"] if run.processes else {}
+    return render(
+        name=run.path.resolve().name,
+        brand=BRAND,
+        source=str(run.path),
+        status=_status(run, live_s),
+        live_s=live_s,
+        drawing={**drawing.as_json(), "colors": PHASE_COLORS},
+        facts=_facts(run, summary),
+        origin=_origin(run, environment),
+        signs=summary["signs"],
+        warnings=_warnings(run, drawing, summary, details),
+        tiles=[_accuracy_tile(summary), _reward_tile(run), _time_tile(summary), _token_tile(run, summary)],
+        progress=_progress(run),
+        part=None if run.summary is not None else min(1.0, len(run.updates) / run.total_updates),
+        sections=page_sections(run, drawing, summary, sample_sections(details, summary["measure"])),
+        stages=stage_table(run),
+        events=[{"at": duration(run.clock(e["time"])), "name": e["event"], "text": e["text"]} for e in run.events],
+        summary=summary_rows(summary),
+        environment=[(name, visible(str(value))) for name, value in environment.items()],
+        recipe=recipe_sections(run),
+    )
+
+
+def page_sections(
+    run: RunData, drawing: Drawing, summary: dict[str, Any], samples: Sequence[dict[str, Any]]
+) -> list[PageSection]:
+    """The sections that have anything to show."""
+    cards = {
+        chart.id: {"id": chart.id, "title": chart.title, "explains": chart.explains, "wide": chart.wide}
+        for chart in drawing.charts
+    }
+    if drawing.timeline["phases"]:
+        cards["timeline"] = TIME_LINE
+    says, quiet = verdicts(run, summary), folded(run)
+    sections = [
+        PageSection(
+            title,
+            [card for id, card in cards.items() if (COST if id == "timeline" else section_of(id)) == title],
+            says[title],
+            title not in quiet,
+            table=trigger_table(run) if title == TRIGGERS else None,
+            notes=paper_notes(run, cards) if title == PAPER else (),
+            samples=samples if title == SAMPLES else (),
+            heat=heat_text(drawing.heat, objective_of(run.recipe)) if title == VETO and drawing.heat else "",
+        )
+        for title in SECTIONS
+    ]
+    return [section for section in sections if section.charts or section.samples or section.heat]
+
+
+def _status(run: RunData, live_s: int) -> dict[str, Any]:
+    """What the run is doing, in a word, and on a live page the age of its last row in seconds."""
+    if run.summary is not None:
+        return {"name": "finished", "text": "finished", "age": None}
+    age = max(0, round(time.time() - run.last)) if live_s else None
+    if age is None:
+        return {"name": "unfinished", "text": "unfinished", "age": None}
+    name = "running" if age < SILENT_S else "silent"
+    return {"name": name, "text": "running, last row" if name == "running" else "silent, last row", "age": age}
+
+
+def _progress(run: RunData) -> str:
+    """Updates of the whole run, and of an unfinished one the time left at the pace so far."""
+    done, total = len(run.updates), run.total_updates
+    if run.summary is not None:
+        return f"updates taken: {done:,} in {duration(run.seconds)}"
+    rest = f", about {duration(run.seconds * (total - done) / done)} left at this pace" if 0 < done < total else ""
+    return f"updates taken: {done:,} of {total:,} in {duration(run.seconds)}{rest}"
+
+
+def _facts(run: RunData, summary: dict[str, Any]) -> list[dict[str, Any]]:
+    def recipe(section: str, key: str) -> Any:
+        return run.recipe.get(section, {}).get(key, "?")
+
+    passes, growth = (run.recipe.get("schedule", {}).get(key, 1) for key in ("passes", "growth"))
+    each = " updates each" if growth == 1 else " updates a stage on average"
+    return [
+        {"before": before, "value": value, "after": after}
+        for before, value, after in (
+            ("", recipe("objective", "name"), ""),
+            ("S = ", recipe("schedule", "stages"), " stages"),
+            ("µ = ", recipe("schedule", "updates_per_stage"), each),
+            *((("growth ", growth, ""),) if growth != 1 else ()),
+            *((("", passes, " passes over each stage"),) if passes != 1 else ()),
+            ("", recipe("rollout", "prompts_per_update"), " prompts an update"),
+            ("", recipe("rollout", "responses_per_prompt"), " responses a prompt"),
+            ("data ", recipe("data", "train"), ""),
+            ("model ", recipe("model", "path"), ""),
+            ("seed ", summary["seed"], ""),
+        )
+    ]
+
+
+def _origin(run: RunData, environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """When, where and how the run was started."""
+    start = datetime.fromtimestamp(run.clock.starts[0], tz=UTC)
+    known = [(name, visible(str(environment[name]))) for name in ("host", "commit", "command") if name in environment]
+    return [("started", f"{start:%Y-%m-%d %H:%M} UTC"), *known]
+
+
+def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any], details: Details) -> list[str]:
+    """What to know before reading the curves."""
+    lines = []
+    if drawing.not_finite:
+        metrics = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())
+        lines.append(f"Not finite, so missing from the curves: {metrics} of {len(run.updates):,} updates.")
+    if skipped := summary["skipped_updates"]:
+        lines.append(f"{skipped:,} updates were skipped because their gradient was not finite.")
+    if (resumes := len(run.processes) - 1) > 0:
+        lines.append(f"Resumed {resumes} time{'s' if resumes > 1 else ''}; the time between is left out.")
+    if drawing.bucket > 1:
+        lines.append(
+            f"A point stands for {drawing.bucket} updates: worst value of p99, max, min and ESS, mean of the others."
+        )
+    return [*lines, *map(visible, details.damaged)]
+
+
+def _tile(name: str, value: str, more: str, **rest: Any) -> dict[str, Any]:
+    optional = {"start": "", "gain": "", "trend": "", "shares": [], "broad": False}
+    return {"name": name, "value": value, "more": more, **optional, **rest}
+
+
+def _accuracy_tile(summary: dict[str, Any]) -> dict[str, Any]:
+    measure, mean, sets = summary["measure"], mean_of(summary), summary["sets"]
+    title, before, after = f"Held-out {measure}", mean["before"], mean["after"]
+    if after is None and before is None:
+        return _tile(title, "–", "not evaluated yet", broad=True)
+    value, interval = (before, mean["before_interval"]) if after is None else (after, mean["interval"])
+    parts = [
+        "before training" if after is None else "",
+        f"95 % interval {between(interval, measure)}" if interval else "",
+        f"{len(sets)} sets, unweighted" if len(sets) > 1 else "",
+        f"{summary['problems']:,.0f} problems",
+    ]
+    more = ", ".join(part for part in parts if part)
+    tile = _tile(title if len(sets) <= 1 else f"{title}, mean", shown(value, measure), more, broad=True)
+    if before is None or after is None:
+        return tile
+    gain = after - before
+    return tile | {
+        "start": shown(before, measure).removesuffix(" %"),
+        "gain": difference(gain, measure).replace("-", "−"),
+        "trend": "up" if gain > 0.0005 else "down" if gain < -0.0005 else "",
+    }
+
+
+def _reward_tile(run: RunData) -> dict[str, Any]:
+    rewards = [row["reward_mean"] for row in run.stages or run.updates if row.get("reward_mean") is not None]
+    if not rewards:
+        return _tile("Training reward", "–", "no responses yet")
+    if len(rewards) == 1:
+        return _tile("Training reward", f"{rewards[0]:.3g}", "mean of the stage's responses")
+    return _tile(
+        "Training reward", f"{rewards[-1]:.3g}", "means of the first and last stage", start=f"{rewards[0]:.3g}"
+    )
+
+
+def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
+    total = summary["seconds"]["total"] or 1.0
+    phases = [(name, seconds) for name, seconds in summary["seconds"].items() if name != "total" and seconds > 0]
+    largest = sorted(phases, key=lambda phase: -phase[1])[:3]
+    shares = [
+        {"color": PHASE_COLORS[name], "part": round(seconds / total, 4), "title": f"{name} {duration(seconds)}"}
+        for name, seconds in phases
+    ]
+    more = _unbroken(f"{name} {100 * seconds / total:.0f} %" for name, seconds in largest)
+    return _tile("Wall-clock", duration(total), more, shares=shares, broad=True)
+
+
+def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
+    """Tokens sampled, also of a stage on which no update was taken yet, and tokens trained on."""
+    seconds, trained = summary["seconds"], summary["tokens"]["trained"]
+    phases = sum(row.get("tokens") or 0 for row in run.phases if row["phase"] == "generate")
+    sampled = max(summary["tokens"]["generated"], round(phases))
+    rates = [
+        f"{text} at {short(count / took)}/s"
+        for text, count, took in (
+            ("sampled", sampled, seconds["generate"]),
+            (f"{short(trained)} trained", trained, seconds["optimize"]),
+        )
+        if count and took
+    ]
+    return _tile("Response tokens", short(sampled or trained), _unbroken(rates) or "sampled")
+
+
+def _unbroken(parts: Iterable[str]) -> str:
+    """The parts, each with non-breaking spaces."""
+    return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)

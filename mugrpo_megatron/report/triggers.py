@@ -1,0 +1,132 @@
+"""Triggers at every measured threshold: what another `objective.trigger_ratio` would have found in this run.
+
+The metrics compare each token's ratio with every threshold, independently of the run's own threshold and veto.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.rundata import RunData
+from mugrpo_megatron.report.curves import Series, over_updates, ramp
+
+PREFIX = "trigger_tokens_"
+PAPER_RATIO = 1e-4
+"""The threshold of the paper's illustration, for recipes without one."""
+
+SCOPES: dict[str, str] = {
+    "none": "∅",
+    "trigger": "T",
+    "suffix": "S_κ",
+    "suffix_non_trigger": "H_κ",
+    "response": "S_seq",
+}
+"""`objective.veto` -> the paper's symbol for the tokens that it drops."""
+
+COLORS = {"trigger": "yellow", "suffix": "blue", "suffix_non_trigger": "teal", "response": "red"}
+"""Colours of the veto's scopes, in the order of the legend and the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """The thresholds that a run measured, largest first, and its own."""
+
+    names: tuple[str, ...]
+    ratio: float | None
+    """The recipe's `trigger_ratio`."""
+
+    @property
+    def nearest(self) -> str:
+        """The measured threshold nearest to the recipe's own, in log space."""
+        target = math.log(max(PAPER_RATIO if self.ratio is None else self.ratio, 1e-300))
+        return min(self.names, key=lambda name: abs(math.log(float(name)) - target))
+
+    def label(self, name: str) -> str:
+        """`name`, marked if it is the recipe's own or the nearest to it."""
+        if self.ratio is None or name != self.nearest:
+            return name
+        return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {ratio_text(self.ratio)})"
+
+
+def thresholds_of(run: RunData) -> Thresholds:
+    """The thresholds in the rows' metric names: `trigger_tokens_1e-4` measures 1e-4."""
+    names = {name.removeprefix(PREFIX) for row in run.updates for name in row if name.startswith(PREFIX)}
+    return Thresholds(
+        tuple(sorted(names, key=float, reverse=True)), run.recipe.get("objective", {}).get("trigger_ratio")
+    )
+
+
+def threshold_series(
+    thresholds: Thresholds, buckets: Sequence[Sequence[Row]], metric: str, axis: str
+) -> Iterable[Series]:
+    """A metric at each threshold along `axis`; smaller thresholds have a stronger colour."""
+    for place, name in enumerate(thresholds.names):
+        yield Series(
+            thresholds.label(name),
+            ramp(place, len(thresholds.names), first=2),
+            axis,
+            over_updates(buckets, f"{metric}_{name}"),
+            smooth=True,
+            restarts=axis == "update",
+            bold=thresholds.ratio is not None and name == thresholds.nearest,
+        )
+
+
+def scope_series(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str) -> Iterable[Series]:
+    """What each scope of the veto would drop at the threshold nearest to the run's own, along `axis`."""
+    for scope, color in COLORS.items() if thresholds.names else ():
+        values = over_updates(buckets, f"dropped_{scope}_{thresholds.nearest}")
+        yield Series(f"{SCOPES[scope]} {scope}", color, axis, values, smooth=True, restarts=axis == "update")
+
+
+def trigger_table(run: RunData) -> dict[str, Any] | None:
+    """Mean and maximum over updates of every threshold's shares; None without the metrics."""
+    thresholds = thresholds_of(run)
+    if not thresholds.names:
+        return None
+    metrics = ("trigger_tokens", "trigger_responses", *(f"dropped_{scope}" for scope in COLORS))
+    return {
+        "title": "What each threshold finds and each scope would drop",
+        "explains": "Mean over all updates; in grey the maximum. Triggers as a share of tokens and responses with "
+        "negative advantage; dropped tokens as a share of all response tokens.",
+        "head": ("Threshold", "Trigger tokens", "Responses with one", *(f"{SCOPES[scope]} drops" for scope in COLORS)),
+        "rows": [
+            {
+                "bold": thresholds.ratio is not None and name == thresholds.nearest,
+                "name": thresholds.label(name),
+                "cells": [_mean_and_max(run.updates, f"{metric}_{name}") for metric in metrics],
+            }
+            for name in thresholds.names
+        ],
+    }
+
+
+def _mean_and_max(updates: Iterable[Row], metric: str) -> tuple[str, str]:
+    values = [row[metric] for row in updates if row.get(metric) is not None]
+    return (share_text(statistics.fmean(values)), share_text(max(values))) if values else ("–", "")
+
+
+def ratio_text(ratio: float) -> str:
+    """The ratio as 0.5, 0.001 or 1e-4."""
+    if ratio == 0 or ratio >= 1e-3:
+        return f"{ratio:g}"
+    return np.format_float_scientific(ratio, precision=2, trim="-", exp_digits=1)
+
+
+def share_text(value: float) -> str:
+    """A percentage with two significant digits: the shares span six powers of ten."""
+    if value == 0:
+        return "0 %"
+    return f"{100 * value:.{max(0, 1 - math.floor(math.log10(100 * value)))}f} %"
+
+
+def mask_name(objective: Mapping[str, object]) -> str:
+    """The veto's name in the legend of the paper's Figure 3."""
+    return f"mask {SCOPES.get(str(objective.get('veto')), '?')}"

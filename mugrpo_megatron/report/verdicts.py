@@ -1,0 +1,206 @@
+"""A sentence for each section of the page: what its curves say of this run; and whether the section begins unfolded."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mugrpo_megatron.observe.log import Row
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.results import difference, mean_of, sets_in, shown
+from mugrpo_megatron.observe.rundata import RunData
+from mugrpo_megatron.report.charts import (
+    COST,
+    HEALTH,
+    LEARNING,
+    OPTIMIZATION,
+    PAPER,
+    RESPONSES,
+    SAMPLES,
+    TRIGGERS,
+    VETO,
+)
+from mugrpo_megatron.report.triggers import mask_name, ratio_text, share_text, thresholds_of
+
+MATTERS = 0.001
+"""Share of tokens from which on the veto has something to say."""
+PAPER_SETS = {"aime24", "aime25", "math500"}
+"""Held-out sets of the paper's recipes."""
+
+
+def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
+    """Section -> its sentence."""
+    return {
+        LEARNING: _learning(summary),
+        SAMPLES: _samples(run.evals),
+        HEALTH: _health(run.updates),
+        OPTIMIZATION: _optimization(run, summary),
+        RESPONSES: _responses(run.stages),
+        VETO: _veto(run),
+        TRIGGERS: trigger_remark(run),
+        PAPER: paper_remark(run),
+        COST: _cost(summary),
+    }
+
+
+def folded(run: RunData) -> set[str]:
+    """Sections for specialists that have nothing to say of this run."""
+    vetoed = _mean(run.updates, "vetoed_fraction") or 0.0
+    quiet = {VETO, TRIGGERS} if vetoed < MATTERS else set()
+    return quiet | (set() if set(sets_in(run.evals)) >= PAPER_SETS else {PAPER})
+
+
+def _values(rows: Iterable[Row], *names: str) -> list[float]:
+    return [row[name] for row in rows for name in names if row.get(name) is not None]
+
+
+def _mean(rows: Iterable[Row], *names: str) -> float | None:
+    values = _values(rows, *names)
+    return statistics.fmean(values) if values else None
+
+
+def _joined(parts: Iterable[str]) -> str:
+    text = "; ".join(part for part in parts if part)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
+def _learning(summary: Mapping[str, Any]) -> str:
+    measure, mean = summary["measure"], mean_of(dict(summary))
+    before, after = mean["before"], mean["after"]
+    if before is None and after is None:
+        return "Not evaluated yet."
+    if after is None:
+        return f"Held-out {measure} was {shown(before, measure)} before training, and has not been measured since."
+    if before is None:
+        return f"Held-out {measure} is {shown(after, measure)}; before training it was not measured."
+    change = f"Held-out {measure} went from {shown(before, measure)} to {shown(after, measure)}"
+    first, last = mean["before_interval"], mean["interval"]
+    apart = first and last and (first[1] < last[0] or last[1] < first[0])
+    what = ("a clear gain" if after > before else "a clear loss") if apart else "the 95 % intervals overlap"
+    return f"{change} ({difference(after - before, measure)}): {what}."
+
+
+def _samples(evals: Sequence[Row]) -> str:
+    """How many of the last evaluation's responses have no answer or no end."""
+    if not evals:
+        return "What the model wrote, and how it was scored."
+    last = evals[-1]
+    shares = [
+        (text, _mean([last], *(name for name in last if name.startswith(f"{base}/"))))
+        for base, text in (("unparsed", "without an answer"), ("truncated", "cut off"))
+    ]
+    parts = ", ".join(f"{share_text(share)} {text}" for text, share in shares if share is not None)
+    return f"Of the last evaluation's responses: {parts}." if parts else ""
+
+
+def _health(updates: Sequence[Row]) -> str:
+    ess = _values(updates, "ess")
+    if not ess:
+        return ""
+    kind = "near on-policy" if min(ess) >= 0.9 else "stale, and usable" if ess[-1] >= 0.5 else "too stale to learn from"
+    drops, holds = _mean(updates, "vetoed_fraction") or 0.0, _mean(updates, "clipped_fraction") or 0.0
+    return _joined(
+        [
+            f"{kind}: ESS ends at {share_text(ess[-1])} of the tokens, {share_text(min(ess))} at the least",
+            f"the veto and other masks drop {share_text(drops)} of the tokens, the clip holds {share_text(holds)}",
+        ]
+    )
+
+
+def _optimization(run: RunData, summary: Mapping[str, Any]) -> str:
+    norms, entropy = _values(run.updates, "grad_norm"), _values(run.updates, "entropy")
+    limit, skipped = run.setting("optimizer.clip_grad"), summary["skipped_updates"]
+    if not norms:
+        return ""
+    return _joined(
+        [
+            f"{share_text(sum(norm > limit for norm in norms) / len(norms))} of the gradients were clipped"
+            if limit
+            else "",
+            f"entropy went from {entropy[0]:.3g} to {entropy[-1]:.3g} nats" if entropy else "",
+            f"{skipped:,} updates were skipped" if skipped else "no update was skipped",
+        ]
+    )
+
+
+def _responses(stages: Sequence[Row]) -> str:
+    if not stages:
+        return ""
+    first, last = stages[0].get("response_length_mean"), stages[-1].get("response_length_mean")
+    flat, cut = stages[-1].get("zero_variance_fraction"), stages[-1].get("truncated_fraction")
+    distance = stages[-1].get("mismatch_mean")
+    return _joined(
+        [
+            f"mean length {first:.3g} → {last:.3g} tokens" if first and last else "",
+            f"in the last stage {share_text(flat)} of the groups have no signal" if flat is not None else "",
+            f"{share_text(cut)} of the responses are cut off" if cut is not None else "",
+            f"engine and learner differ by {distance:.2g} nats a token" if distance is not None else "",
+        ]
+    )
+
+
+def _veto(run: RunData) -> str:
+    share = _mean(run.updates, "vetoed_fraction")
+    if run.recipe.get("objective", {}).get("veto") == "none" or share is None:
+        return "This run has no veto; the map shows what its trigger_ratio would find."
+    few = ": too few to matter" if share < MATTERS else ""
+    return f"The veto dropped {share_text(share)} of the tokens{few}."
+
+
+def trigger_remark(run: RunData) -> str:
+    """The run's threshold and veto, and what the threshold found."""
+    objective, thresholds = run.recipe.get("objective", {}), thresholds_of(run)
+    if "trigger_ratio" not in objective:
+        return ""
+    ratio, scope = ratio_text(objective["trigger_ratio"]), objective["veto"]
+    text = f"This run: trigger_ratio = {ratio}, veto = {scope} ({mask_name(objective)})."
+    if not thresholds.names:
+        return text
+    at = thresholds.nearest
+    tokens, responses = (_mean(run.updates, f"trigger_{what}_{at}") for what in ("tokens", "responses"))
+    if tokens is None or responses is None:
+        return text
+    return f"{text} At {at}, {share_text(tokens)} of the negative tokens and {share_text(responses)} of the responses."
+
+
+def paper_remark(run: RunData) -> str:
+    """The run's settings in the terms of the paper's legends."""
+    objective = run.recipe.get("objective", {})
+    clip = ", ".join(f"{objective[key]:g}" if key in objective else "?" for key in ("clip_low", "clip_high"))
+    schedule = run.recipe.get("schedule", {})
+    passes = f" x {schedule['passes']} passes" if schedule.get("passes", 1) != 1 else ""
+    stage = f"{schedule.get('updates_per_stage', '?')}{passes}"
+    return f"This run's line: {objective.get('name', '?')}, µ = {stage}, clip [{clip}], {mask_name(objective)}"
+
+
+def paper_notes(run: RunData, drawn: Mapping[str, Any]) -> list[str]:
+    """Where Figure 4 is, and why a figure is missing or has less than the paper's."""
+    notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
+    if "paper_accuracy" not in drawn:
+        notes.append("Figures 1 to 3 have no accuracy: the run has not been evaluated yet.")
+    elif len(run.evals) < 2:
+        notes.append("Figures 1 to 3 have one point: the run has been evaluated once.")
+    elif not any(row.get("age") for row in run.evals):
+        notes.append(
+            "The paper evaluates inside a stage too; eval.every_updates does, and this run has evaluations at its "
+            "stages' ends only."
+        )
+    missing = {
+        "paper_clipping": "Figure 2 has no clipping rate: no update has been taken yet.",
+        "paper_ratio": "Figure 3 has no ratio: no update had a response with negative advantage.",
+        "paper_reward": "Figure 5 is missing: no update has been taken yet.",
+        "paper_vetoed": "Figure 6 is missing: no update has been taken yet.",
+    }
+    notes += [reason for id, reason in missing.items() if id not in drawn]
+    if "paper_vetoed" in drawn and run.recipe.get("objective", {}).get("veto") == "none":
+        notes.append("Figure 6 stays at 0 unless another mask drops tokens: this run has no veto.")
+    return notes
+
+
+def _cost(summary: Mapping[str, Any]) -> str:
+    seconds = summary["seconds"]
+    total = seconds["total"] or 1.0
+    largest = sorted(((name, took) for name, took in seconds.items() if name != "total"), key=lambda one: -one[1])[:2]
+    shares = ", ".join(f"{100 * took / total:.0f} % of it {name}" for name, took in largest if took)
+    return f"{duration(seconds['total'])}, {shares}." if shares else ""

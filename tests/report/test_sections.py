@@ -1,0 +1,112 @@
+"""What the page says of a run around its curves: verdicts, signs, progress, origin, and what it folds."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.results import summary_of
+from mugrpo_megatron.observe.rundata import RunData, read_run
+from mugrpo_megatron.report.charts import SECTIONS, TABLE, VETO
+from mugrpo_megatron.report.page import page, slug
+from mugrpo_megatron.report.verdicts import folded, verdicts
+from tests.report.synthetic import recipe_of, rows_of, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunData:
+    return read_run(write_run(tmp_path / "run", rows_of(2, 16), recipe_of(2, 16)))
+
+
+def sections_in(html: str) -> dict[str, bool]:
+    """Name of each folding section -> whether it begins open."""
+    return {
+        name: bool(is_open) for name, is_open in re.findall(r'<details class="section" id="([\w-]+)"( open)?>', html)
+    }
+
+
+def words(html: str) -> str:
+    return " ".join(re.sub("<[^>]*>", " ", html).split())
+
+
+def test_every_section_is_in_the_list_at_the_top_and_has_a_sentence(run: RunData) -> None:
+    html = page(run)
+    links = re.findall(r'<a href="#([\w-]+)">', html)
+    assert links == [*sections_in(html), "stages", "numbers", "recipe"]
+    for name in links:
+        assert html.count(f'id="{name}"') == 1
+    for name in sections_in(html):
+        assert re.search(rf'id="{name}-says">[^<]+<', html), name
+
+
+def test_the_table_has_each_chart_once_and_its_sections_in_order() -> None:
+    assert len({plan.id for plan in TABLE}) == len(TABLE)
+    assert {plan.section for plan in TABLE} <= set(SECTIONS)
+    assert len({slug(title) for title in SECTIONS}) == len(SECTIONS)
+
+
+@pytest.mark.parametrize(("share", "opens"), [(0.0005, False), (0.05, True)])
+def test_the_vetos_sections_open_where_the_veto_matters(share: float, opens: bool, run: RunData) -> None:
+    run = replace(run, updates=[{**row, "vetoed_fraction": share} for row in run.updates])
+    assert sections_in(page(run))["triggers-by-threshold"] == opens
+    assert ("too few to matter" in verdicts(run, summary_of(run))[VETO]) != opens
+
+
+def test_the_papers_figures_open_in_its_recipes(run: RunData) -> None:
+    assert "The paper's figures" in folded(run)
+    renamed = [
+        {**row, **{f"problems/{name}": 30 for name in ("aime24", "aime25", "math500")}, "samples/aime24": 1}
+        for row in run.evals
+    ]
+    assert "The paper's figures" not in folded(replace(run, evals=renamed))
+
+
+def test_a_sick_run_says_so_above_everything(run: RunData) -> None:
+    assert "Signs that this run is sick" not in page(run)
+    stages = [{**row, "zero_variance_fraction": 0.97} for row in run.stages]
+    html = page(replace(run, stages=stages))
+    assert html.index("97 % of the groups of stage 1 have equal rewards") < html.index('class="tiles')
+    assert [sign["name"] for sign in summary_of(replace(run, stages=stages))["signs"]] == ["equal rewards"]
+
+
+def test_no_gain_without_an_evaluation_after_training(run: RunData) -> None:
+    first = replace(run, evals=run.evals[:1], updates=run.updates[:3])
+    text = words(page(first).split("<script")[0])
+    assert "points" not in text
+    assert "before training, 95 % interval" in text
+    assert "has not been measured since" in text
+    assert summary_of(first)["accuracy_after"] is None
+
+
+def test_a_live_page_says_how_far_the_run_is_and_how_old_its_last_row(run: RunData) -> None:
+    half = replace(run, updates=run.updates[:8], last=time.time() - 3)
+    html = page(half, live_s=10)
+    assert re.search(r'<span class="status running">running, last row <b data-age="[34]"></b></span>', html)
+    assert (
+        f"updates taken: 8 of 32 in {half.seconds:.1f} s, about {duration(3 * half.seconds)} left at this pace" in html
+    )
+    assert '<progress value="0.25" max="1"' in html
+    assert '<span class="status silent">' in page(replace(half, last=time.time() - 3600), live_s=10)
+    assert '<span class="status unfinished">' in page(half)
+    assert "<progress" not in page(replace(run, summary={}))
+
+
+def test_the_page_says_when_where_and_how_the_run_was_started(run: RunData) -> None:
+    origin: dict[str, Any] = {"host": "node7", "commit": "abc+", "command": "mugrpo train <recipe>.toml \x1b[2J"}
+    process = {**run.processes[0], "environment": origin}
+    text = page(replace(run, processes=[process]))
+    assert "started <bdi>2023-11-14 22:13 UTC</bdi>" in text
+    assert "host <bdi>node7</bdi>" in text
+    assert "command <bdi>mugrpo train &lt;recipe&gt;.toml \\x1b[2J</bdi>" in text
+
+
+def test_memory_is_drawn_over_the_stages(run: RunData) -> None:
+    phases = [{**row, "engine_memory": 3.0 * 2**30} if row["phase"] == "generate" else row for row in run.phases]
+    assert 'id="chart-memory"' in page(replace(run, phases=phases))
+    assert 'id="chart-memory"' not in page(run)
