@@ -200,7 +200,7 @@ def own_terms(function: Surrogate, tokens: Tokens, config: ObjectiveSection) -> 
     try:
         terms = function(tokens, config)
     except (Exception, SystemExit) as error:
-        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; mend it and run it again") from None
+        raise TrainingFailure(f"{name} failed: {failure(error, __file__)}; correct it and run it again") from None
     if not isinstance(terms, Terms):
         raise UserError(f"{name} returned {type(terms).__name__}, not Terms(loss, clipped)")
     shape = tuple(tokens.logprobs.shape)
@@ -267,7 +267,7 @@ def own_metrics(tokens: Tokens, config: ObjectiveSection) -> dict[str, float]:
             values: Any = function(detached, config)
     except (Exception, SystemExit) as error:
         raise TrainingFailure(
-            f"objective.diagnostics = {source} failed: {failure(error, __file__)}; mend it and run it again"
+            f"objective.diagnostics = {source} failed: {failure(error, __file__)}; correct it and run it again"
         ) from None
     return _checked(values, source)
 

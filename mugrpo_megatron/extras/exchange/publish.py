@@ -123,7 +123,7 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
             ) from None
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UserError(f"{path} cannot be published: it is no regular file")
+                raise UserError(f"{path} cannot be published: it is not a regular file")
             with open(target / name, "xb") as copy:
                 shutil.copyfileobj(file, copy)
 

@@ -1,7 +1,7 @@
 """In a jail of its own: executes a row's test code. The program's names are stand-ins that ask the other jail.
 
 So the program never sees the tests, and nothing that it replaces (`print`, `abs`, `__eq__`) has a part in judging.
-Tests pass when an assertion was executed, and every one that is no part of a branch. Standard library only.
+Tests pass when an assertion was executed, and every one that is not part of a branch. Standard library only.
 """
 
 from __future__ import annotations
