@@ -55,7 +55,8 @@ def environment() -> dict[str, str]:
 
 def origin() -> dict[str, str]:
     """Where and how this process was started: host, command line, and the commit of a checkout that it runs from."""
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    command = shlex.join(["mugrpo" if program == "__main__.py" else program, *sys.argv[1:]])
     places = {"host": platform.node(), "command": command, "commit": commit()}
     return {name: value for name, value in places.items() if value}
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.observe.environment import origin, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -16,3 +19,11 @@ from mugrpo_megatron.observe.environment import usable_cores
 def test_a_containers_quota_limits_the_cores(tmp_path: Path, quota: str, cores: int) -> None:
     (tmp_path / "cpu.max").write_text(quota)
     assert usable_cores(tmp_path / "cpu.max") == min(cores, len(os.sched_getaffinity(0)))
+
+
+def test_a_run_records_where_and_how_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/mugrpo_megatron/__main__.py", "train", "my recipe.toml"])
+    places = origin()
+    assert places["command"] == "mugrpo train 'my recipe.toml'"
+    assert places["host"] == platform.node()
+    assert re.fullmatch(r"[0-9a-f]{12}\+?", places.get("commit", "0" * 12))

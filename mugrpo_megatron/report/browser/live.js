@@ -27,8 +27,8 @@ async function refresh() {
 
 /** The age of the run's last row, which grows between two looks. */
 function tick() {
-  const age = document.querySelector(".status [data-age]");
-  if (age) age.textContent = `${clock(age.dataset.age++ || 0)} ago`;
+  const node = document.querySelector(".status [data-age]"), age = node ? Number(node.dataset.age++) : 0;
+  if (node) node.textContent = `${age < 60 ? `${age} s` : clock(age)} ago`;
 }
 
 const everySeconds = Number(document.body.dataset.live);
