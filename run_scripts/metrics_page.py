@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
-from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, PLACE
+from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, PLACE, Metric
 from mugrpo_megatron.observe.rundata import ROLLOUT_PHASES, TRAINING_PHASES
+
+_THRESHOLD = re.compile(r"_1e-\d$")
+_THRESHOLD_IN_TEXT = re.compile(r"(threshold )?\b1e-\d\b")
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -84,13 +89,22 @@ def markdown() -> str:
     for kind, meaning in KINDS.items():
         sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in PLACE[kind])}.")
         if rows := [metric for metric in METRICS if metric.kind == kind]:
-            sections.append(_table(("Metric", "Unit", "Meaning"), [(f"`{m.name}`", m.unit, m.meaning) for m in rows]))
+            sections.append("\n".join(_lines(rows)))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
     sections.append(
         "## The paper's names\n\nNames of arXiv 2605.17570 and its project page, and where to find them in a run.\n\n"
         + _table(("Paper", "Here", "What to know"), NAMES)
     )
     return "\n\n".join(sections) + "\n"
+
+
+def _lines(rows: Iterable[Metric]) -> Iterator[str]:
+    """One line a metric; those that differ in the threshold alone share a line."""
+    for family, group in groupby(rows, lambda row: _THRESHOLD.sub("", row.name)):
+        first, *others = group
+        names = [f"`{first.name}`", *(f"`{one.name.removeprefix(family)}`" for one in others)]
+        meaning = first.meaning if not others else _THRESHOLD_IN_TEXT.sub("the threshold", first.meaning)
+        yield f"- {', '.join(names)} ({first.unit}): {meaning}"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

@@ -21,6 +21,8 @@ key. `--dry-run` prints the resolved recipe and makes the checks with which `tra
 and data, as far as they are on this machine; stderr lists what was checked. Without torchrun it checks the layout on as
 many ranks as it needs. An unknown key, a value out of range or an impossible layout ends the command with a
 one-sentence error and exit code 2 before anything starts.
+
+Each line gives a key, its default, its type and its meaning. A key without a default is unset.
 """
 
 
@@ -39,13 +41,12 @@ def markdown() -> str:
 
 
 def _part(name: str, section: Any) -> str:
-    rows = [
-        f"| `{key}` | {_type(inner.annotation)} | {_default(inner)} | {' '.join((inner.description or '').split())} |"
+    lines = [
+        f"- `{key}`{_default(inner)}: {_type(inner.annotation)}. {' '.join((inner.description or '').split())}"
         for key, inner in section.model_fields.items()
         if not _is_section(inner.annotation)
     ]
-    table = "\n".join(["| Key | Type | Default | Meaning |", "| --- | --- | --- | --- |", *rows])
-    return f"## `[{name}]`\n\n{section.__doc__}\n\n{table}\n"
+    return f"## `[{name}]`\n\n{section.__doc__}\n\n" + "\n".join(lines) + "\n"
 
 
 def _named_table(annotation: Any) -> Any:
@@ -60,7 +61,7 @@ def _is_section(annotation: Any) -> bool:
 
 def _type(annotation: Any) -> str:
     if get_origin(annotation) is Literal:
-        return " \\| ".join(f"`{value}`" for value in get_args(annotation))
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
     if get_origin(annotation) is Annotated:
         return _type(get_args(annotation)[0])
     if _named_table(annotation) is not None:
@@ -72,19 +73,18 @@ def _type(annotation: Any) -> str:
     names = {int: "integer", float: "number", bool: "boolean", str: "text", Path: "path"}
     if annotation in names:
         return names[annotation]
-    parts = ["unset" if part is type(None) else _type(part) for part in get_args(annotation)]
-    return " \\| ".join(parts) or str(annotation)
+    parts = [_type(part) for part in get_args(annotation) if part is not type(None)]
+    return " or ".join(parts) or str(annotation)
 
 
 def _default(field: FieldInfo) -> str:
+    """The default behind the key; a required key says so, and nothing stands where unset or empty is the default."""
     if field.is_required():
-        return "required"
+        return " (required)"
     value = field.get_default(call_default_factory=True)
-    return (
-        "unset"
-        if value is None or value in ({}, ())
-        else f"`{str(value).lower() if isinstance(value, bool) else value}`"
-    )
+    if value is None or value in ({}, ()):
+        return ""
+    return f" = `{str(value).lower() if isinstance(value, bool) else value}`"
 
 
 if __name__ == "__main__":
