@@ -198,18 +198,18 @@ def notes_of(page: Path, tmp_path: Path, actions: str) -> dict[str, Any]:
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_the_heat_map_and_the_samples_in_a_browser(tmp_path: Path) -> None:
     hostile = "</script><img onerror=alert(1) src=https://example.org/x> \x1b[2J \u202e "
-    run = write_run(tmp_path / "run", rows_of(1, 16), recipe_of(1, 16))
+    run = write_run(tmp_path / "run", rows_of(1, 64), recipe_of(1, 64))
     write_stage(run, 0, text=hostile * 30, gold=hostile)
-    write_probe(run, 0, 16, count=8, tokens=6, token=hostile)
+    write_probe(run, 0, 64, count=8, tokens=6, token=hostile)
     write_evaluation(run, 16, text=hostile * 30, question=hostile)
     found = notes_of(write_report(run), tmp_path, HEAT_ACTIONS)
     assert found["grids"] == 3
-    assert found["rings"] == found["lines"] == 4, "at ages 10 to 16 the third token is below 1e-4"
+    assert found["rings"] == found["lines"] == 7, "at ages 16 to 64 the third token is below 1e-4"
     assert found["last"] == 3
     assert found["first"] == 0
     assert found["read"] == "age 0"
     assert "ratio ≈ 1 at age 0" in found["tip"]
-    assert found["tipAtEnd"].endswith("at age 16 · trigger")
+    assert found["tipAtEnd"].endswith("at age 64 · trigger")
     assert found["folded"]
     assert found["unfolded"]
     assert found["images"] == 0
