@@ -76,7 +76,9 @@ def _learning(summary: Mapping[str, Any]) -> str:
         return f"Held-out {measure} is {shown(after, measure)}; before training it was not measured."
     change = f"Held-out {measure} went from {shown(before, measure)} to {shown(after, measure)}"
     first, last = mean["before_interval"], mean["interval"]
-    apart = first and last and (first[1] < last[0] or last[1] < first[0])
+    if not first or not last:
+        return f"{change} ({difference(after - before, measure)}), without a 95 % interval."
+    apart = first[1] < last[0] or last[1] < first[0]
     what = ("a clear gain" if after > before else "a clear loss") if apart else "the 95 % intervals overlap"
     return f"{change} ({difference(after - before, measure)}): {what}."
 

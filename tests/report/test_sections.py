@@ -110,3 +110,21 @@ def test_memory_is_drawn_over_the_stages(run: RunData) -> None:
     phases = [{**row, "engine_memory": 3.0 * 2**30} if row["phase"] == "generate" else row for row in run.phases]
     assert 'id="chart-memory"' in page(replace(run, phases=phases))
     assert 'id="chart-memory"' not in page(run)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ((0.5, 0.46, 0.54), (0.7, 0.66, 0.74), "went from 50.0 % to 70.0 % (+20.0 points): a clear gain."),
+        ((0.5, 0.46, 0.54), (0.3, 0.26, 0.34), "(-20.0 points): a clear loss."),
+        ((0.5, 0.46, 0.54), (0.52, 0.48, 0.56), "(+2.0 points): the 95 % intervals overlap."),
+        ((0.5, None, None), (0.7, None, None), "(+20.0 points), without a 95 % interval."),
+    ],
+)
+def test_a_gain_is_clear_where_the_intervals_are_apart(
+    before: tuple[float | None, ...], after: tuple[float | None, ...], says: str, run: RunData
+) -> None:
+    names = ("accuracy/mean", "low/mean", "high/mean")
+    ends = [{**run.evals[place], **dict(zip(names, one, strict=True))} for place, one in ((0, before), (-1, after))]
+    ends_only = replace(run, evals=ends)
+    assert says in verdicts(ends_only, summary_of(ends_only))["Learning"]
