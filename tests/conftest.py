@@ -32,7 +32,7 @@ settings.load_profile("untimed")
 # Engines have temporary folders of their own, in which each would compile the same C++ again.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 
-# Rewards of tests are `tests.rewards.functions:...`, and no test runs in the checkout, whose modules a process finds so.
+# Rewards of tests are `tests.rewards.functions:...`; no test runs in the checkout, so processes find it by this.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 # As many workers as cores run side by side; what is computed here is too small to share out.
