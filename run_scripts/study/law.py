@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from run_scripts.study.cells import Cell
 from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS, collect, write_rows
 from run_scripts.study.grid import Grid, load_grid
 from run_scripts.study.results import DOCS, Row, cell_of
-from run_scripts.study.run import BASE, BULK, ROOT, SAME_SUMS, Interrupted, Study, run_cell
+from run_scripts.study.run import BASE, BULK, ROOT, Interrupted, Study, run_cell, run_logged
 
 GRID = Path(__file__).with_name("law_grid.toml")
 SEED = 10
@@ -262,22 +260,7 @@ def _set(values: Sequence[str]) -> list[str]:
 def _call(words: Sequence[str], log: Path) -> bool:
     """Run a `mugrpo` command to its end, its output into `log`; whether it succeeded."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as console:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mugrpo_megatron", *words],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=console,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process, which terminates the command
-            env=os.environ | SAME_SUMS,
-        )
-        try:
-            code = process.wait()
-        except Interrupted:
-            process.terminate()
-            process.wait()
-            raise
+    code = run_logged([sys.executable, "-m", "mugrpo_megatron", *words], log, ROOT)
     if code:
         print(f"mugrpo {words[0]} failed with exit code {code}: see {log}", flush=True)
     return code == 0

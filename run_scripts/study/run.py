@@ -203,9 +203,21 @@ def commit() -> str:
 def _call(study: Study, command: str, overrides: Sequence[str], log: Path) -> bool:
     """Run a `mugrpo` command to its end, its output into `log`; when interrupted, it saves first."""
     words = [*study.program, command, str(study.base), *(word for one in overrides for word in ("--set", one))]
+    code = run_logged(words, log)
+    if code:
+        print(f"mugrpo {command} FAILED with exit code {code}: see {log}", flush=True)
+    return code == 0
+
+
+def run_logged(words: Sequence[str], log: Path, cwd: Path | None = None) -> int:
+    """The exit code of a command that runs to its end, its output into `log`.
+
+    Raises Interrupted after the command has been asked to end, and has.
+    """
     with log.open("ab") as console:
         process = subprocess.Popen(
             words,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=console,
             stderr=subprocess.STDOUT,
@@ -213,14 +225,11 @@ def _call(study: Study, command: str, overrides: Sequence[str], log: Path) -> bo
             env=os.environ | SAME_SUMS,
         )
         try:
-            code = process.wait()
+            return process.wait()
         except Interrupted:
             process.terminate()
             process.wait()
             raise
-    if code:
-        print(f"mugrpo {command} FAILED with exit code {code}: see {log}", flush=True)
-    return code == 0
 
 
 def _chosen(study: Study, one: Cell | Waiting, seeds: Sequence[int]) -> bool:
