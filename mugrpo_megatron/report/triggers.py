@@ -121,10 +121,11 @@ def ratio_text(ratio: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """A percentage with two significant digits: the shares span six powers of ten."""
-    if value == 0:
-        return "0 %"
-    return f"{100 * value:.{max(0, 1 - math.floor(math.log10(100 * value)))}f} %"
+    """A percentage with two significant digits: the shares span six powers of ten. A damaged log may hold any number."""
+    percent = 100 * value
+    if percent == 0 or not math.isfinite(percent):
+        return f"{percent:g} %"
+    return f"{percent:.{max(0, 1 - math.floor(math.log10(abs(percent))))}f} %"
 
 
 def mask_name(objective: Mapping[str, object]) -> str:
