@@ -208,6 +208,8 @@ class SavedCursor(TypedDict):
     updates: Count
     repeated: NotRequired[Count]
     """Absent before there were several passes."""
+    nats: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
+    """Absent before `schedule.max_kl`."""
 
 
 @with_config(ConfigDict(strict=True))

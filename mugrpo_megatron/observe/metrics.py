@@ -103,6 +103,12 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
     Metric("update", "own/NAME", "any", "The value that your function `objective.diagnostics` returns under NAME."),
+    Metric(
+        "update",
+        "kl_response",
+        "nats",
+        "`kl_k3` times the tokens of a response: how far the policy has moved from the one that sampled the stage.",
+    ),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
     Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),

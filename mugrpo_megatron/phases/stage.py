@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -24,7 +24,8 @@ from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
 from mugrpo_megatron.phases.column_passes import compute_anchor, record_behaviour, refresh_reference
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
+from mugrpo_megatron.recipe.sections import ScheduleSection
+from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import Probed, probe_ages, write_age, write_responses
@@ -100,13 +101,18 @@ class Stage:
         run, learner, schedule = self._run, self._learner, self._run.recipe.schedule
         length = self._updates.store.updates
         logged = _figures(batch.samples, cursor) | metrics | _utilization(learner, batch.samples, metrics)
+        if "kl_k3" in metrics:
+            logged["kl_response"] = metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)
         run.log.update(cursor.stage, cursor.updates, cursor.age, logged)
         self._bar.advance(tokens=int(metrics["tokens"]), reward=logged["reward_mean"], loss=metrics["loss"])
         if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
             _give_up(run, learner, cursor, cursor.advanced(schedule, length), batch.samples)
-        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(metrics, schedule))[0]
+        nats = nats_moved(cursor, logged)
+        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(metrics, nats, schedule))[0]
+        if exhausted:
+            run.display.say(_exhaustion(cursor, logged, nats, schedule))
         probe(run, learner, self._updates.store, cursor, age=cursor.age + 1)
-        self.cursor = cursor.advanced(schedule, length, exhausted)
+        self.cursor = cursor.advanced(schedule, length, exhausted, nats)
 
     def save_if_due(self) -> None:
         """Save the learner where that is due, so that the run would resume at `self.cursor`. Collective."""
@@ -196,6 +202,16 @@ def _utilization(learner: Learner, samples: Sequence[Sample], metrics: dict[str,
     reached = flops / metrics["seconds"] / ranks.world
     peak = peak_flops(torch.cuda.get_device_name(ranks.device)) if ranks.device.type == "cuda" else None
     return {"tflops": reached / 1e12} | ({"mfu": reached / peak} if peak else {})
+
+
+def _exhaustion(cursor: Cursor, metrics: Mapping[str, float], nats: float, schedule: ScheduleSection) -> str:
+    """Why a stage ends after the update at the cursor, before its last one."""
+    why = (
+        f"the policy has moved {nats:.3g} nats a response, and schedule.max_kl is {schedule.max_kl:g}"
+        if nats > schedule.max_kl > 0
+        else f"ESS is {metrics['ess']:.3g}, and schedule.min_ess is {schedule.min_ess:g}"
+    )
+    return f"stage {cursor.stage} ends after {cursor.age + 1} updates: {why}"
 
 
 def _give_up(run: Run, learner: Learner, cursor: Cursor, after: Cursor, samples: Sequence[Sample]) -> NoReturn:

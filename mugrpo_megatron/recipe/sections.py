@@ -203,8 +203,9 @@ class ScheduleSection(Section):
     min_ess: float = Field(0.0, ge=0.0, lt=1.0, json_schema_extra=changes("method"))
     """End a stage early after an update whose effective sample size is below this; the run still takes all its
     updates."""
-    max_vetoed: float = Field(1.0, gt=0.0, le=1.0, json_schema_extra=changes("method"))
-    """End a stage early after an update in which more than this fraction of the response tokens was vetoed."""
+    max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
+    """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
+    The log's `kl_response`, smoothed; the next stage samples anew, and the run still takes all its updates."""
     max_sample_age: int = Field(0, ge=0, json_schema_extra=changes("branch"))
     """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
     weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
@@ -223,8 +224,8 @@ class ScheduleSection(Section):
         data = info.data
         if value > data.get("updates_per_stage", value) * data.get("passes", 1):
             raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
-        if value and (data.get("min_ess", 0.0) > 0 or data.get("max_vetoed", 1.0) < 1):
-            raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_vetoed")
+        if value and (data.get("min_ess", 0.0) > 0 or data.get("max_kl", 0.0) > 0):
+            raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_kl")
         return value
 
     @model_validator(mode="after")
@@ -251,8 +252,8 @@ class ScheduleSection(Section):
 
     @property
     def ends_early(self) -> bool:
-        """Whether `min_ess` or `max_vetoed` may end a stage before its last update."""
-        return self.min_ess > 0 or self.max_vetoed < 1
+        """Whether `min_ess` or `max_kl` may end a stage before its last update."""
+        return self.min_ess > 0 or self.max_kl > 0
 
     @property
     def updates_on_stage(self) -> int:

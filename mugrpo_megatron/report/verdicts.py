@@ -34,7 +34,7 @@ def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
     return {
         LEARNING: _learning(summary),
         SAMPLES: _samples(run.evals),
-        HEALTH: _health(run.updates),
+        HEALTH: _health(run),
         OPTIMIZATION: _optimization(run, summary),
         RESPONSES: _responses(run.stages),
         VETO: _veto(run),
@@ -96,16 +96,19 @@ def _samples(evals: Sequence[Row]) -> str:
     return f"Of the last evaluation's responses: {parts}." if parts else ""
 
 
-def _health(updates: Sequence[Row]) -> str:
-    ess = _values(updates, "ess")
+def _health(run: RunData) -> str:
+    updates, bound = run.updates, run.setting("schedule.max_kl")
+    ess, nats = _values(updates, "ess"), _values(updates, "kl_response")
     if not ess:
         return ""
+    limit = f"of {bound:g} " if bound else ""
     kind = "near on-policy" if min(ess) >= 0.9 else "stale, and usable" if ess[-1] >= 0.5 else "too stale to learn from"
     drops, holds = _mean(updates, "vetoed_fraction") or 0.0, _mean(updates, "clipped_fraction") or 0.0
     return _joined(
         [
             f"{kind}: ESS ends at {share_text(ess[-1])} of the tokens, {share_text(min(ess))} at the least",
             f"the veto and other masks drop {share_text(drops)} of the tokens, the clip holds {share_text(holds)}",
+            f"a stage has moved {max(nats):.2g} {limit}nats a response at most" if nats else "",
         ]
     )
 

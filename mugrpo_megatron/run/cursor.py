@@ -24,6 +24,8 @@ class Cursor:
     """Optimizer updates taken since the run began; the version of the weights that the engines get."""
     repeated: int = 0
     """Those before this stage that were not their stage's first pass, and so needed no responses of their own."""
+    nats: float = 0.0
+    """How far the policy has moved from the one that sampled the stage: `nats_moved`."""
 
     def finished(self, schedule: ScheduleSection) -> bool:
         return self.updates >= schedule.total_updates
@@ -33,7 +35,7 @@ class Cursor:
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def stage_length(self, schedule: ScheduleSection, sampled: int) -> int:
-        """Updates taken on a stage that holds the responses of `held`: all of its passes, or the run's remaining."""
+        """Updates taken on a stage that holds the responses of `sampled`: all of its passes, or the run's remaining."""
         return min(sampled * schedule.passes, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
@@ -44,18 +46,18 @@ class Cursor:
         start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.stage_updates(schedule) * prompts_per_update)
 
-    def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False) -> Cursor:
-        """The cursor after one more update on a stage that holds the responses of `held` updates.
+    def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False, nats: float = 0.0) -> Cursor:
+        """The cursor after one more update on a stage that holds the responses of `sampled` updates.
 
         The stage ends with its last update, or early with `exhausted`.
         """
         if exhausted or self.age + 1 >= self.stage_length(schedule, sampled):
             repeated = max(0, self.age + 1 - sampled)
             return Cursor(self.stage + 1, 0, self.updates + 1, self.repeated + repeated)
-        return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated)
+        return Cursor(self.stage, self.age + 1, self.updates + 1, self.repeated, nats)
 
     def next_stage(self, schedule: ScheduleSection, sampled: int) -> Cursor:
-        """The start of the stage after this one, which holds the responses of `held` updates and ends with its last."""
+        """The start of the stage after this one, which has responses of `sampled` updates and ends with its last."""
         length = self.stage_length(schedule, sampled)
         return Cursor(self.stage + 1, 0, self._before_stage + length, self.repeated + max(0, length - sampled))
 
@@ -81,6 +83,8 @@ class Cursor:
         return self.updates - self.age
 
 
+SMOOTHING = 0.2
+"""Weight of the newest update in `nats_moved`."""
 CHECKPOINTS = "stage[0-9][0-9][0-9][0-9][0-9]-age[0-9][0-9][0-9][0-9][0-9]"
 """Pattern of `checkpoint_name`; a damaged one that was set aside has another name."""
 
@@ -90,10 +94,18 @@ def checkpoint_name(cursor: Cursor) -> str:
     return f"stage{cursor.stage:05d}-age{cursor.age:05d}"
 
 
-def stage_exhausted(metrics: Mapping[str, float], schedule: ScheduleSection) -> bool:
-    """Whether an update's metrics say that the stage's responses are too stale to continue with.
+def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
+    """KL(behaviour | policy) of a response in nats (k3): an exponential mean over a stage's updates.
 
-    An update without a token to train on has neither metric, and says nothing of the stage. Ranks must agree on it:
-    each has summed the metrics itself, and sums on a GPU may differ in the last bits.
+    `metrics` are those of the update at the cursor; one update's `kl_response` varies twofold from batch to batch in a
+    small run. An update without a token to train on leaves the mean as it is.
     """
-    return metrics.get("ess", 1.0) < schedule.min_ess or metrics.get("vetoed_fraction", 0.0) > schedule.max_vetoed
+    return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)
+
+
+def stage_exhausted(metrics: Mapping[str, float], nats: float, schedule: ScheduleSection) -> bool:
+    """Whether the stage's responses are too stale to continue with: by an update's metrics, or `nats_moved`.
+
+    Ranks must agree on it: each has summed the metrics itself, and sums on a GPU may differ in the last bits.
+    """
+    return metrics.get("ess", 1.0) < schedule.min_ess or nats > schedule.max_kl > 0

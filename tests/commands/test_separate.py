@@ -56,10 +56,11 @@ def test_phases_apart_leave_what_train_leaves(tmp_path: Path) -> None:
 
 
 def branched(finished_run: Path, stage: int, target: Path, *changes: str, code: int = 0) -> str:
-    """`mugrpo optimize` of a stage of the finished run in a directory of its own; what it said on stderr."""
+    """`mugrpo optimize` of a stage of the finished run in a directory of its own; what it printed."""
     command = ["optimize", finished_run.parent / "recipe.toml", "--stage", stage, "--from", finished_run]
     overrides = [word for change in (f"run.dir={target}", *changes) for word in ("--set", change)]
-    return mugrpo(*command, *overrides, code=code).stderr
+    process = mugrpo(*command, *overrides, code=code)
+    return process.stdout + process.stderr
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -124,9 +125,13 @@ def test_a_branch_that_cannot_be_is_refused(
         optimize_alone(load_recipe(finished_run.parent / "recipe.toml", overrides), stage, finished_run.parent / source)
 
 
-def test_a_worn_out_stage_ends_early(finished_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bound", "why"), [("min_ess=0.9999999", "ESS is "), ("max_kl=1e-12", "the policy has moved ")]
+)
+def test_an_exhausted_stage_ends_early(bound: str, why: str, finished_run: Path, tmp_path: Path) -> None:
     """The first update is on policy, the second no longer."""
-    branched(finished_run, 0, tmp_path / "b", "schedule.min_ess=0.9999999")
+    output = branched(finished_run, 0, tmp_path / "b", f"schedule.{bound}")
+    assert f"stage 0 ends after 2 updates: {why}" in output
     assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(stage=1, age=0, updates=2)
     rows = [row for row in read_rows(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "update"]
     assert [row["age"] for row in rows] == [0, 1]

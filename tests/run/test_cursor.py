@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import json
+from dataclasses import asdict
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.files.hf_config import CURSOR
 from mugrpo_megatron.recipe.sections import ScheduleSection
-from mugrpo_megatron.run.cursor import Cursor, stage_exhausted
+from mugrpo_megatron.run.cursor import SMOOTHING, Cursor, nats_moved, stage_exhausted
 
 schedules = st.builds(
     ScheduleSection, stages=st.integers(1, 6), updates_per_stage=st.integers(1, 6), passes=st.integers(1, 3)
@@ -92,15 +95,30 @@ def test_problems_come_in_the_run_s_order_whatever_the_split_into_stages(
         assert len(taken) == schedule.total_updates * prompts
 
 
-def test_a_stage_is_worn_out_by_either_bound() -> None:
-    fresh = {"ess": 0.9, "vetoed_fraction": 0.02}
-    assert not stage_exhausted(fresh, ScheduleSection())
+def test_a_stage_is_exhausted_by_either_bound() -> None:
     assert not ScheduleSection().ends_early
-    assert not stage_exhausted({"ess": 0.0, "vetoed_fraction": 1.0}, ScheduleSection()), "off unless asked for"
-    for bound in (ScheduleSection(min_ess=0.95), ScheduleSection(max_vetoed=0.01)):
+    assert not stage_exhausted({"ess": 0.0}, 1e9, ScheduleSection()), "off by default"
+    for bound in (ScheduleSection(min_ess=0.95), ScheduleSection(max_kl=0.4)):
         assert bound.ends_early
-        assert stage_exhausted(fresh, bound)
+        assert stage_exhausted({"ess": 0.9}, 0.5, bound)
+        assert not stage_exhausted({"ess": 0.96}, 0.4, bound)
 
 
-def test_an_update_without_a_token_to_train_on_wears_no_stage_out() -> None:
-    assert not stage_exhausted({"loss": 0.0}, ScheduleSection(min_ess=0.99, max_vetoed=0.01))
+def test_an_update_without_a_token_to_train_on_exhausts_no_stage() -> None:
+    assert not stage_exhausted({"loss": 0.0}, 0.0, ScheduleSection(min_ess=0.99, max_kl=0.01))
+    assert nats_moved(Cursor(nats=0.3), {"loss": 0.0}) == 0.3
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=40), st.integers(0, 40))
+def test_the_nats_moved_are_the_same_wherever_a_run_was_interrupted(moves: list[float], saved_after: int) -> None:
+    """They lie between the moves, go with the cursor into a checkpoint, and start at 0 in each stage."""
+    schedule, cursor = ScheduleSection(stages=2, updates_per_stage=41, max_kl=100.0), Cursor()
+    means = [cursor.nats]
+    for place, move in enumerate(moves):
+        if place == saved_after:
+            cursor = Cursor(**CURSOR.validate_python(json.loads(json.dumps(asdict(cursor)))))
+        cursor = cursor.advanced(schedule, 41, nats=nats_moved(cursor, {"kl_response": move}))
+        means.append(cursor.nats)
+        assert min(0.0, *moves) <= cursor.nats <= max(moves) + 1e-12
+    assert means == list(accumulate(moves, lambda mean, move: mean + SMOOTHING * (move - mean), initial=0.0))
+    assert cursor.advanced(schedule, 41, exhausted=True, nats=cursor.nats).nats == 0.0
