@@ -23,6 +23,8 @@ from mugrpo_megatron.recipe.sections import Recipe
 
 SHOWN_CHARS = 60
 """Characters of a wrong value that a message shows."""
+MOST_LISTED = 12
+"""Keys of a section that a message lists; a recipe of an earlier version may have ten wrong ones."""
 
 
 def sentence(error: ErrorDetails) -> str:
@@ -55,7 +57,11 @@ def _meant(loc: tuple[int | str, ...], value: Any) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     near = f"did you mean `{'.'.join([*sections, *close])}`?" if close else ""
     other = translated(".".join([*sections, key]), value) or _elsewhere(key)
-    return " ".join(filter(None, (near, other))) or f"known keys: {', '.join(sorted(known))}"
+    if near or other:
+        return " ".join(filter(None, (near, other)))
+    if sections and len(known) > MOST_LISTED:
+        return f"docs/recipe.md lists the {len(known)} keys of [{'.'.join(sections)}]"
+    return f"known keys: {', '.join(sorted(known))}"
 
 
 def _elsewhere(key: str) -> str:
