@@ -47,8 +47,8 @@ def kl_loss(
     if config.kl_weighted:
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         estimate = (ratio.detach() if config.kl_estimator == "k2" else ratio) * estimate
-        held = log_ratio.detach().abs() > LOG_RATIO_LIMIT  # no gradient there, as in the surrogates
-        estimate = torch.where(held, estimate.detach(), estimate)
+        saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT  # no gradient there, as in the surrogates
+        estimate = torch.where(saturated, estimate.detach(), estimate)
     return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
 
 

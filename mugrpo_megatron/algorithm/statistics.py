@@ -82,8 +82,8 @@ def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
     if not len(squares):
         return torch.full((), math.inf, dtype=torch.float64, device=log_ratio.device)
     means = running_sum(squares) / torch.arange(1, len(squares) + 1, device=squares.device)
-    kept = (means < budget).sum().clamp(min=1)
-    return squares[kept - 1].sqrt()
+    count = (means < budget).sum().clamp(min=1)
+    return squares[count - 1].sqrt()
 
 
 def _renormalisation(
@@ -92,5 +92,5 @@ def _renormalisation(
     """Weight of all tokens divided by the weight of those that stay."""
     keep = keep_mask(log_ratio, advantage, segments, config, drop).keep
     weight = segments.weights.double()[segments.ids]
-    kept = torch.where(keep, weight, 0.0).sum()
-    return torch.where(kept > 0, weight.sum() / kept, 1.0)
+    remaining = torch.where(keep, weight, 0.0).sum()
+    return torch.where(remaining > 0, weight.sum() / remaining, 1.0)

@@ -131,10 +131,10 @@ def trigger_metrics(log_ratio: Tensor, advantages: Tensor, segments: Segments) -
         return {}
     bounds = torch.tensor([math.log(float(th)) for th in THRESHOLDS], dtype=log_ratio.dtype, device=log_ratio.device)
     negative = advantages < 0
-    found = (negative[segments.ids] & (log_ratio < bounds[0])).nonzero()[:, 0]
-    below = log_ratio[found, None] < bounds
-    positions = torch.where(below, segments.positions[found, None], NEVER)
-    response = segments.ids[found]
+    places = (negative[segments.ids] & (log_ratio < bounds[0])).nonzero()[:, 0]
+    below = log_ratio[places, None] < bounds
+    positions = torch.where(below, segments.positions[places, None], NEVER)
+    response = segments.ids[places]
     first = positions.new_full((segments.responses, len(THRESHOLDS)), NEVER)
     first = first.scatter_reduce(0, response[:, None].expand_as(positions), positions, "amin")
     triggered = first != NEVER

@@ -183,10 +183,10 @@ def digest(path: Path, start: int = 0, end: int | None = None) -> Span:
     sha = hashlib.sha256()
     with path.open("rb") as file:
         file.seek(start)
-        left = end - start
-        while left > 0 and (block := file.read(min(HASH_BLOCK, left))):
+        remaining = end - start
+        while remaining > 0 and (block := file.read(min(HASH_BLOCK, remaining))):
             sha.update(block)
-            left -= len(block)
+            remaining -= len(block)
     return Span(start, end, sha.hexdigest())
 
 

@@ -106,9 +106,9 @@ def read_config(directory: Path, key: str = "", remedy: str = "") -> ModelConfig
     `key` is what the directory was given as, `remedy` the end of the sentence when it is not a checkpoint.
     """
     if not (directory / CONFIG).is_file():
-        given = f"{key} = {directory}" if key else str(directory)
+        place = f"{key} = {directory}" if key else str(directory)
         end = f"; {remedy}" if remedy else ""
-        raise UserError(f"{given}: not a Hugging Face checkpoint (no {CONFIG} there){end}")
+        raise UserError(f"{place}: not a Hugging Face checkpoint (no {CONFIG} there){end}")
     return read_config_file(directory / CONFIG)
 
 

@@ -64,8 +64,8 @@ def download_model(name: str, revision: str | None, cached: bool = False) -> Pat
     try:
         return snapshot(name, "model", revision, MODEL_FILES, cached)
     except ValueError as error:
-        asked = f"{name} at {revision}" if revision else name
+        label = f"{name} at {revision}" if revision else name
         raise UserError(
-            f"model.path = {asked}: there is no such directory, and from the Hugging Face hub it could not be "
+            f"model.path = {label}: there is no such directory, and from the Hugging Face hub it could not be "
             f"downloaded ({error}); check the name and the network, or give the directory of a downloaded model"
         ) from None

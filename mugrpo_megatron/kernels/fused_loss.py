@@ -118,12 +118,12 @@ def fused_policy_loss(
         objective = _Objective(behaviour, advantages, segments, config, statistics, reference, anchor)
         gradients = _buffers(hidden, weight, main_grad, grad_scale) if learn else None
         passes = _two_passes if config.dependence == "response" else _one_pass
-        found = passes(head, hidden, targets, kept, objective, gradients)
+        result = passes(head, hidden, targets, kept, objective, gradients)
     if gradients is None:
-        return found
+        return result
     formed, expected_grad = (gradients.weight, None) if main_grad is None else (None, grad_scale)
     return replace(
-        found, loss=_PrecomputedGradients.apply(found.loss, hidden, weight, gradients.hidden, formed, expected_grad)
+        result, loss=_PrecomputedGradients.apply(result.loss, hidden, weight, gradients.hidden, formed, expected_grad)
     )
 
 

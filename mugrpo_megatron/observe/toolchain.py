@@ -76,13 +76,13 @@ def driver_answers(path: str | None = None) -> bool:
 
 def _driver(path: str) -> list[Tool]:
     """Nothing where there is no driver at all: a login node or a container that is being built."""
-    said = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", path=path)
-    version = re.match(r"\d+", said)
+    output = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", path=path)
+    version = re.match(r"\d+", output)
     if not version:
         return []
-    found, fits = said.splitlines()[0], int(version[0]) >= DRIVER
+    version_text, fits = output.splitlines()[0], int(version[0]) >= DRIVER
     remedy = f"update NVIDIA's driver to {DRIVER} or newer"
-    return [Tool("driver", found, fits, f"CUDA {CUDA} needs {DRIVER} or newer", remedy, installs=True)]
+    return [Tool("driver", version_text, fits, f"CUDA {CUDA} needs {DRIVER} or newer", remedy, installs=True)]
 
 
 def _glibc(said: str) -> Tool:
@@ -117,10 +117,10 @@ def _program(
 
 def _headers(include: Path) -> Tool:
     header = include / "Python.h"
-    found = str(include) if header.is_file() else f"not in {include}"
+    place = str(include) if header.is_file() else f"not in {include}"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
     remedy = f"on Debian and Ubuntu: apt-get install {version}; on RHEL: the package ends in -devel"
-    return Tool("Python.h", found, header.is_file(), "Triton compiles against it", remedy)
+    return Tool("Python.h", place, header.is_file(), "Triton compiles against it", remedy)
 
 
 def _confstr() -> str:

@@ -131,10 +131,10 @@ def _others_asked(ranks: Ranks, tell: bool) -> bool:
         return store.add(STOP, int(tell)), store.get(FAILED).decode() if store.check([FAILED]) else ""
 
     assert ranks.heartbeat
-    asked, failed = ranks.heartbeat.ask(look)
+    requests, failed = ranks.heartbeat.ask(look)
     if failed:
         raise _failure(ranks, failed)
-    return asked > 0
+    return requests > 0
 
 
 def _failure(ranks: Ranks, cause: str) -> CollectiveFailure:
