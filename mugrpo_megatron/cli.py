@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +25,7 @@ from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFai
 from mugrpo_megatron.observe.environment import leave_out_library_warnings, may_find_cuda
 from mugrpo_megatron.observe.streams import lasting_output, visible
 from mugrpo_megatron.recipe.other_trainers import translated
-from mugrpo_megatron.run.stopping import Stopped, stoppable
+from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
 
 CORE, EXTRAS = "mugrpo_megatron.commands", "mugrpo_megatron.extras"
 CONTINUES = "the same command continues the run"
@@ -109,7 +110,8 @@ COMMANDS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns 0 when done, 2 on the user's mistake, 1 when training or an engine failed.
+    """Run one command; returns 0 when done, 2 on the user's mistake, 1 when training or an engine failed, 130 after
+    Ctrl-C and 143 after SIGTERM where that cannot be continued.
 
     Any other failure is a bug: traceback and 1.
     """
@@ -121,8 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         if command.long:
             stack.enter_context(lasting_output())
-        if command.stops:
-            stack.enter_context(stoppable(rank_of_environment() == 0))
+        stack.enter_context(stoppable(rank_of_environment() == 0) if command.stops else terminable())
         return _run(command, options)
 
 
@@ -145,6 +146,9 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _complain(f"interrupted; {command.interrupted}")
         return 130
+    except Terminated:
+        _complain(f"terminated; {command.interrupted}")
+        return 128 + signal.SIGTERM
     except BrokenPipeError:  # `mugrpo rollouts RUN_DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -12,6 +12,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, TextIO, cast
 
 GONE = (errno.EPIPE, errno.EIO)
@@ -72,8 +73,11 @@ def visible(text: str) -> str:
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(_escaped(c) if unicodedata.category(c) in INVISIBLE and c not in KEPT else c for c in text)
+    return "".join(map(_shown, text))
 
 
-def _escaped(character: str) -> str:
+@cache
+def _shown(character: str) -> str:
+    if unicodedata.category(character) not in INVISIBLE or character in KEPT:
+        return character
     return character.encode("unicode_escape").decode("ascii")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from pydantic import (
@@ -112,12 +113,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_no_boolean_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Python counts true as 1, a recipe does not."""
+    def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts true as 1, a recipe does not; and the operating system takes no null character."""
         kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
         items = value if isinstance(value, list) else [value]
         if any(isinstance(one, bool) for one in items) and bool not in kinds and kinds & {int, float}:
             raise ValueError("is true or false, where a number belongs")
+        if any("\0" in str(one) for one in items if isinstance(one, str | Path)):
+            raise ValueError("holds a null character, which no file name and no program takes")
         return value
 
     @model_validator(mode="after")

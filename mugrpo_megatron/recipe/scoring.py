@@ -30,6 +30,10 @@ TAKEN = (*SHAPING, "mean")
 """Names that no function has."""
 
 
+LEAST_WORKER_MB = 64
+"""Python itself takes about 40 of a worker's address space."""
+
+
 class FunctionSection(Section):
     """One of several reward functions; the reward is the sum of weight x reward over those that apply."""
 
@@ -41,7 +45,7 @@ class FunctionSection(Section):
     """Values of `data_source` (else names of data sets) whose responses it scores; empty scores all."""
     timeout_s: float | None = Field(None, gt=0.0, le=86400.0)
     """Unset takes `reward.timeout_s`."""
-    worker_memory_mb: PositiveInt | None = None
+    worker_memory_mb: int | None = Field(None, ge=LEAST_WORKER_MB)
     """Unset takes `reward.worker_memory_mb`."""
 
 
@@ -82,7 +86,7 @@ class RewardSection(Section):
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
     """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
     time."""
-    worker_memory_mb: int = Field(1024, gt=0, json_schema_extra=changes("work"))
+    worker_memory_mb: int = Field(1024, ge=LEAST_WORKER_MB, json_schema_extra=changes("work"))
     """Address-space limit of a verifier process, so that one answer cannot take the machine's memory."""
     format_pattern: str = r"\\boxed\{"
     """Regular expression that a well-formed response matches exactly once."""

@@ -94,7 +94,7 @@ class EngineSection(Section):
     max_total_tokens: NonNegativeInt = 0
     """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU),
     which on a shared machine may be too much."""
-    attention_backend: str = "auto"
+    attention_backend: str = Field("auto", pattern=r"^[a-z0-9_]+$")
     """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
     """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -14,6 +15,8 @@ NAMES = (HOST, "localhost")
 """What a request may call this server: a page of another site that has its name point here calls it otherwise."""
 REFRESH_S = 10
 """Seconds between two looks of the page at its run."""
+PATIENCE_S = 10.0
+"""A connection that sends nothing, or takes nothing, for so long is closed: each holds a thread."""
 
 
 def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
@@ -24,6 +27,8 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
     read_run(run_dir)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = PATIENCE_S
+
         def do_GET(self) -> None:
             name = self.headers.get("Host", "").partition(":")[0]
             if self.path != "/" or name not in NAMES:
@@ -39,8 +44,9 @@ def server_of(run_dir: Path, port: int = 0) -> ThreadingHTTPServer:
             )
             self.send_header("Content-Length", str(len(body)))
             self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):  # the reader has gone, or does not read
+                self.end_headers()
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: the terminal shows the address."""

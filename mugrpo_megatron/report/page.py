@@ -110,12 +110,13 @@ def render(**content: Any) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters["slug"] = slug
-    return environment.from_string(_source("report.html.j2")).render(
+    text = environment.from_string(_source("report.html.j2")).render(
         version=__version__,
         style=Markup(_source("report.css")),
         script=Markup("".join(map(_source, SCRIPTS))),
         **{**EMPTY, **content},
     )
+    return visible(text)  # names of runs, files and components may hold anything, surrogates included
 
 
 def is_page(path: Path, brand: str) -> bool:

@@ -282,7 +282,8 @@ class Dispatcher:
         if unread:
             why = f"no room for its {worker.sent / 2**20:,.1f} MiB in a worker (raise worker_memory_mb, now {memory})"
         else:
-            why = f"the worker died ({worker.process.ending()}): out of memory, or the parser crashed"
+            cause = "or the parser crashed" if self._is_math else "or the function ended it or closed its files"
+            why = f"the worker died ({worker.process.ending()}): out of memory, {cause}"
         dead = worker.blamed()
         self._discard(worker)
         if dead is not None:

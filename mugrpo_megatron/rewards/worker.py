@@ -124,6 +124,10 @@ def serve(socket: int, text: str) -> None:
     except UserError as error:
         connection.send_bytes(json.dumps({"failed": str(error)}).encode())
         return
+    except (MemoryError, ImportError) as error:  # of a library: a user's module fails with a UserError
+        why = f"{type(error).__name__} in {options['memory_mb']} MiB of address space; raise reward.worker_memory_mb"
+        connection.send_bytes(json.dumps({"failed": f"a verifier process could not start: {why}"}).encode())
+        return
     connection.send_bytes(json.dumps({"needs": needs, "note": note}).encode())
     try:
         _serve(connection, grade, options["alarm_s"], options["format_pattern"], GROWN * memory)

@@ -119,6 +119,24 @@ class StopRequest:
             self._kept = None
 
 
+class Terminated(BaseException):
+    """SIGTERM in a command that has nothing to save: it leaves what Ctrl-C leaves."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises Terminated in the block, so that temporaries and worker processes go before the command does."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
     """SIGTERM ends the process with exit code 0 where `listening` does not hear it: before a run is open, and after it.

@@ -21,6 +21,8 @@ from mugrpo_megatron.extras.sandbox.limits import Limits, hold, write_files
 from mugrpo_megatron.rewards import guard
 
 NOBODY = 65534
+_UNUSED = 1 << 30
+"""Users from here on are nobody's; a program gets one by chance, so that its threads can be counted."""
 _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_UTS | kernel.NEW_IPC | kernel.NEW_PIDS | kernel.NEW_NETWORK
 _ROOT = "/sys"
 """Where the program's root is mounted, in a mount namespace of its own; no interpreter lies below it."""
@@ -67,11 +69,11 @@ def _keep(
     if os.getppid() != worker:
         os._exit(0)
     os.setsid()
-    own_users = limits.mode == "namespaces" and _separate()
+    user, alone = _separate() if limits.mode == "namespaces" else (None, False)
     program = os.fork()
     if program == 0:
         try:
-            _become(arguments, files, channels, limits, own_users, tell)
+            _become(arguments, files, channels, limits, user, alone, tell)
         except BaseException as error:
             _tell(tell, error)
         finally:
@@ -88,11 +90,15 @@ def _keep(
     os._exit(code)
 
 
-def _separate() -> bool:
-    """Enter new namespaces; whether that of users is new too. Root does without: it becomes another user instead."""
+def _separate() -> tuple[int | None, bool]:
+    """Enter new namespaces: (the user to become or None, whether the kernel counts no other process with its own).
+
+    Root needs no new namespace of users: it becomes a user that nothing else is.
+    """
     user, group = os.geteuid(), os.getegid()
     if user == 0 and _try(_NAMESPACES):
-        return False
+        unused = _UNUSED + int.from_bytes(os.urandom(3), "big")
+        return (unused, True) if _maps(unused) else (NOBODY, False)
     kernel.unshare(_NAMESPACES | kernel.NEW_USERS)
     for name, text in (
         ("setgroups", "deny"),
@@ -100,7 +106,19 @@ def _separate() -> bool:
         ("gid_map", f"{NOBODY} {group} 1"),
     ):
         Path(f"/proc/self/{name}").write_bytes(text.encode())
-    return True
+    return None, _counts_by_namespace()
+
+
+def _maps(user: int) -> bool:
+    """Whether this process's namespace of users has that one; a container without root's rights has few."""
+    ranges = [map(int, line.split()) for line in Path("/proc/self/uid_map").read_text("ascii").splitlines()]
+    return any(first <= user < first + count for first, _, count in ranges)
+
+
+def _counts_by_namespace() -> bool:
+    """Whether the kernel counts a user's processes in each user namespace; before 5.14 it counted all of them."""
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)
 
 
 def _try(flags: int) -> bool:
@@ -116,7 +134,8 @@ def _become(
     files: Mapping[str, str],
     channels: Mapping[int, int],
     limits: Limits,
-    own_users: bool,
+    user: int | None,
+    alone: bool,
     tell: int,
 ) -> None:
     """The program's process: it gives up all that it does not need, and executes the interpreter."""
@@ -126,8 +145,8 @@ def _become(
     if apart:
         _enter_root(files, limits)
     os.chdir("/tmp" if apart else "/")
-    hold(limits, own_users)
-    kernel.give_up_rights(NOBODY if apart and not own_users else None)
+    hold(limits, alone)
+    kernel.give_up_rights(user, NOBODY)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
     if not apart and kernel.landlock_version():
         kernel.see_only([*_libraries(), PYTHON, *files, *(f"/dev/{name}" for name in _DEVICES)])

@@ -53,15 +53,15 @@ def prctl(option: int, *values: int) -> None:
     _checked(LIBC.prctl(option, *arguments), f"prctl {option}")
 
 
-def give_up_rights(user: int | None) -> None:
-    """No capability in any set, none gained by any later program either; the ids of `user`, without other groups."""
+def give_up_rights(user: int | None, group: int) -> None:
+    """No capability in any set, none gained by any later program either; with a `user`, its id and this group's."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):
             break  # past the last one, or there is nothing to give up
     if user is not None:
         os.setgroups([])
-        os.setresgid(user, user, user)
+        os.setresgid(group, group, group)
         os.setresuid(user, user, user)
     header = struct.pack("Ii", 0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
     _checked(LIBC.capset(header, bytes(24)), "capset")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,14 +35,15 @@ class Limits:
     scratch_mb: int = 16
     """Files in its /tmp, all together; with mode `limits` it writes none."""
     threads: int = 32
+    """With mode `limits` as many as fit into `memory_mb`, about 500 of the smallest."""
     wall_s: float = 9.0
     """Seconds after which a program is killed whatever it does: it sleeps, or the machine is busy."""
 
 
-def hold(limits: Limits, own_users: bool) -> None:
+def hold(limits: Limits, alone: bool) -> None:
     """Set this process's resource limits, for itself and all that it executes; they cannot be raised again.
 
-    own_users: whether it is in a user namespace of its own; elsewhere all processes of its user would count.
+    alone: whether no other process is of its user, so that its threads can be limited; elsewhere those would count.
     """
     processor = max(1, math.ceil(limits.test_s))
     scratch = limits.scratch_mb << 20 if limits.mode == "namespaces" else 0
@@ -57,15 +57,9 @@ def hold(limits: Limits, own_users: bool) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ]
-    if own_users and _counts_by_namespace():
+    if alone:
         wanted.append((resource.RLIMIT_NPROC, limits.threads))
     for name, value in wanted:
         hardest = resource.getrlimit(name)[1]
         value = value if hardest == resource.RLIM_INFINITY else min(value, hardest)
         resource.setrlimit(name, (value, value))
-
-
-def _counts_by_namespace() -> bool:
-    """Whether the kernel counts a user's processes in each user namespace; before 5.14 it counted all of them."""
-    major, minor = os.uname().release.split(".")[:2]
-    return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)

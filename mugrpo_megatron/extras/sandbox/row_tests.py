@@ -161,9 +161,9 @@ def _value(text: str) -> Any:
 
 
 def _lines(value: object) -> str:
-    """Text, or lines of it."""
-    if value is None:
-        raise ValueError("a test without an output")
+    """Text, or lines of it. A null would be the word `None`, which no program is asked for."""
+    if value is None or (isinstance(value, list) and None in value):
+        raise ValueError("a test's input or output is null")
     if isinstance(value, str):
         return value
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
