@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.peft_files import check_base, read_adapter
-from mugrpo_megatron.extras.lora.targets import adapted_leaves, target_kinds
+from mugrpo_megatron.extras.lora.targets import adapter_parameters, target_kinds
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 
@@ -24,9 +24,6 @@ def check(recipe: Recipe, architecture: Architecture) -> str:
             f"lora: parallel.tensor = {recipe.parallel.tensor} splits the model's {heads} key/value heads, and an "
             "adapter has whole heads on every rank; take a divisor of them"
         )
-    leaves = list(adapted_leaves(architecture, kinds))
-    if rank > (most := min(min(leaf.inputs, leaf.outputs) for leaf in leaves)):
-        raise UserError(f"lora.rank = {rank} is above {most}, the full rank of the smallest layer that it adapts")
     if section.start is not None:
         start = read_adapter(section.start, architecture)
         recipe_has = {"rank": rank, "alpha": section.alpha, "targets": list(kinds)}
@@ -38,5 +35,5 @@ def check(recipe: Recipe, architecture: Architecture) -> str:
                 )
         if recipe.model.directory.exists():
             check_base(start, recipe.model.directory)
-    trained = sum(rank * (leaf.inputs + leaf.outputs) for leaf in leaves)
+    trained = adapter_parameters(architecture, rank, section.targets, architecture.layers)
     return f"lora: rank {rank} on {', '.join(kinds)}, {trained:,} trained parameters"

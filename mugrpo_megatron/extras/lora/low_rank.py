@@ -42,7 +42,7 @@ class LowRank(torch.nn.Module):
         self.group, self.sequence = linear.tp_group, linear.sequence_parallel
         weight = linear.weight
         self.rows = [part.numel() // weight.shape[1] for part in split(entry, weight, architecture)]
-        self.leaves = leaves_of(entry, architecture)
+        self.leaves = leaves_of(entry.row, entry.layer, architecture)
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
         for leaf, rows in zip(self.leaves, self.rows, strict=True):
             name = kind(leaf.name)

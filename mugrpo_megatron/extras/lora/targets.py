@@ -9,7 +9,6 @@ from typing import Literal
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.blocks import Row
-from mugrpo_megatron.weights.table import Entry, entries
 
 Targets = Literal["all-linear"] | Sequence[str]
 PREFIX = "base_model.model."
@@ -76,14 +75,27 @@ def target_kinds(architecture: Architecture, targets: Targets) -> tuple[str, ...
     return tuple(name for name in known if name in targets)
 
 
-def leaves_of(entry: Entry, architecture: Architecture) -> list[Leaf]:
-    """The Hugging Face layers of a linear entry, in the order in which they merge."""
-    shapes = entry.hf_shapes(architecture)
-    return [Leaf(name.removesuffix(".weight"), *shape) for name, shape in zip(entry.hf, shapes, strict=True)]
+def leaves_of(row: Row, layer: int, architecture: Architecture) -> list[Leaf]:
+    """The Hugging Face layers of a linear row, in the order in which they merge."""
+    named = (
+        (name.format(layer=layer).removesuffix(".weight"), architecture.shape(letters)) for name, letters in row.hf
+    )
+    return [Leaf(name, outputs, inputs) for name, (outputs, inputs) in named]
+
+
+def adapter_parameters(architecture: Architecture, rank: int, targets: Targets, layers: int, tensor: int = 1) -> int:
+    """Parameters of the adapters of `layers` layers on one of `tensor` ranks: one factor is divided, one is whole."""
+    kinds, numel = target_kinds(architecture, targets), 0
+    for row in filter(is_linear, architecture.table):
+        for leaf in leaves_of(row, 0, architecture):
+            divided, whole = (leaf.outputs, leaf.inputs) if row.split == "rows" else (leaf.inputs, leaf.outputs)
+            numel += rank * (divided // tensor + whole) * (kind(leaf.name) in kinds)
+    return layers * numel
 
 
 def adapted_leaves(architecture: Architecture, kinds: Sequence[str]) -> Iterator[Leaf]:
     """Every layer of the whole model with an adapter, in the model's order."""
-    for entry in entries(architecture).values():
-        if is_linear(entry.row):
-            yield from (leaf for leaf in leaves_of(entry, architecture) if kind(leaf.name) in kinds)
+    rows = [row for row in architecture.table if is_linear(row)]
+    for layer in range(architecture.layers):
+        for row in rows:
+            yield from (leaf for leaf in leaves_of(row, layer, architecture) if kind(leaf.name) in kinds)
