@@ -115,7 +115,7 @@ def adapter_files(
         "inference_mode": True,
     }
     data = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return {CONFIG: config, WEIGHTS: save(data, metadata={"format": "pt", "base": base})}
+    return {CONFIG: config, WEIGHTS: save(data, metadata={"base": base})}
 
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:

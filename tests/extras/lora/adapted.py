@@ -15,6 +15,7 @@ from mugrpo_megatron.extras.lora.adapters import gather
 from mugrpo_megatron.extras.lora.peft_files import adapter_files
 from mugrpo_megatron.extras.lora.targets import adapted_leaves, target_kinds
 from mugrpo_megatron.files.durable import write_json
+from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import make_objective
 from mugrpo_megatron.learner.update import token_logprobs, update
@@ -58,9 +59,9 @@ def with_lora(sections: dict[str, Any], **keys: Any) -> dict[str, Any]:
     return {"optimizer": LINEAR, **sections, "lora": section}
 
 
-def adapted(model: str, sections: dict[str, Any], **keys: Any) -> Learner:
-    """A learner of the model with adapters."""
-    return build_learner(recipe(Path(model), **with_lora(sections, **keys)))
+def adapted(model: str, sections: dict[str, Any], ranks: Ranks | None = None, **keys: Any) -> Learner:
+    """A learner of the model with adapters; in the world of `ranks`, that another one has joined."""
+    return build_learner(recipe(Path(model), **with_lora(sections, **keys)), ranks)
 
 
 def factors(learner: Learner) -> dict[str, np.ndarray]:
