@@ -80,13 +80,13 @@ class ModelSection(Section):
 class LoraSection(Section):
     """Low-rank adapters (arXiv 2106.09685) that RL trains in place of the weights: W + alpha / rank B A."""
 
-    rank: PositiveInt | None = None
+    rank: PositiveInt | None = Field(None, json_schema_extra=changes("method"))
     """Rows of A and columns of B; unset, all weights are trained."""
-    alpha: PositiveFloat = 32.0
+    alpha: PositiveFloat = Field(32.0, json_schema_extra=changes("method"))
     """The product B A counts alpha / rank times."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
+    targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
     """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`."""
-    forward: Literal["factors", "merged"] = "factors"
+    forward: Literal["factors", "merged"] = Field("factors", json_schema_extra=changes("method"))
     """The learner computes W x + alpha / rank B (A x), or with the merged matrix in the model's type, which the engine
     has, too."""
     start: Path | None = None
