@@ -2,8 +2,6 @@
 
     python -m checkpoints_convert.hf_to_megatron --hf DIR --out DIR [--tp N --pp N --vpp N --ep N]
     python -m checkpoints_convert.megatron_to_hf --megatron DIR --out DIR --like HF_DIR
-    python -m checkpoints_convert.adapter merge --hf DIR --adapter DIR --out DIR
-    python -m checkpoints_convert.adapter extract --megatron DIR --hf DIR --out DIR
     python -m checkpoints_convert.verify --hf DIR --megatron DIR
 
 One process; needs no launcher and no GPU. Names and shapes come from `mugrpo_megatron.weights`.

@@ -1,7 +1,7 @@
-"""Merge an adapter into its model, or extract one from a training checkpoint: `... checkpoints_convert.adapter --help`.
+"""Merge an adapter into its model, or extract one from a training checkpoint: `... convert --help`.
 
-python -m checkpoints_convert.adapter merge --hf DIR --adapter DIR --out DIR
-python -m checkpoints_convert.adapter extract --megatron DIR --hf DIR --out DIR
+python -m mugrpo_megatron.extras.lora.convert merge --hf DIR --adapter DIR --out DIR
+python -m mugrpo_megatron.extras.lora.convert extract --megatron DIR --hf DIR --out DIR
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _write(path: Path, content: Any) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="adapter", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(prog="convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="command")
     for name, option, text in (
         ("merge", "--adapter", "adapter in PEFT's format"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from checkpoints_convert import adapter
+from mugrpo_megatron.extras.lora import convert
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.weights.hf import save_hf
@@ -49,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: object) -> int:
-    return adapter.main([str(argument) for argument in arguments])
+    return convert.main([str(argument) for argument in arguments])
 
 
 def test_what_is_extracted_is_what_the_run_exports(run: Path, tmp_path: Path) -> None:
