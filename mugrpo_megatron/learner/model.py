@@ -182,8 +182,9 @@ def build_model(
         overlap_grad_reduce=reduces_early(ranks),
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
-    for chunk in chunks if adapters else ():
-        adapters.attach(chunk)
+    if adapters:
+        for chunk in chunks:
+            adapters.attach(chunk)
     return [
         DistributedDataParallel(config, ddp, chunk.to(ranks.device), disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)

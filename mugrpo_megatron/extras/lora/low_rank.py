@@ -31,6 +31,8 @@ class LowRank(torch.nn.Module):
     It adds itself to the layer's output by a hook, so the layer stays what it is.
     """
 
+    _linear: Any
+
     def __init__(
         self, linear: Any, entry: Entry, architecture: Architecture, section: LoraSection, kinds: Sequence[str]
     ) -> None:

@@ -65,8 +65,8 @@ def adapted(model: str, sections: dict[str, Any], ranks: Ranks | None = None, **
 
 
 def factors(learner: Learner) -> dict[str, np.ndarray]:
-    """The whole adapter by PEFT's names; collective."""
-    return {name: tensor.numpy() for name, tensor in gather(learner.models).items()}
+    """The whole adapter by PEFT's names, in float32; collective."""
+    return {name: tensor.float().numpy() for name, tensor in gather(learner.models).items()}
 
 
 Outcome = tuple[list[dict[str, float]], np.ndarray, dict[str, np.ndarray]]

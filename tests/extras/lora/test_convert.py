@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests import models
 
     save_model(folder / "tokenizer")
-    models.save_model(folder / "base", "qwen2", models.Storage(models.torch.bfloat16), vocab_size=90)
+    models.save_model(folder / "base", "qwen2", models.Storage(models.torch.bfloat16), vocab_size=272)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "base" / name).write_bytes((folder / "tokenizer" / name).read_bytes())
     run_ranks(4, train_and_export, str(folder / "base"), str(folder))

@@ -107,6 +107,7 @@ def test_an_adapter_of_another_base_or_model_is_refused(tmp_path: Path, model: P
     refused(*dry(tmp_path, model, {**LORA, "start": str(start)}), says="has shape")
 
 
+@pytest.mark.process
 def test_nothing_slow_is_imported_for_it() -> None:
     line = "import sys, mugrpo_megatron.extras.lora.admission; print({'torch', 'megatron'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout == "set()\n"
