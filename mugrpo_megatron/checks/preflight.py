@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     shape = architecture(config, str(directory / CONFIG))
     _check_anchor(recipe, shape)
     say(_model(shape, str(directory)))
+    _check_lora(recipe, shape, say)
     check_tokenizer(directory)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
@@ -91,7 +93,9 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     if config is None:
         say(f"model: not on this machine, so neither it nor the layout is checked: {recipe.model.directory}")
     else:
-        say(_model(architecture(config, source), source))
+        shape = architecture(config, source)
+        say(_model(shape, source))
+        _check_lora(recipe, shape, say)
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
         check_layout(recipe, config, world)
         say(_layout(recipe, world))
@@ -231,6 +235,11 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
             f"objective.kl_anchor = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
+
+
+def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
+    if recipe.lora.rank is not None:
+        say(import_module("mugrpo_megatron.extras.lora.admission").check(recipe, model))
 
 
 def _check_engine_device(recipe: Recipe) -> None:

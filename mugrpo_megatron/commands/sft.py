@@ -35,7 +35,7 @@ from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
-from mugrpo_megatron.recipe.policy import ModelSection
+from mugrpo_megatron.recipe.policy import LoraSection, ModelSection
 from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
 from mugrpo_megatron.run.record import MARK, hub_model
 from mugrpo_megatron.samples import Problem
@@ -213,10 +213,11 @@ def _batches(recipe: Recipe, rows: Sequence[Tokens], updates: int) -> Iterator[l
 
 
 def _as_one_stage(recipe: Recipe, model: ModelSection, updates: int) -> Recipe:
-    """The recipe with the warm start's optimizer, model and a schedule of so many updates."""
+    """The recipe with the warm start's optimizer, model and a schedule of so many updates; all weights train."""
     lr = recipe.sft.peak_lr
     optimizer = OptimizerSection(
         lr=lr, min_lr=MIN_LR_SHARE * lr, decay="cosine", warmup_updates=WARMUP_UPDATES, beta2=BETA2
     )
     schedule = ScheduleSection(stages=1, updates_per_stage=updates)
-    return recipe.model_copy(update={"optimizer": optimizer, "schedule": schedule, "model": model})
+    parts = {"optimizer": optimizer, "schedule": schedule, "model": model, "lora": LoraSection()}
+    return recipe.model_copy(update=parts)

@@ -72,9 +72,10 @@ def fill(state: Any, reader: Reader) -> Any:
 
 
 def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Load a chunk's whole state, without the objects that `fill` leaves out."""
+    """Load what a chunk trains, without the objects that `fill` leaves out."""
     missing, unexpected = chunk.load_state_dict(tensors, strict=False)
-    if unexpected or (lost := [name for name in missing if not name.endswith(EXTRA_STATE)]):
+    frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
+    if unexpected or (lost := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
         raise RuntimeError(f"the model's state has other names than its sharded state: {unexpected or lost}")
 
 
@@ -184,6 +185,7 @@ def _bytes(learner: Learner) -> int:
         p.numel() * (p.element_size() + 12) * (dense if getattr(p, "allreduce", True) else experts)
         for chunk in learner.chunks
         for p in chunk.parameters()
+        if p.requires_grad
     )
 
 
@@ -238,7 +240,15 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
 
 
 def _model(learner: Learner) -> list[dict[str, Any]]:
-    return [policy(chunk).sharded_state_dict() for chunk in learner.chunks]
+    """The chunks' sharded states; with adapters theirs alone, for nothing else changes."""
+    states = [chunk.sharded_state_dict() for chunk in learner.models]
+    if learner.adapters is None:
+        return states
+    return [{name: value for name, value in state.items() if _is_trained(value)} for state in states]
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, ShardedTensor | ShardedTensorFactory) and value.data.requires_grad
 
 
 def _state(learner: Learner) -> dict[str, Any]:
@@ -246,7 +256,11 @@ def _state(learner: Learner) -> dict[str, Any]:
         "updates_done": learner.updates_done,
         "steps_done": learner.steps_done,
         "loss_scaler": scaler_state(learner.optimizer),
-        "model": {"family": learner.architecture.family, **learner.architecture.letters},
+        "model": {
+            "family": learner.architecture.family,
+            **learner.architecture.letters,
+            **(learner.adapters.identity if learner.adapters else {}),
+        },
     }
 
 

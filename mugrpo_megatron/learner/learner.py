@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from mugrpo_megatron.cpu.megatron import MOST_LANES, MOST_PARAMETERS
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, seed_generators
-from mugrpo_megatron.learner.model import build_model, parameters, policy
+from mugrpo_megatron.learner.model import Adapters, PolicyModel, adapters_of, build_model, parameters, policy
 from mugrpo_megatron.learner.optimizer import build_optimizer, shards
 from mugrpo_megatron.learner.pinned import HostCopy, copy_back, move_to_host
 from mugrpo_megatron.learner.routing import install
@@ -34,6 +34,8 @@ class Learner:
     architecture: Architecture
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
+    adapters: Adapters | None = None
+    """What trains in place of the weights; None where the weights do."""
     updates_done: int = 0
     """Updates taken, including skipped ones; sets the learning rate."""
     steps_done: int = 0
@@ -42,6 +44,11 @@ class Learner:
     """Updates skipped since the last step."""
     offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
     """Parts of the state that are in host memory (see `offload`)."""
+
+    @property
+    def models(self) -> list[PolicyModel]:
+        """The chunks without their data parallel wrappers."""
+        return [policy(chunk) for chunk in self.chunks]
 
     @property
     def routed(self) -> tuple[int, int]:
@@ -81,17 +88,21 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
             "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
         )
-    chunks = build_model(recipe, architecture, ranks)
+    adapters = adapters_of(recipe, architecture)
+    chunks = build_model(recipe, architecture, ranks, adapters)
     if recipe.learner.routing_replay != "off" and architecture.experts:  # a warm start's model has none
         install(chunks)
-    load_hf([policy(chunk) for chunk in chunks], recipe.model.directory, architecture)
+    models = [policy(chunk) for chunk in chunks]
+    load_hf(models, recipe.model.directory, architecture)
+    if adapters:
+        adapters.start(models)
     optimizer = build_optimizer(recipe, chunks)
     for chunk in chunks:
         if chunk.ddp_config.overlap_grad_reduce:  # only the last micro-batch's backward pass is followed by a reduction
             chunk.config.no_sync_func = [each.no_sync for each in chunks] if len(chunks) > 1 else chunk.no_sync
         chunk.config.finalize_model_grads_func = _reduce_gradients
         chunk.config.grad_scale_func = optimizer.scale_loss if recipe.model.dtype == "float16" else None
-    return Learner(recipe, ranks, architecture, chunks, optimizer)
+    return Learner(recipe, ranks, architecture, chunks, optimizer, adapters)
 
 
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
@@ -110,7 +121,8 @@ def offload(learner: Learner, part: Part) -> None:
         return
     buffers = [buffer for shard in shards(learner.optimizer) for buffer in shard.buffers]
     if part == "weights":
-        learner.offloaded[part] = move_to_host([buffer.param_data for buffer in buffers])
+        frozen = [p.data for chunk in learner.chunks for p in chunk.parameters() if not p.requires_grad]
+        learner.offloaded[part] = move_to_host([*(buffer.param_data for buffer in buffers), *frozen])
     else:
         learner.offloaded[part] = move_to_host(_states(learner)) + move_to_host(
             [buffer.grad_data for buffer in buffers], keep=False
@@ -145,13 +157,18 @@ def holding(learner: Learner, directory: Path) -> Iterator[None]:
 
     The own ones wait in host memory: no second model on the device, and no communication. Moments, gradients and, but
     for float32, master weights are not touched; in float32 these are the parameters, so no step and no save may happen
-    inside. Raises UserError for a checkpoint that does not fit; the learner then has its own weights.
+    inside. Adapters are off, over the weights that they began with they are as at the start, and nothing is loaded.
+    Raises UserError for a checkpoint that does not fit; the learner then has its own weights.
     """
-    chunks = [policy(chunk) for chunk in learner.chunks]
-    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    chunks, adapters = learner.models, learner.adapters
+    same = adapters is not None and directory == learner.recipe.model.directory
+    weights = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad or not same]
     own = [weight.detach().to("cpu", copy=True) for weight in weights]
     try:
-        load_hf(chunks, directory, learner.architecture)
+        if not same:
+            load_hf(chunks, directory, learner.architecture)
+        if adapters:
+            (adapters.start if same else adapters.turn_off)(chunks)
         yield
     finally:
         with torch.no_grad():

@@ -81,7 +81,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dy, whole, gathering = grads[0], x, None
-        if ctx.sequence:
+        if ctx.sequence and weight.requires_grad:
             whole, gathering = _gathered(x, ctx.group, wait=False)
         dx, reducing = dy @ weight, None
         if gathering:
@@ -91,7 +91,8 @@ class _Product(torch.autograd.Function):
             reducing = dist.reduce_scatter_tensor(dx, parts, group=ctx.group, async_op=True)
         elif ctx.reduced:
             reducing = dist.all_reduce(dx, group=ctx.group, async_op=True)
-        accumulate(weight.main_grad, gemm_input(dy.flatten(0, -2)), gemm_input(whole.flatten(0, -2)))
+        if weight.requires_grad:
+            accumulate(weight.main_grad, gemm_input(dy.flatten(0, -2)), gemm_input(whole.flatten(0, -2)))
         if reducing:
             reducing.wait()
         return dx, _stand_in(weight), None, None, None
@@ -121,7 +122,7 @@ def _stand_in(weight: torch.Tensor) -> torch.Tensor | None:
 
     Megatron's hook then adds nothing, and counts the parameter as ready to be reduced. None without Megatron's wrapper.
     """
-    if not hasattr(weight, "grad_added_to_main_grad"):
+    if not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)

@@ -64,8 +64,8 @@ class Objective:
 
         def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
             weight = model.output_weight()
-            main_grad = weight.main_grad if direct else None  # type: ignore[attr-defined]  # Megatron's buffer
-            if direct and not model.shares_weight:  # an embedding has a gradient of its own
+            main_grad = getattr(weight, "main_grad", None) if direct else None  # Megatron's buffer; none if frozen
+            if main_grad is not None and not model.shares_weight:  # an embedding has a gradient of its own
                 weight = with_stand_in(weight)
             segments, tokens = select_responses(self.segments, batch.responses, len(batch.targets))
             fused = fused_policy_loss(

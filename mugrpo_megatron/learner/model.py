@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Literal, Protocol
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -132,7 +133,40 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
-def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> list[DistributedDataParallel]:
+class Adapters(Protocol):
+    """What trains in place of the model's weights: the learner's one door for an extra, here `extras.lora`.
+
+    It freezes a chunk's weights and adds modules whose names begin with `weights.table.ADAPTER`. A weight that it
+    changes gets `merged()`: this rank's shard with the adapter in it, which every sync and save takes.
+    """
+
+    identity: Mapping[str, str | int]
+    """What a checkpoint of these adapters says of them and of the weights below."""
+
+    def attach(self, chunk: PolicyModel) -> None:
+        """Freeze the chunk's weights and add the adapters, before the data parallel wrapper sees them."""
+
+    def start(self, chunks: Sequence[PolicyModel]) -> None:
+        """Fill the adapters as at the run's start."""
+
+    def turn_off(self, chunks: Sequence[PolicyModel]) -> None:
+        """Let the model compute with its frozen weights alone."""
+
+    def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
+        """The adapter's files by their names in `hf/`, on rank 0; collective."""
+
+
+def adapters_of(recipe: Recipe, architecture: Architecture) -> Adapters | None:
+    """The adapters of a recipe with `[lora]`, else None."""
+    if recipe.lora.rank is None:
+        return None
+    module = import_module("mugrpo_megatron.extras.lora.adapters")
+    return module.LoraAdapters(recipe, architecture)  # type: ignore[no-any-return]
+
+
+def build_model(
+    recipe: Recipe, architecture: Architecture, ranks: Ranks, adapters: Adapters | None = None
+) -> list[DistributedDataParallel]:
     """This rank's model chunks (one, or `parallel.virtual_pipeline`), with uninitialised weights."""
     backend = choose_backend(recipe.learner.layers, ranks.device)
     config = transformer_config(recipe, architecture, ranks, backend.fuse_layernorm_and_linear())
@@ -148,6 +182,9 @@ def build_model(recipe: Recipe, architecture: Architecture, ranks: Ranks) -> lis
         overlap_grad_reduce=reduces_early(ranks),
         check_for_nan_in_grad=False,  # a non-finite gradient skips its update (optimizer.take_step)
     )
+    if adapters:
+        for chunk in chunks:
+            adapters.attach(chunk)
     return [
         DistributedDataParallel(config, ddp, chunk.to(ranks.device), disable_bucketing=i > 0)
         for i, chunk in enumerate(chunks)

@@ -9,12 +9,15 @@ from mugrpo_megatron.cpu import megatron as cpu  # isort: split
 cpu.install()
 cpu.complete_router()
 
-from megatron.core import parallel_state  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region  # noqa: E402
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset  # noqa: E402
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint  # noqa: E402
 
 __all__ = [
     "gather_from_tensor_model_parallel_region",
     "get_transformer_layer_offset",
+    "make_sharded_tensors_for_checkpoint",
     "parallel_state",
+    "tensor_parallel",
 ]

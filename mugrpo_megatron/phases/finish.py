@@ -7,7 +7,6 @@ from dataclasses import asdict
 from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights
@@ -59,13 +58,13 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     run.saver.wait()  # for one that is still written beside training
     so_far = f"all updates are saved, {run.directory.hf} is not written yet"
     with run.log.phase("save", cursor.stage), run.stop.at_once(so_far):
-        chunks = [policy(chunk) for chunk in learner.chunks]
+        adapter = learner.adapters.files(learner.models) if learner.adapters else {}
         save_hf(
-            chunks,
+            learner.models,
             learner.architecture,
             like=run.recipe.model.directory,
             out=run.directory.hf,
             replace=True,
-            notes={MARK: mark(run.record, asdict(cursor))},
+            notes={MARK: mark(run.record, asdict(cursor)), **adapter},
         )
         run.world.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +16,7 @@ from pydantic import (
     PrivateAttr,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
 from mugrpo_megatron.files.hub import REPOSITORY
@@ -74,6 +75,29 @@ class ModelSection(Section):
         if value is not None and not REPOSITORY.fullmatch(str(info.data.get("path", ""))):
             raise ValueError("a directory has no revisions; give it with a model of the hub, `owner/name`")
         return value
+
+
+class LoraSection(Section):
+    """Low-rank adapters (arXiv 2106.09685) that RL trains in place of the weights: W + alpha / rank B A."""
+
+    rank: PositiveInt | None = Field(None, json_schema_extra=changes("method"))
+    """Rows of A and columns of B; unset, all weights are trained."""
+    alpha: PositiveFloat = Field(32.0, json_schema_extra=changes("method"))
+    """The product B A counts alpha / rank times."""
+    targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
+    """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`."""
+    forward: Literal["factors", "merged"] = Field("factors", json_schema_extra=changes("method"))
+    """The learner computes W x + alpha / rank B (A x), or with the merged matrix in the model's type, which the engine
+    has, too."""
+    start: Path | None = None
+    """Directory of an adapter in PEFT's format that training starts from; unset, A is random and B is 0."""
+
+    @model_validator(mode="after")
+    def _check_there_is_a_rank(self) -> Self:
+        fields = type(self).model_fields.items()
+        if self.rank is None and any(getattr(self, name) != field.default for name, field in fields):
+            raise ValueError("without a rank all weights are trained, and its other keys mean nothing; set lora.rank")
+        return self
 
 
 class SftSection(Section):

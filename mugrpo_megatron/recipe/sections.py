@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.recipe.objective import Change, ObjectiveSection, Section, changes
-from mugrpo_megatron.recipe.policy import ModelSection, OwnDirectory, SftSection
+from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, OwnDirectory, SftSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
@@ -344,6 +344,7 @@ class Recipe(Section):
 
     run: RunSection = RunSection()
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
     schedule: ScheduleSection = ScheduleSection()
     rollout: RolloutSection = RolloutSection()

@@ -22,7 +22,6 @@ from mugrpo_megatron.files.durable import remove_leftovers, resumable
 from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.pinned import Staging
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.recipe.sections import CheckpointSection
@@ -108,8 +107,9 @@ class Saver:
         Config and tokenizer are those of `like`; `notes` are JSON objects to write with them, by file name.
         """
         self._hf.wait()
-        chunks = [policy(chunk) for chunk in self._learner.chunks]
-        model = self._learner.architecture
+        chunks, model = self._learner.models, self._learner.architecture
+        if self._learner.adapters:
+            notes = {**notes, **self._learner.adapters.files(chunks)}
         if not self._section.asynchronous:
             save_hf(chunks, model, like, out, replace=True, notes=notes)
             return

@@ -30,6 +30,8 @@ from mugrpo_megatron.weights.families import fingerprint
 FILE_NAME = "run.json"
 MARK = "mugrpo.json"
 """The file in hf/ that names the run that wrote it."""
+ADAPTER = "adapter"
+"""The directory in hf/ of an adapter that the run has trained."""
 OF_A_RUN = (
     "recipe.toml",
     "branch.json",
@@ -149,7 +151,7 @@ def check_model(run_dir: Path, model: Path) -> None:
 def check_hf(run_dir: Path) -> None:
     """Raise UserError unless the run may replace its `hf`: nothing, or a directory that bears the run's mark.
 
-    It holds files only, so a directory in it is someone else's.
+    Besides files it holds a trained adapter's directory; another one is someone else's.
     """
     hf = run_dir / "hf"
     if not os.path.lexists(hf):
@@ -160,7 +162,7 @@ def check_hf(run_dir: Path) -> None:
     record = read_record(run_dir)
     if record is None or _marked(hf) != record.id:
         raise UserError(f"{hf} was not written by this run; move it away, or choose another run.dir")
-    if foreign := sorted(path.name for path in hf.iterdir() if path.is_dir()):
+    if foreign := sorted(path.name for path in hf.iterdir() if path.is_dir() and path.name != ADAPTER):
         raise UserError(f"{hf / foreign[0]} was not written by this run, which replaces {hf}; move it elsewhere")
 
 

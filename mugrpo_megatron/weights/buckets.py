@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -197,13 +197,19 @@ def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Ten
         experts = parallel_state.get_expert_model_parallel_group()
         if expert_rank is None or experts.rank() == expert_rank:
             for piece in bucket.pieces:
-                whole = _gather(piece.entry, held[piece.entry.megatron])
+                whole = _gather(piece.entry, adapted(held[piece.entry.megatron]))
                 for slot, part in zip(piece.slots, split(piece.entry, whole, architecture), strict=True):
                     slot.view(flat).view(part.shape).copy_(part)
         if expert_rank is not None and experts.size() > 1:
             dist.broadcast(flat, group=experts, group_src=expert_rank)
     if pp_group.size() > 1:
         dist.broadcast(flat, group=pp_group, group_src=pp_stage)
+
+
+def adapted(weight: torch.Tensor) -> torch.Tensor:
+    """The weight, or, where an adapter trains in its place, what it is with that (`learner.model.Adapters`)."""
+    merged: Callable[[], torch.Tensor] | None = getattr(weight, "merged", None)
+    return weight if merged is None else merged()
 
 
 def _gather(entry: Entry, local: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory, write_json, write_text
+from mugrpo_megatron.files.durable import durable_directory, durable_file, write_json, write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
@@ -84,7 +84,7 @@ def save_hf(
 ) -> None:
     """Write the learner's weights with the config and tokenizer of `like`; collective, rank 0 writes.
 
-    `notes` are JSON objects to write with them, by file name. The directory appears complete or not at all; with
+    `notes` are JSON objects and files to write with them, by name. The directory appears complete or not at all; with
     `replace` an earlier one stays until then. Memory beyond the model is one bucket. Raises UserError on every rank
     when `out` is `like`, when it exists and `replace` is false, and when it cannot be written.
     """
@@ -156,7 +156,12 @@ def _write(
         write_index(partial, shards)
         carry_files(like, partial, dtype)
         for name, note in notes.items():
-            write_json(partial / name, note)
+            (partial / name).parent.mkdir(exist_ok=True)
+            if isinstance(note, bytes):
+                with durable_file(partial / name) as file:
+                    file.write(note)
+            else:
+                write_json(partial / name, note)
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:

@@ -99,12 +99,12 @@ def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list
     """The whole Megatron parameter -> views of it with the elements of its Hugging Face tensors, in row-major order.
 
     Parts of `qkv` are [groups, rows of a group, ...]: reshaping them to the tensor's shape would copy, so the caller
-    does it.
+    does it. Of a rank's shard of a linear layer, views with that rank's part of each tensor.
     """
     if entry.row.form == "qkv":
         groups = architecture.transformer["num_query_groups"]
         rows = [shape[0] // groups for shape in entry.hf_shapes(architecture)]
-        return list(whole.view(groups, -1, *whole.shape[1:]).split(rows, dim=1))
+        return list(whole.view(-1, sum(rows), *whole.shape[1:]).split(rows, dim=1))
     if entry.row.form == "gated":
         return list(whole.chunk(2, dim=0))
     if entry.row.form == "vocab":
@@ -173,6 +173,8 @@ def table_name(name: str) -> str:
 
 
 WRAPPER = "module."
+ADAPTER = "adapter_"
+"""What the name of an adapter's module begins with; its parameters are no weights of the model."""
 
 
 def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
@@ -187,7 +189,8 @@ def local_parameters(
 ) -> Iterator[tuple[Entry, torch.nn.Parameter]]:
     """This rank's parameters with their entries in the whole model, in the model's order.
 
-    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry.
+    On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Parameters
+    of adapters have none and are left out.
     Raises KeyError for a parameter that is not in the family's table: the table or the model is wrong.
     """
     table = entries(architecture)
@@ -195,6 +198,8 @@ def local_parameters(
         table["output_layer.weight"] = table["embedding.word_embeddings.weight"]
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
+            if f".{ADAPTER}" in name:
+                continue
             yield table[whole_name(chunk, name, architecture)], parameter
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.targets import adapter_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import read_config_file
 from mugrpo_megatron.recipe import Recipe
@@ -202,6 +203,15 @@ class Case:
     def mean_sequence(self) -> float:
         """Tokens of prompt and response together."""
         return self.mean_prompt + self.mean_response
+
+    def adapter(self, layout: Layout) -> RankParameters | None:
+        """Parameters of `[lora]` on a rank of a layout, all that it trains; None where all weights are trained."""
+        section = self.recipe.lora
+        if section.rank is None:
+            return None
+        layers = self.architecture.layers // layout.pipeline
+        numel = adapter_parameters(self.architecture, section.rank, section.targets, layers, layout.tensor)
+        return RankParameters(numel, 0, 0)
 
     def with_recipe(self, recipe: Recipe) -> Case:
         """The same case with another recipe, in that recipe's layout."""

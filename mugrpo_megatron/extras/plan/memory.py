@@ -135,12 +135,13 @@ class State:
         return self.weights + self.gradients + self.optimizer
 
 
-def learner_state(mine: RankParameters, layout: Layout, itemsize: int) -> State:
-    """State of a rank whose parameters have `itemsize` bytes each."""
-    sharded = mine.shared(layout)
+def learner_state(mine: RankParameters, layout: Layout, itemsize: int, adapter: RankParameters | None = None) -> State:
+    """State of a rank whose parameters have `itemsize` bytes each; with an adapter that alone is trained."""
+    trained = adapter or mine
+    sharded = trained.shared(layout)
     return State(
-        weights=itemsize * mine.total,
-        gradients=FLOAT * mine.total,
+        weights=itemsize * (mine.total + (adapter.total if adapter else 0)),
+        gradients=FLOAT * trained.total,
         master=round(FLOAT * sharded) if itemsize < FLOAT else 0,
         moments=round(2 * FLOAT * sharded),
     )
@@ -216,7 +217,8 @@ class LearnerMemory:
 def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
     """Bytes of a rank of `pp_stage` in an update of `batch`."""
     recipe, architecture, layout, b = case.recipe, case.architecture, case.layout, case.itemsize
-    mine = rank_parameters(architecture, layout, pp_stage)
+    mine, adapter = rank_parameters(architecture, layout, pp_stage), case.adapter(layout)
+    trained = adapter or mine
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
@@ -226,14 +228,14 @@ def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
         loss = loss_bytes(architecture, layout, tokens, recipe.learner.chunk_tokens(case.cuda), b, case.cuda)
     return LearnerMemory(
         pp_stage=pp_stage,
-        state=learner_state(mine, layout, b),
+        state=learner_state(mine, layout, b, adapter),
         recompute=recipe.learner.recompute,
         kept={choice: in_flight * layers * layer.kept(choice) for choice in RECOMPUTE},
         remade={choice: layer.recomputed(choice) for choice in RECOMPUTE},
         loss=loss,
         working=layer.working,
-        embedding=float(b * mine.vocabulary if pp_stage == 0 else 0),
-        reduced=0.0 if case.cuda else 4.0 * max(mine.dense, mine.experts),
+        embedding=float(b * trained.vocabulary if pp_stage == 0 else 0),
+        reduced=0.0 if case.cuda else 4.0 * max(trained.dense, trained.experts),
         in_flight=in_flight,
     )
 
@@ -338,7 +340,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     state = max((one.state for one in stages), key=lambda one: one.total)
     offloaded = state.weights + state.optimizer if cuda else 0
     saved = max(
-        (b + 12) * rank_parameters(case.architecture, layout, pp_stage).shared(layout)
+        (b + 12) * (case.adapter(layout) or rank_parameters(case.architecture, layout, pp_stage)).shared(layout)
         for pp_stage in range(layout.pipeline)
     )
     learn = fullest.state.total + fullest.update * (1 + assumptions.fragmentation * cuda)

@@ -229,8 +229,9 @@ def saving_seconds(others: float, case: Case) -> float:
 
 
 def checkpoint_bytes(case: Case) -> float:
-    """Bytes of weights, float32 master weights and both moments of the whole model (learner/checkpoint.py)."""
-    return parameters(case.architecture) * (case.itemsize + 12.0)
+    """Bytes of what is trained, its float32 master weights and both moments (learner/checkpoint.py)."""
+    adapter = case.adapter(Layout())
+    return (adapter.total if adapter else parameters(case.architecture)) * (case.itemsize + 12.0)
 
 
 def sync_bytes(case: Case) -> int:

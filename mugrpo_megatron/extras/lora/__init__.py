@@ -1,0 +1,1 @@
+"""LoRA, merged at the sync: adapters train in place of the weights, and engines get plain weights (docs/lora.md)."""

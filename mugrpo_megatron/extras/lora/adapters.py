@@ -1,0 +1,120 @@
+"""`learner.model.Adapters` of a recipe with `[lora]`: attach, fill, turn off, gather."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mugrpo_megatron.extras.lora.low_rank import LowRank
+from mugrpo_megatron.extras.lora.peft_files import adapter_files, read_adapter
+from mugrpo_megatron.extras.lora.targets import Leaf, is_linear, kind, target_kinds
+from mugrpo_megatron.learner.model import PolicyModel
+from mugrpo_megatron.megatron import parallel_state
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.record import ADAPTER as DIRECTORY
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import fingerprint
+from mugrpo_megatron.weights.table import ADAPTER, entries, whole_name
+
+
+class LoraAdapters:
+    """The adapters of one learner; `learner.model.Adapters` says what each method is for."""
+
+    def __init__(self, recipe: Recipe, architecture: Architecture) -> None:
+        self._recipe, self._architecture = recipe, architecture
+        section = recipe.lora
+        assert section.rank is not None
+        self._kinds = target_kinds(architecture, section.targets)
+        self._base = fingerprint(recipe.model.directory)
+        self.identity: Mapping[str, str | int] = {
+            "lora_rank": section.rank,
+            "lora_alpha": str(section.alpha),
+            "lora_targets": " ".join(self._kinds),
+            "base": self._base,
+        }
+
+    def attach(self, chunk: PolicyModel) -> None:
+        """Add a module beside each linear layer, as its sibling: Megatron's layers save their own children alone."""
+        chunk.requires_grad_(False)
+        table, section = entries(self._architecture), self._recipe.lora
+        for name, module in list(chunk.named_modules()):
+            if not isinstance(getattr(module, "weight", None), torch.nn.Parameter):
+                continue
+            entry = table.get(whole_name(chunk, f"{name}.weight", self._architecture))
+            if entry is None or not is_linear(entry.row) or not {kind(one) for one in entry.hf} & {*self._kinds}:
+                continue
+            above, _, own = name.rpartition(".")
+            adapter = LowRank(module, entry, self._architecture, section, self._kinds)
+            chunk.get_submodule(above).add_module(f"{ADAPTER}{own}", adapter)
+        if chunk.pre_process and self._recipe.learner.recompute == "full":
+            # A recomputed layer has gradients only if its input has one, and a frozen embedding's output has none.
+            chunk.embedding.register_forward_hook(lambda _, inputs, output: output.requires_grad_())
+
+    @torch.no_grad()
+    def start(self, chunks: Sequence[PolicyModel]) -> None:
+        """Those of `lora.start`, else A uniform as PEFT draws it (within 1 / sqrt(inputs)) and B zero."""
+        section = self._recipe.lora
+        start = read_adapter(section.start, self._architecture).read() if section.start else None
+        for adapter in _adapters(chunks):
+            for leaf in adapter.adapted():
+                name = kind(leaf.name)
+                a, b = (start[leaf.a], start[leaf.b]) if start else self._drawn(leaf)
+                adapter.a[name].copy_(a if adapter.by_rows else _shard(a, 1, adapter))
+                adapter.b[name].copy_(_shard(b, 0, adapter) if adapter.by_rows else b)
+
+    @torch.no_grad()
+    def turn_off(self, chunks: Sequence[PolicyModel]) -> None:
+        """B = 0."""
+        for adapter in _adapters(chunks):
+            for factor in adapter.b.values():
+                factor.zero_()
+
+    def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
+        """PEFT's two files, in a directory beside the merged weights."""
+        tensors = gather(chunks)
+        section, model = self._recipe.lora, self._recipe.model
+        if dist.get_rank() != 0:
+            return {}
+        assert section.rank is not None
+        files = adapter_files(tensors, section.rank, section.alpha, self._kinds, model.path, self._base)
+        return {f"{DIRECTORY}/{name}": content for name, content in files.items()}
+
+    def _drawn(self, leaf: Leaf) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same factors in every layout: from `run.seed` and the layer's name."""
+        digest = hashlib.sha256(f"{self._recipe.run.seed} {leaf.name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        rank = self._recipe.lora.rank or 0
+        a = torch.rand(rank, leaf.inputs, generator=generator)
+        return (2 * a - 1) / leaf.inputs**0.5, torch.zeros(leaf.outputs, rank)
+
+
+def gather(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
+    """Every adapter's whole factors by PEFT's names, on the host of every rank; collective."""
+    own: dict[str, torch.Tensor] = {}
+    for adapter in _adapters(chunks):
+        for leaf in adapter.adapted():
+            a, b = adapter.a[kind(leaf.name)].detach(), adapter.b[kind(leaf.name)].detach()
+            own[leaf.a] = (a if adapter.by_rows else _whole(a, 1, adapter)).cpu()
+            own[leaf.b] = (_whole(b, 0, adapter) if adapter.by_rows else b).cpu()
+    group = parallel_state.get_pipeline_model_parallel_group()
+    stages: list[dict[str, torch.Tensor]] = [{}] * group.size()
+    dist.all_gather_object(stages, own, group=group)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def _adapters(chunks: Sequence[PolicyModel]) -> Iterator[LowRank]:
+    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LowRank))
+
+
+def _shard(whole: torch.Tensor, dim: int, adapter: LowRank) -> torch.Tensor:
+    return whole.chunk(adapter.group.size(), dim=dim)[adapter.group.rank()]
+
+
+def _whole(part: torch.Tensor, dim: int, adapter: LowRank) -> torch.Tensor:
+    parts = [torch.empty_like(part) for _ in range(adapter.group.size())]
+    dist.all_gather(parts, part.contiguous(), group=adapter.group)
+    return torch.cat(parts, dim=dim)

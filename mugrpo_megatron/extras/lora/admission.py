@@ -1,0 +1,39 @@
+"""What a recipe with `[lora]` cannot be, found before anything slow is imported."""
+
+from __future__ import annotations
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.peft_files import check_base, read_adapter
+from mugrpo_megatron.extras.lora.targets import adapter_parameters, target_kinds
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.weights.architecture import Architecture
+
+
+def check(recipe: Recipe, architecture: Architecture) -> str:
+    """A line about the adapters for the user; UserError for targets, layouts or a start that cannot work."""
+    section, rank = recipe.lora, recipe.lora.rank or 0
+    kinds = target_kinds(architecture, section.targets)
+    if recipe.learner.layers != "local":
+        raise UserError(
+            f'lora: learner.layers = "{recipe.learner.layers}" may fuse norms into the layers that get adapters; '
+            'set it to "local"'
+        )
+    heads = architecture.transformer["num_query_groups"]
+    if heads % recipe.parallel.tensor:
+        raise UserError(
+            f"lora: parallel.tensor = {recipe.parallel.tensor} splits the model's {heads} key/value heads, and an "
+            "adapter has whole heads on every rank; take a divisor of them"
+        )
+    if section.start is not None:
+        start = read_adapter(section.start, architecture)
+        recipe_has = {"rank": rank, "alpha": section.alpha, "targets": list(kinds)}
+        for key, value in {"rank": start.rank, "alpha": start.alpha, "targets": list(start.kinds)}.items():
+            if recipe_has[key] != value:
+                raise UserError(
+                    f"lora.start = {section.start} has {key} {value}, and lora.{key} gives {recipe_has[key]}; "
+                    "set it to the adapter's"
+                )
+        if recipe.model.directory.exists():
+            check_base(start, recipe.model.directory)
+    trained = adapter_parameters(architecture, rank, section.targets, architecture.layers)
+    return f"lora: rank {rank} on {', '.join(kinds)}, {trained:,} trained parameters"

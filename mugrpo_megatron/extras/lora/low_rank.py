@@ -1,0 +1,190 @@
+"""The adapter of one parallel linear layer: A and B of each Hugging Face layer in it, sharded as the layer is.
+
+With tensor parallelism a column-parallel layer has A whole on every rank and B's rows; a row-parallel layer has A's
+columns and B whole. What crosses ranks is u = A x, `rank` numbers for a token. Under sequence parallelism A works on a
+rank's own part of the sequence, and u is gathered; or u is scattered, and B works on a rank's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from mugrpo_megatron.extras.lora.targets import Leaf, kind, leaves_of
+from mugrpo_megatron.megatron import make_sharded_tensors_for_checkpoint, tensor_parallel
+from mugrpo_megatron.recipe.policy import LoraSection
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.table import Entry, split
+
+
+def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + scale B A in float32, of W [m, n], A [r, n], B [m, r]."""
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
+
+
+class LowRank(torch.nn.Module):
+    """Adapter of a Megatron linear layer `linear` whose weight is `entry` of the table.
+
+    It adds itself to the layer's output by a hook, so the layer stays what it is.
+    """
+
+    _linear: Any
+
+    def __init__(
+        self, linear: Any, entry: Entry, architecture: Architecture, section: LoraSection, kinds: Sequence[str]
+    ) -> None:
+        super().__init__()
+        assert section.rank is not None
+        self.entry, self.architecture, self.section = entry, architecture, section
+        self.scale = section.alpha / section.rank
+        self.by_rows = entry.row.split == "rows"
+        self.group, self.sequence = linear.tp_group, linear.sequence_parallel
+        weight = linear.weight
+        self.rows = [part.numel() // weight.shape[1] for part in split(entry, weight, architecture)]
+        self.leaves = leaves_of(entry.row, entry.layer, architecture)
+        self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
+        for leaf, rows in zip(self.leaves, self.rows, strict=True):
+            name = kind(leaf.name)
+            if name in kinds:
+                self.a[name] = torch.nn.Parameter(weight.new_empty(section.rank, weight.shape[1]))
+                self.b[name] = torch.nn.Parameter(weight.new_zeros(rows, section.rank))
+        for factor, dim in ((self.b, 0),) if self.by_rows else ((self.a, 1),):
+            for parameter in factor.values():
+                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        for parameter in (self.a if self.by_rows else self.b).values():
+            parameter.sequence_parallel = self.sequence  # its gradient is of this rank's part of the sequence
+        object.__setattr__(self, "_linear", linear)  # not as a child, whose parameters would be this module's
+        weight.merged = self.merged  # what a sync and a save take
+        linear.register_forward_hook(lambda _, inputs, output: (self(inputs[0], output[0]), output[1]))
+        if section.forward == "merged":
+            linear._forward_impl = partial(self._with_merged, linear._forward_impl)
+
+    def adapted(self) -> list[Leaf]:
+        """The layers with factors, in order."""
+        return [leaf for leaf in self.leaves if kind(leaf.name) in self.a]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The layer's output y [t, 1, m] for its input x [t, 1, n], with the adapter's part."""
+        merged = self.section.forward == "merged"
+        u = self._down(x.detach() if merged else x)  # x has its gradient through the merged matrix
+        return _Up.apply(y, u, self, merged, *self.b.values())
+
+    def _down(self, x: torch.Tensor) -> torch.Tensor:
+        """u = A x of all layers, [t, 1, layers * rank], where B needs it."""
+        u, regions = x @ torch.cat(list(self.a.values())).T, tensor_parallel
+        if self.by_rows and self.sequence:
+            return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
+        if self.by_rows:
+            return regions.copy_to_tensor_model_parallel_region(u, group=self.group)
+        if self.sequence:
+            return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
+        return regions.reduce_from_tensor_model_parallel_region(u, group=self.group)
+
+    def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's outputs [..., m] -> those of each layer, [..., rows of it]."""
+        if self.entry.row.form == "qkv":
+            groups = self._groups
+            by_group = y.unflatten(-1, (groups, -1)).split([rows // groups for rows in self.rows], dim=-1)
+            return [part.flatten(-2) for part in by_group]
+        return list(y.split(self.rows, dim=-1))
+
+    def joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Inverse of `parts`."""
+        if self.entry.row.form == "qkv":
+            return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], dim=-1).flatten(-2)
+        return torch.cat(list(parts), dim=-1)
+
+    @property
+    def _groups(self) -> int:
+        """Key/value heads on this rank."""
+        return self.rows[1] // self.architecture.transformer["kv_channels"]
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """This rank's shard of W + scale B A, in float32 and then cast, layer by layer."""
+        weight = self._linear.weight
+        out = torch.empty_like(weight)
+        into = split(self.entry, out, self.architecture)
+        for leaf, target, part in zip(self.leaves, into, split(self.entry, weight, self.architecture), strict=True):
+            name = kind(leaf.name)
+            if name in self.a:
+                whole = part.reshape(-1, weight.shape[1])
+                part = merge(whole, self.a[name], self.b[name], self.scale).view(part.shape)
+            target.copy_(part)
+        return out
+
+    def _with_merged(
+        self, product: Callable[..., torch.Tensor], input: torch.Tensor, weight: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """The layer's product with the merged matrix; backward makes it again, so that none is kept."""
+        merged = self.merged()
+        place = merged.data_ptr()
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor | None:
+            return None if tensor.data_ptr() == place else tensor
+
+        def unpack(tensor: torch.Tensor | None) -> torch.Tensor:
+            return self.merged() if tensor is None else tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return product(input=input, weight=merged, **options)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As Megatron's modules: both factors under the layer's stack of all layers."""
+        axes = {f"b.{name}": 0 for name in self.b} if self.by_rows else {f"a.{name}": 1 for name in self.a}
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            axes,
+            sharded_offsets,
+            tp_group=self.group,
+            dp_cp_group=(metadata or {})["dp_cp_group"],
+        )
+
+
+class _Up(torch.autograd.Function):
+    """y, plus scale B u unless it is in y already; in backward the gradients of both, from the output's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, u: torch.Tensor, adapter: LowRank, merged: bool, *b: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.adapter = adapter
+        ctx.save_for_backward(u, *b)
+        if merged:
+            return y.view_as(y)
+        each = zip(adapter.b, _each(u, b), b, strict=True)
+        products = {name: one @ factor.T for name, one, factor in each}
+        shape = y.shape[:-1]
+        parts = [
+            products[kind(leaf.name)] if kind(leaf.name) in products else y.new_zeros(*shape, rows)
+            for leaf, rows in zip(adapter.leaves, adapter.rows, strict=True)
+        ]
+        return torch.add(y, adapter.joined(parts), alpha=adapter.scale)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """dB = scale dy^T u, du = scale dy B."""
+        u, *b = ctx.saved_tensors
+        adapter, dy = ctx.adapter, grads[0]
+        parts = [
+            part for leaf, part in zip(adapter.leaves, adapter.parts(dy), strict=True) if kind(leaf.name) in adapter.b
+        ]
+        du = torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)], dim=-1).mul_(adapter.scale)
+        db = [
+            (part.flatten(0, -2).T @ one.flatten(0, -2)).mul_(adapter.scale)
+            for part, one in zip(parts, _each(u, b), strict=True)
+        ]
+        return dy, du, None, None, *db
+
+
+def _each(u: torch.Tensor, b: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """u of each layer, [t, 1, rank]."""
+    return list(u.chunk(len(b), dim=-1))

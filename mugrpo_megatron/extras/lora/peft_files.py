@@ -1,0 +1,136 @@
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors`, read and written.
+
+Headers are checked without torch. The file's metadata names the weights that the adapter was trained on, by
+`weights.families.fingerprint`; PEFT ignores it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.targets import adapted_leaves, kind, target_kinds
+from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.families import fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MOST_HEADER = 100_000_000
+"""Bytes of a safetensors header, the format's own limit."""
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "use_dora": (False, None),
+    "use_rslora": (False, None),
+    "bias": ("none", None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "fan_in_fan_out": (False, None),
+}
+"""Settings of PEFT and the values of a plain adapter; others change the sum W + alpha / r B A."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter on disk whose names and shapes fit a model."""
+
+    directory: Path
+    rank: int
+    alpha: float
+    kinds: tuple[str, ...]
+    base: str
+    """Fingerprint of the weights that it was trained on; empty where the file does not say."""
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """All tensors by PEFT's names, on the host."""
+        from safetensors.torch import load_file
+
+        return load_file(self.directory / WEIGHTS)
+
+
+def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
+    """The adapter in `directory`, headers alone; `key` is what named it.
+
+    Raises UserError where it is no LoRA adapter, has settings beyond a plain one, or does not fit the model: a layer
+    that the model lacks, one without its other half or missing in some layers, a shape that is not the config's.
+    """
+    where = f"{key} = {directory}"
+    for name in (CONFIG, WEIGHTS):
+        if not (directory / name).is_file():
+            raise UserError(f"{where}: not an adapter in PEFT's format (no {name} there)")
+    config = read_json(directory / CONFIG)
+    for name, plain in PLAIN.items():
+        if config.get(name, plain[-1]) not in plain:
+            raise UserError(f"{where}: {name} = {config[name]!r}, and only plain LoRA adapters are read")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+        raise UserError(f"{where}: r = {rank!r} and lora_alpha = {alpha!r} are not those of an adapter")
+    shapes, base = _header(directory / WEIGHTS)
+    kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
+    chosen = [name for name in target_kinds(architecture, sorted(kinds)) if name in kinds]
+    expected: dict[str, tuple[int, ...]] = {}
+    for leaf in adapted_leaves(architecture, chosen):
+        expected |= leaf.shapes(rank)
+    for name in sorted(shapes.keys() ^ expected.keys()):
+        wrong = "lacks" if name in expected else f"is not of a {architecture.family} model of this config: it has"
+        raise UserError(f"{where} {wrong} {name}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise UserError(f"{where}: {name} has shape {list(shapes[name])}, the model needs {list(shape)}")
+    return AdapterFile(directory, rank, float(alpha), tuple(chosen), base)
+
+
+def check_base(adapter: AdapterFile, model: Path, key: str = "lora.start") -> None:
+    """UserError when the adapter was trained on other weights than those in `model`, as far as its file says."""
+    if adapter.base and adapter.base != fingerprint(model):
+        raise UserError(
+            f"{key} = {adapter.directory} was trained on other weights than {model} holds; name the model that it "
+            "began with"
+        )
+
+
+def adapter_files(
+    tensors: Mapping[str, torch.Tensor], rank: int, alpha: float, kinds: Sequence[str], model: Path, base: str
+) -> dict[str, Any]:
+    """Name -> content of an adapter's two files; `model` is the directory or name of its base."""
+    from safetensors.torch import save
+
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(kinds),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    data = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    return {CONFIG: config, WEIGHTS: save(data, metadata={"base": base})}
+
+
+def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
+    """The shape of every tensor of a safetensors file, and the fingerprint in its metadata."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MOST_HEADER:
+                raise ValueError
+            header = json.loads(file.read(length))
+        metadata = header.pop("__metadata__", {})
+        shapes = {str(name): tuple(int(size) for size in body["shape"]) for name, body in header.items()}
+        ends = [int(body["data_offsets"][1]) for body in header.values()]
+        if path.stat().st_size != 8 + length + max(ends, default=0):
+            raise ValueError
+        return shapes, str(metadata.get("base", ""))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+        raise UserError(f"{path} is truncated or not a safetensors file; copy it again") from None

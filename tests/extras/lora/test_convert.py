@@ -1,0 +1,78 @@
+"""Adapters merged into their models, and taken out of checkpoints, bit by bit as the learner does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from mugrpo_megatron.extras.lora import convert
+from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.weights.hf import save_hf
+from tests.extras.lora.adapted import adapted, write_adapter, write_files
+from tests.learner.tiny import advantages, samples
+from tests.ranks import run_ranks
+from tests.tiny import save_model
+
+pytestmark = pytest.mark.process
+MIXED = {"model": {"dtype": "bfloat16"}, "parallel": {"tensor": 2, "pipeline": 2}}
+
+
+def train_and_export(model: str, folder: str) -> None:
+    """An update; then hf/ with its adapter, and a checkpoint."""
+    learner = adapted(model, MIXED)
+    update(learner, samples(), advantages(24))
+    assert learner.adapters
+    write_files(Path(folder), learner.adapters.files(learner.models))
+    save_hf(learner.models, learner.architecture, Path(model), Path(folder) / "hf")
+    checkpoint.begin_save(learner, Path(folder) / "checkpoint", {"run": "r", "cursor": CURSOR})()
+
+
+CURSOR = {"stage": 0, "age": 1, "updates": 1}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the base in bfloat16, what a run on it writes, and an adapter of another base."""
+    folder = tmp_path_factory.mktemp("run")
+    from tests import models
+
+    save_model(folder / "tokenizer")
+    models.save_model(folder / "base", "qwen2", models.Storage(models.torch.bfloat16), vocab_size=272)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / "base" / name).write_bytes((folder / "tokenizer" / name).read_bytes())
+    run_ranks(4, train_and_export, str(folder / "base"), str(folder))
+    write_adapter(folder / "foreign", folder / "base", base="0" * 64)
+    return folder
+
+
+def command(*arguments: object) -> int:
+    return convert.main([str(argument) for argument in arguments])
+
+
+def test_what_is_extracted_is_what_the_run_exports(run: Path, tmp_path: Path) -> None:
+    assert command("extract", "--megatron", run / "checkpoint", "--hf", run / "base", "--out", tmp_path / "out") == 0
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (run / "adapter" / name).read_bytes()
+
+
+def test_what_is_merged_is_what_the_run_exports(run: Path, tmp_path: Path) -> None:
+    assert command("merge", "--adapter", run / "adapter", "--hf", run / "base", "--out", tmp_path / "out") == 0
+    ours, exported = (load_file(path / "model.safetensors") for path in (tmp_path / "out", run / "hf"))
+    assert ours.keys() == exported.keys()
+    assert all(ours[name].equal(one) for name, one in exported.items())
+
+
+def test_what_does_not_belong_together_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert command("merge", "--adapter", run / "foreign", "--hf", run / "base", "--out", out) == 2
+    assert "was trained on other weights" in capsys.readouterr().err
+    assert command("extract", "--megatron", run / "checkpoint", "--hf", run / "hf", "--out", out) == 2
+    assert "adapters of other weights" in capsys.readouterr().err
+    assert command("extract", "--megatron", run / "base", "--hf", run / "base", "--out", out) == 2
+    assert "not a complete checkpoint" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,0 +1,113 @@
+"""Recipes with `[lora]` that cannot work: one sentence each, without a slow import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.extras.lora.adapted import ALPHA, RANK, write_adapter
+from tests.hostile.outcome import command, refused
+from tests.tiny import save_model, write_recipe
+
+LORA = {"rank": RANK, "alpha": ALPHA}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def dry(folder: Path, model: Path, lora: dict[str, Any], **sections: Any) -> list[object]:
+    """The arguments of a dry run."""
+    recipe = write_recipe(folder / "recipe.toml", model, folder / "run", lora=lora, **sections)
+    return ["train", recipe, "--dry-run"]
+
+
+def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
+    said = command(*dry(tmp_path, model, {**LORA, "targets": ["q_proj", "down_proj"]}))
+    assert said.code == 0, said
+    assert f"lora: rank 4 on q_proj, down_proj, {4 * 4 * (32 + 32 + 64 + 32):,} trained parameters" in said.err
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0"),
+        ({"alpha": 16.0}, "without a rank all weights are trained"),
+        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq'; it has ['q_proj', 'k_proj'"),
+        ({**LORA, "targets": []}, "leaves nothing to train"),
+        ({**LORA, "start": "nowhere"}, "lora.start = nowhere: not an adapter in PEFT's format (no adapter_config.json"),
+    ],
+)
+def test_wrong_keys_are_refused(lora: dict[str, Any], says: str, tmp_path: Path, model: Path) -> None:
+    refused(*dry(tmp_path, model, lora), says=says)
+
+
+def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, model: Path) -> None:
+    four = {"tensor": 4}
+    refused(*dry(tmp_path, model, LORA, parallel=four), says="splits the model's 2 key/value heads")
+    fused = {"layers": "auto"}
+    refused(*dry(tmp_path, model, LORA, learner=fused), says='learner.layers = "auto" may fuse norms')
+
+
+def test_experts_have_none(tmp_path: Path) -> None:
+    moe = save_model(tmp_path / "moe", "qwen3_moe")
+    refused(*dry(tmp_path, moe, LORA), says="experts have no adapters here")
+    assert command(*dry(tmp_path, moe, {**LORA, "targets": ["q_proj", "o_proj"]})).code == 0
+
+
+def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / "adapter_config.json"
+        config = json.loads(path.read_text())
+        change(config)
+        path.write_text(json.dumps(config))
+
+    return edit
+
+
+def cut(directory: Path) -> None:
+    path = directory / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (edited(lambda c: c.update(r=8)), "lora_A.weight has shape [4, 32], the model needs [8, 32]"),
+        (edited(lambda c: c.update(r="4")), "r = '4' and lora_alpha = 8.0 are not those of an adapter"),
+        (edited(lambda c: c.update(use_dora=True)), "use_dora = True, and only plain LoRA adapters are read"),
+        (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
+        (cut, "adapter_model.safetensors is truncated or not a safetensors file"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused(
+    spoil: Callable[[Path], None], says: str, tmp_path: Path, model: Path
+) -> None:
+    start = write_adapter(tmp_path / "start", model)
+    keys = {**LORA, "start": str(start)}
+    assert command(*dry(tmp_path, model, keys)).code == 0
+    spoil(start)
+    refused(*dry(tmp_path, model, keys), says=says)
+
+
+def test_an_adapter_of_another_base_or_model_is_refused(tmp_path: Path, model: Path) -> None:
+    other = write_adapter(tmp_path / "other", model, base="0" * 64)
+    refused(*dry(tmp_path, model, {**LORA, "start": str(other)}), says="was trained on other weights than")
+    some = write_adapter(tmp_path / "some", model, ["q_proj"])
+    refused(*dry(tmp_path, model, {**LORA, "start": str(some)}), says="has targets ['q_proj'], and lora.targets gives")
+    shallow = save_model(tmp_path / "qwen3", "qwen3")
+    start = write_adapter(tmp_path / "start", shallow)
+    refused(*dry(tmp_path, model, {**LORA, "start": str(start)}), says="has shape")
+
+
+@pytest.mark.process
+def test_nothing_slow_is_imported_for_it() -> None:
+    line = "import sys, mugrpo_megatron.extras.lora.admission; print({'torch', 'megatron'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True).stdout == "set()\n"

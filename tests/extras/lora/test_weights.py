@@ -1,0 +1,182 @@
+"""What leaves a learner with adapters: merged weights, PEFT's files, a checkpoint; and the anchor inside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.adapters import gather
+from mugrpo_megatron.extras.lora.low_rank import merge
+from mugrpo_megatron.extras.lora.targets import Leaf
+from mugrpo_megatron.files.torch_dist import read_index
+from mugrpo_megatron.learner import checkpoint
+from mugrpo_megatron.learner.learner import build_learner, holding
+from mugrpo_megatron.learner.update import token_logprobs, update
+from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
+from tests.extras.lora.adapted import ALPHA, RANK, adapted, factors, write_adapter, write_files
+from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.process
+CURSOR = {"stage": 1, "age": 2, "updates": 6}
+BFLOAT16 = {"model": {"dtype": "bfloat16"}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+def sent(learner: Any) -> dict[str, torch.Tensor]:
+    """What a sync sends, by Hugging Face names."""
+    plan = build_plan(learner.models, learner.architecture, 1 << 16)
+    return {name: one.clone() for name, one in planned_tensors(plan, learner.models, learner.architecture)}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def merged_by_hand(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """W + alpha / r B A of every layer, from a checkpoint's tensors and an adapter's."""
+    found = dict(base)
+    for name, weight in base.items():
+        leaf = Leaf(name.removesuffix(".weight"), 0, 0)
+        if leaf.a in adapter:
+            whole = merge(weight, adapter[leaf.a], adapter[leaf.b], ALPHA / RANK)
+            found[name] = whole.to(weight.dtype)
+    return found
+
+
+def what_is_sent(model: str, sections: dict[str, Any]) -> None:
+    """At the start the base bit by bit; after updates the merged weights; with the adapter off the base again."""
+    learner = adapted(model, sections)
+    plain = recipe(Path(model), **{name: keys for name, keys in sections.items() if name != "lora"})
+    base = sent(build_learner(plain, learner.ranks))
+    start = sent(learner)
+    assert start.keys() == base.keys()
+    assert all(bits(start[name]) == bits(base[name]) for name in base)
+    first = np.concatenate(token_logprobs(learner, samples()))
+    for _ in range(2):
+        update(learner, samples(), advantages(24))
+    moved = np.concatenate(token_logprobs(learner, samples()))
+    expected, now = merged_by_hand(base, gather(learner.models)), sent(learner)
+    assert all(bits(now[name]) == bits(expected[name]) for name in base)
+    assert sum(bits(now[name]) != bits(base[name]) for name in base) == 4 * 7
+    before = factors(learner)
+    with holding(learner, Path(model)):
+        assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), first)
+    assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), moved)
+    after = factors(learner)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not np.array_equal(first, moved)
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (1, {}),
+        (1, {**BFLOAT16, "lora": {"forward": "merged"}}),
+        (2, {**BFLOAT16, "parallel": {"tensor": 2, "sequence": True}}),
+    ],
+)
+def test_a_sync_sends_the_merged_weights_bit_by_bit(world: int, sections: dict[str, Any], model: str) -> None:
+    run_ranks(world, what_is_sent, model, sections)
+
+
+def computes_what_is_sent(model: str, start: str, other: str) -> None:
+    """With the merged forward pass the learner's log-probabilities are bitwise those of a learner of what is sent."""
+    from mugrpo_megatron.weights.hf import save_hf
+
+    learner = adapted(model, {**BFLOAT16, "lora": {"forward": "merged"}}, start=start)
+    own = np.concatenate(token_logprobs(learner, samples()))
+    save_hf(learner.models, learner.architecture, Path(model), Path(other))
+    plain = build_learner(recipe(Path(other), **BFLOAT16), learner.ranks)
+    assert np.array_equal(own, np.concatenate(token_logprobs(plain, samples())))
+    factored = adapted(model, BFLOAT16, learner.ranks, start=start)
+    assert not np.array_equal(own, np.concatenate(token_logprobs(factored, samples())))
+
+
+def test_the_merged_forward_pass_is_that_of_the_engine_s_weights(model: str, tmp_path: Path) -> None:
+    start = write_adapter(tmp_path / "start", Path(model))
+    run_ranks(1, computes_what_is_sent, model, str(start), str(tmp_path / "hf"))
+
+
+def files_of(model: str, start: str, sections: dict[str, Any]) -> dict[str, Any]:
+    learner = adapted(model, sections, start=start)
+    assert learner.adapters
+    return learner.adapters.files(learner.models)
+
+
+def test_an_adapter_comes_back_as_it_was_read(model: str, tmp_path: Path) -> None:
+    """PEFT -> the learner -> PEFT, in one process and over several, which the pipeline and tensors divide."""
+    start = write_adapter(tmp_path / "start", Path(model))
+    [alone] = run_ranks(1, files_of, model, str(start), {})
+    split, *others = run_ranks(4, files_of, model, str(start), {"parallel": {"tensor": 2, "pipeline": 2}})
+    assert others == [{}] * 3
+    assert split == alone
+    write_files(tmp_path / "hf", alone)
+    before, after = load_file(start / "adapter_model.safetensors"), tmp_path / "hf/adapter/adapter_model.safetensors"
+    assert after.read_bytes() == (start / "adapter_model.safetensors").read_bytes()
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with_adapter = peft.PeftModel.from_pretrained(base, after.parent)
+    state = peft.get_peft_model_state_dict(with_adapter)
+    assert state.keys() == before.keys()
+    assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def train_and_save(model: str, directory: str, sections: dict[str, Any]) -> tuple[list[dict[str, float]], Any]:
+    learner = adapted(model, sections)
+    for seed in range(2):
+        update(learner, samples(seed=seed), advantages(24, seed))
+    checkpoint.begin_save(learner, Path(directory), {"run": "r", "cursor": CURSOR}, copy=True)()
+    return [update(learner, samples(seed=seed), advantages(24, seed)) for seed in (2, 3)], factors(learner)
+
+
+def resume(model: str, directory: str, sections: dict[str, Any]) -> tuple[list[dict[str, float]], Any]:
+    learner = adapted(model, sections)
+    checkpoint.load(learner, Path(directory))
+    return [update(learner, samples(seed=seed), advantages(24, seed)) for seed in (2, 3)], factors(learner)
+
+
+def refused(model: str, directory: str, keys: dict[str, Any]) -> str:
+    learner = build_learner(recipe(Path(model), **({"lora": keys} if keys else {})))
+    with pytest.raises(UserError) as error:
+        checkpoint.load(learner, Path(directory))
+    return str(error.value)
+
+
+def test_a_checkpoint_has_the_adapters_alone_and_goes_on_in_any_layout(model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    [(metrics, final)] = run_ranks(1, train_and_save, model, str(directory), {})
+    assert all(".adapter_linear_" in name for name in read_index(directory))
+    [(again, same)] = run_ranks(1, resume, model, str(directory), {})
+    for ours, theirs in zip(again, metrics, strict=True):
+        assert {**ours, "seconds": 0} == {**theirs, "seconds": 0}
+    assert all(np.array_equal(same[name], final[name]) for name in final)
+    for found, other in run_ranks(2, resume, model, str(directory), {"parallel": {"tensor": 2, "sequence": True}}):
+        assert found[1]["loss"] == pytest.approx(metrics[1]["loss"], rel=1e-3)
+        for name in final:
+            np.testing.assert_allclose(other[name], final[name], atol=1e-4)
+
+
+def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoint"
+    run_ranks(1, train_and_save, model, str(directory), {})
+    other = str(save_model(tmp_path / "other", tied=True))
+    weights = load_file(tmp_path / "other/model.safetensors")
+    from safetensors.torch import save_file
+
+    save_file({name: one + 1 for name, one in weights.items()}, tmp_path / "other/model.safetensors", {"format": "pt"})
+    for path, keys in ((model, {"rank": 8}), (model, {}), (other, {"rank": RANK, "alpha": ALPHA})):
+        [said] = run_ranks(1, refused, path, str(directory), keys)
+        assert "resume with the model the run was started from" in said
