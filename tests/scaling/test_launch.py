@@ -14,7 +14,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
-from run_scripts.launch import patient
+from run_scripts.launch import patient, reason
 from tests.torch211 import python_files
 
 LAUNCH = Path(__file__).parents[2] / "run_scripts" / "launch.py"
@@ -113,6 +113,11 @@ def test_a_second_signal_ends_the_wait_only_if_it_is_ctrl_c(
     with patient(600):
         ranks.close(signal.SIGTERM)
     assert called == [signal.SIGTERM, then]
+
+
+def test_a_killed_rank_is_said_to_have_run_out_of_memory() -> None:
+    assert "memory ran out" in reason(-signal.SIGKILL)
+    assert reason(3) == reason(-signal.SIGSEGV) == "its log says why"
 
 
 @pytest.mark.process
