@@ -1,4 +1,4 @@
-"""Writes the commit into what is built, so that `mugrpo --version` of a wheel names it; all else is in pyproject.toml."""
+"""Writes the commit into what is built, so that `mugrpo --version` of a wheel names it; pyproject.toml has the rest."""
 
 import subprocess
 from contextlib import suppress
