@@ -114,16 +114,16 @@ def patient(grace_s: float) -> Iterator[list[int]]:
         PContext.close = close  # type: ignore[method-assign]
 
 
-def ended(code: int) -> str:
-    """What a process's exit code says."""
-    return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
-
-
 def reason(code: int) -> str:
     """Where to read why a rank ended with an exit code."""
     if code == -signal.SIGKILL:
         return "it could not say why: usually memory ran out, and `dmesg` names the process"
     return "its log says why"
+
+
+def ended(code: int) -> str:
+    """What a process's exit code says."""
+    return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
 
 
 def heeding(options: Sequence[str]) -> list[str]:
