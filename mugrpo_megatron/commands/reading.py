@@ -58,9 +58,15 @@ def evaluate(options: Options) -> int:
 
 
 def weights_of(model: Path) -> Path:
-    """The checkpoint that is meant: of a run or a warm start its `hf/`."""
+    """The checkpoint that is meant: of a run or a warm start its `hf/`; UserError where a run has none yet."""
     trained = model / "hf"
-    return trained if (trained / CONFIG).is_file() and not (model / CONFIG).exists() else model
+    if (model / CONFIG).exists():
+        return model
+    if (trained / CONFIG).is_file():
+        return trained
+    if (model / "run.json").exists():
+        raise UserError(f"{model}: this run has no hf/ yet; it writes one when it saves a stage's end, and at its own")
+    return model
 
 
 def results_of(model: Path) -> Path:

@@ -120,7 +120,11 @@ def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) 
 
 def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
     assert weights_of(tmp_path / "run") == tmp_path / "run"
-    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(UserError, match="this run has no hf/ yet"):
+        weights_of(tmp_path / "run")
+    (tmp_path / "run" / "hf").mkdir()
     (tmp_path / "run" / "hf" / "config.json").touch()
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "run" / "hf") == tmp_path / "run" / "hf"
     (tmp_path / "run" / "config.json").touch()
