@@ -120,7 +120,12 @@ COMMANDS = (
     ),
     Command(EXCHANGE, "import", "another program's rollouts as a stage", f"{EXTRAS}.exchange.commands:import_stage"),
     Command(EXCHANGE, "convert", "checkpoints of Hugging Face and Megatron", f"{CORE}.reading:convert"),
-    Command("Shell", "completion", "completion of commands, options and recipe keys", "mugrpo_megatron.cli:completion"),
+    Command(
+        "Shell",
+        "completion",
+        "Tab completes commands, options and recipe keys (bash, zsh)",
+        "mugrpo_megatron.cli:completion",
+    ),
 )
 
 
@@ -189,7 +194,7 @@ def overview() -> str:
     """What `mugrpo --help` prints: every command under its group's heading, examples, and where the pages are."""
     parts = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
     for group, commands in groupby(COMMANDS, attrgetter("group")):
-        parts.append("\n".join([f"{group}:", *(f"  {one.name:11}{one.help}" for one in commands)]))
+        parts.append("\n".join([f"{group}:", *(f"  {one.name:12}{one.help}" for one in commands)]))
     pages = PAGES if PAGES.exists() else "docs/README.md of the source"
     parts += [f"Examples:\n{EXAMPLES}", f"mugrpo COMMAND --help lists the command's arguments.\nPages: {pages}"]
     return "\n\n".join(parts)
