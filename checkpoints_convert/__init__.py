@@ -1,8 +1,8 @@
 """Commands that convert between Hugging Face checkpoints and Megatron distributed checkpoints, and compare them.
 
-    python -m checkpoints_convert.hf_to_megatron --hf DIR --out DIR [--tp N --pp N --vpp N --ep N]
-    python -m checkpoints_convert.megatron_to_hf --megatron DIR --out DIR --like HF_DIR
-    python -m checkpoints_convert.verify --hf DIR --megatron DIR
+    mugrpo convert hf_to_megatron --hf DIR --out DIR [--tp N --pp N --vpp N --ep N]
+    mugrpo convert megatron_to_hf --megatron DIR --out DIR --like HF_DIR
+    mugrpo convert verify --hf DIR --megatron DIR
 
 One process; needs no launcher and no GPU. Names and shapes come from `mugrpo_megatron.weights`.
 """

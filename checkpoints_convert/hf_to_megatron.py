@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint -> Megatron distributed checkpoint: `python -m checkpoints_convert.hf_to_megatron --help`."""
+"""Hugging Face checkpoint -> Megatron distributed checkpoint: `mugrpo convert hf_to_megatron --help`."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def positive(text: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="hf_to_megatron", description=__doc__)
+    parser = argparse.ArgumentParser(prog="mugrpo convert hf_to_megatron", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="distributed checkpoint to write")
     parser.add_argument("--tp", type=positive, default=1, help="tensor parallel size that the chunks are cut for")

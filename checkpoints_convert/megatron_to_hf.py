@@ -1,4 +1,4 @@
-"""Megatron distributed checkpoint -> Hugging Face checkpoint: `python -m checkpoints_convert.megatron_to_hf --help`."""
+"""Megatron distributed checkpoint -> Hugging Face checkpoint: `mugrpo convert megatron_to_hf --help`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def read_entry(reader: Reader, entry: Entry, architecture: Architecture) -> dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megatron_to_hf", description=__doc__)
+    parser = argparse.ArgumentParser(prog="mugrpo convert megatron_to_hf", description=__doc__.partition(":")[0])
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint to read")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="Hugging Face directory to write")
     parser.add_argument("--like", type=Path, required=True, metavar="HF_DIR", help="its config and tokenizer are used")

@@ -1,4 +1,4 @@
-"""Compare two checkpoints, bitwise and by their log-probabilities: `python -m checkpoints_convert.verify --help`."""
+"""Compare two checkpoints, bitwise and by their log-probabilities: `mugrpo convert verify --help`."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def megatron_logprobs(hf: Path, megatron: Path, architecture: Architecture, prom
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="verify", description=__doc__)
+    parser = argparse.ArgumentParser(prog="mugrpo convert verify", description=__doc__.partition(":")[0])
     parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="Hugging Face checkpoint")
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="distributed checkpoint")
     parser.add_argument(

@@ -7,38 +7,58 @@ The names are text: the core imports no extra.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.commands.common import say
 from mugrpo_megatron.cpu.heap import keep_freed_memory
-from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, TrainingFailure, UserError, refused_by_system
-from mugrpo_megatron.observe.environment import leave_out_library_warnings, may_find_cuda
+from mugrpo_megatron.observe.environment import (
+    commit,
+    leave_out_library_warnings,
+    may_find_cuda,
+    rank_of_environment,
+)
 from mugrpo_megatron.observe.streams import lasting_output, visible
-from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.run.stopping import Stopped, Terminated, stoppable, terminable
 
 CORE, EXTRAS = "mugrpo_megatron.commands", "mugrpo_megatron.extras"
 CONTINUES = "the same command continues the run"
 STARTS_OVER = "nothing was written, the same command starts over"
 LINE_BREAK = re.compile(r"\s*\n\s*")
+SUMMARY = """\
+Trains language models with mu-GRPO, GRPO and other objectives: samples the responses of many updates (a stage), scores
+them, takes the updates, and repeats."""
+EXAMPLES = """\
+  mugrpo train quickstart.toml --dry-run          check a bundled recipe
+  mugrpo train my.toml --set optimizer.lr=1e-6    train with one value changed
+  mugrpo report runs/mine --live                  look while it trains"""
+PAGES = Path(__file__).parents[1] / "docs/README.md"
+"""The index of the pages, in a checkout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
     """One command."""
 
+    group: str
+    """Its heading in the overview."""
     name: str
     help: str
+    """One line of at most 67 characters."""
     door: str
     """`module:function`: function(options) returns the exit code; `function_arguments(parser)` adds its arguments."""
     interrupted: str = STARTS_OVER
@@ -62,50 +82,51 @@ class Command:
         return function
 
 
-def _trains(name: str, help: str) -> Command:
+def _trains(group: str, name: str, help: str) -> Command:
     """A command that continues a run, and that a batch system may stop."""
-    return Command(name, help, f"{CORE}.training:{name}", CONTINUES, long=True, stops=True)
+    return Command(group, name, help, f"{CORE}.training:{name}", CONTINUES, long=True, stops=True)
 
 
+TRAIN, PARTS, BEFORE, LOOK, EXCHANGE = "Train", "A run in parts", "Before a run", "Look at a run", "Exchange"
 COMMANDS = (
-    _trains("train", "stages of generate -> optimize, from a recipe"),
-    _trains("generate", "only generate, score and seal the stage at which a run stands"),
-    Command("seal", "close a stage that `generate --engine-only` processes have generated", f"{CORE}.training:seal"),
-    _trains("optimize", "only take the updates of a sealed stage, without an engine"),
+    _trains(TRAIN, "train", "train a model as a recipe says; the same command resumes"),
+    Command(TRAIN, "sft", "fine-tune a model on your rows, or make a small one", f"{CORE}.training:sft", long=True),
     Command(
+        TRAIN,
         "sweep",
-        "objectives, rates, thresholds and scopes compared on one sealed stage",
+        "compare objectives and rates on the responses of one stage",
         f"{EXTRAS}.sweep.command:sweep",
         "the same command continues the sweep",
         long=True,
         stops=True,
     ),
+    _trains(PARTS, "generate", "only sample, score and seal the stage at which a run stands"),
+    Command(PARTS, "seal", "close a stage of `generate --engine-only` processes", f"{CORE}.training:seal"),
+    _trains(PARTS, "optimize", "only take the updates of a sealed stage, without an engine"),
+    Command(BEFORE, "doctor", "what this machine has, needs and lacks", f"{CORE}.reading:doctor"),
+    Command(BEFORE, "plan", "memory, hours and layouts of a run, on paper", f"{EXTRAS}.plan.command:plan"),
+    Command(BEFORE, "score", "score a file of responses with a reward function", f"{CORE}.reading:score"),
+    Command(LOOK, "report", "a page about one run or several; live while one trains", f"{CORE}.reading:report"),
+    Command(LOOK, "rollouts", "read and search a stage's responses and what is vetoed", f"{CORE}.reading:rollouts"),
     Command(
-        "sft",
-        "supervised learning: a model on your rows, or a new one as a warm start",
-        f"{CORE}.training:sft",
-        long=True,
-    ),
-    Command(
+        LOOK,
         "eval",
         "accuracy of a checkpoint on data sets: mean@k, pass@k, majority@k",
         f"{CORE}.reading:evaluate",
         "the same command continues the evaluation",
         long=True,
     ),
-    Command("score", "score a file of responses: rows {response, answer} gain a reward", f"{CORE}.reading:score"),
-    Command("plan", "memory, time and layouts of a run on any cluster, on paper", f"{EXTRAS}.plan.command:plan"),
     Command(
-        "rollouts",
-        "show and search a stage's responses, and what the veto takes out of them",
-        f"{CORE}.reading:rollouts",
+        EXCHANGE, "publish", "a stage as a data set that trains again", f"{EXTRAS}.exchange.commands:publish_stage"
     ),
+    Command(EXCHANGE, "import", "another program's rollouts as a stage", f"{EXTRAS}.exchange.commands:import_stage"),
+    Command(EXCHANGE, "convert", "checkpoints of Hugging Face and Megatron", f"{CORE}.reading:convert"),
     Command(
-        "publish", "a stage as a data set that trains again, with a card", f"{EXTRAS}.exchange.commands:publish_stage"
+        "Shell",
+        "completion",
+        "Tab completes commands, options and recipe keys (bash, zsh)",
+        "mugrpo_megatron.cli:completion",
     ),
-    Command("import", "rollouts of another program as a stage to train on", f"{EXTRAS}.exchange.commands:import_stage"),
-    Command("report", "a page about a run, or about several; live while a run goes on", f"{CORE}.reading:report"),
-    Command("doctor", "what this machine has, what it is used for, what is missing", f"{CORE}.reading:doctor"),
 )
 
 
@@ -115,11 +136,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Any other failure is a bug: traceback and 1.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(f"mugrpo {__version__}" + (f" (commit {known})" if (known := commit()) else ""))
+        return 0
+    command = next((command for command in COMMANDS if command.name == words[0]), None)
+    if command is None:
+        _complain(_no_command(words[0]))
+        return 2
     if not may_find_cuda():
         keep_freed_memory()
-    options = _options(sys.argv[1:] if arguments is None else arguments)
+    options = _options(command, words)
     leave_out_library_warnings()
-    command: Command = options.command
     with ExitStack() as stack:
         if command.long:
             stack.enter_context(lasting_output())
@@ -163,27 +194,87 @@ def _complain(text: str) -> None:
     print(f"mugrpo: {visible(text)}", file=sys.stderr)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed arguments; exits with 2 for one that no command takes, and says which key it is of a recipe."""
-    parser = command_parser(next((word for word in arguments if not word.startswith("-")), ""))
-    options, unknown = parser.parse_known_args(arguments)
+def overview() -> str:
+    """What `mugrpo --help` prints: every command under its group's heading, examples, and where the pages are."""
+    parts = ["usage: mugrpo COMMAND [ARGUMENTS]", "\n".join(textwrap.wrap(SUMMARY, 80))]
+    for group, commands in groupby(COMMANDS, attrgetter("group")):
+        parts.append("\n".join([f"{group}:", *(f"  {one.name:12}{one.help}" for one in commands)]))
+    pages = PAGES if PAGES.exists() else "docs/README.md of the source"
+    parts += [f"Examples:\n{EXAMPLES}", f"mugrpo COMMAND --help lists the command's arguments.\nPages: {pages}"]
+    return "\n\n".join(parts)
+
+
+def _no_command(word: str) -> str:
+    """What is said of a first word that is not a command."""
+    if close := difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1):
+        return f"there is no command `{word}`; did you mean `mugrpo {close[0]}`?"
+    way_out = f"did you mean `mugrpo train {word}`?" if word.endswith(".toml") else "`mugrpo --help` lists all"
+    return f"there is no command `{word}`; {way_out}"
+
+
+def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments; exits with 2 for one that no command takes, and says what it is of a recipe."""
+    parser = command_parser(command.name)
+    options, unknown = parser.parse_known_args(words)
     if unknown:
-        meanings = filter(None, (translated(word.partition("=")[0]) for word in unknown if word.startswith("--")))
-        parser.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *meanings]))
+        _complain("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *filter(None, map(_meant, unknown))]))
+        sys.exit(2)
     return options
+
+
+def _meant(word: str) -> str:
+    """What an argument that no command takes may stand for; empty where that is not known."""
+    from mugrpo_megatron.recipe.other_trainers import translated  # pydantic takes a fifth of a second
+
+    if word.startswith("--"):
+        return translated(word.partition("=")[0])
+    return f"each key needs its own --set: `--set {word}`" if "=" in word else ""
 
 
 def command_parser(name: str | None = None) -> argparse.ArgumentParser:
     """The parser of `mugrpo`, with the arguments of the command `name` alone, or of all commands."""
-    parser = argparse.ArgumentParser(prog="mugrpo", description="mu-GRPO with Megatron-core and SGLang")
-    parser.add_argument("--version", action="version", version=f"mugrpo {__version__}")
+    parser = argparse.ArgumentParser(prog="mugrpo")
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        subparser = parsers.add_parser(command.name, help=command.help)
+        subparser = parsers.add_parser(command.name, description=f"{command.help[0].upper()}{command.help[1:]}.")
         if name in (None, command.name):
             command.add_arguments(subparser)
         subparser.set_defaults(command=command)
     return parser
+
+
+def completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """A shell."""
+    parser.epilog = "Put `source <(mugrpo completion bash)` into ~/.bashrc, or the same with zsh into ~/.zshrc."
+    parser.add_argument("shell", choices=("bash", "zsh"))
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print a script that completes commands, their options, and the recipe's keys after --set; else files."""
+    from mugrpo_megatron.recipe.load import dotted_keys
+
+    choices = next(action.choices for action in command_parser()._actions if isinstance(action.choices, dict))
+    cases = (f"    {name}) words='{' '.join(one._option_string_actions)}' ;;" for name, one in choices.items())
+    if options.shell == "zsh":
+        print("autoload -U +X compinit && compinit && autoload -U +X bashcompinit && bashcompinit")
+    keys = " ".join(f"{key}=" for key in dotted_keys())
+    print(COMPLETION.format(commands=" ".join(choices), keys=keys, cases="\n".join(cases)))
+    return 0
+
+
+COMPLETION = """\
+_mugrpo() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} words=
+  if [ "$COMP_CWORD" -eq 1 ]; then words='{commands}'
+  elif [ "${{COMP_WORDS[COMP_CWORD-1]}}" = --set ]; then words='{keys}'; compopt -o nospace 2>/dev/null
+  elif [ "${{word#-}}" != "$word" ]; then
+    case ${{COMP_WORDS[1]}} in
+{cases}
+    esac
+  fi
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+}}
+complete -o default -F _mugrpo mugrpo"""
 
 
 if __name__ == "__main__":

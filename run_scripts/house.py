@@ -213,18 +213,6 @@ def is_name(node: ast.expr, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """The keys of a recipe's section and of those below it, as `section.key`."""
-    from pydantic import BaseModel
-
-    for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from keys(kind, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
 def shipped_keys() -> set[str]:
     """The keys that a TOML file of run_scripts or a named objective sets."""
     from mugrpo_megatron.recipe.objective import PRESETS
@@ -248,7 +236,7 @@ def shipped_keys() -> set[str]:
 
 def figures() -> dict[str, float]:
     """Every figure of `GOALS`."""
-    from mugrpo_megatron.recipe import Recipe
+    from mugrpo_megatron.recipe.load import dotted_keys
 
     modules = product()
     importers: dict[str, set[str]] = defaultdict(set)
@@ -269,7 +257,7 @@ def figures() -> dict[str, float]:
     ways = {
         f"functions that {what} enters below {name}": walk(modules, module, name, what) for module, name, what in WALKS
     }
-    recipe = set(keys(Recipe))
+    recipe = set(dotted_keys())
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     return {
         "core files": len(core),

@@ -114,6 +114,13 @@ def patient(grace_s: float) -> Iterator[list[int]]:
         PContext.close = close  # type: ignore[method-assign]
 
 
+def reason(code: int) -> str:
+    """Where to read why a rank ended with an exit code."""
+    if code == -signal.SIGKILL:
+        return "it could not say why: usually memory ran out, and `dmesg` names the process"
+    return "its log says why"
+
+
 def ended(code: int) -> str:
     """What a process's exit code says."""
     return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
@@ -142,9 +149,8 @@ def main(arguments: Sequence[str]) -> int:
             return 0 if codes and not any(codes) else 1
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
-            print(
-                f"torchrun: rank {rank} failed first, with {ended(failure.exitcode)}; its log says why", file=sys.stderr
-            )
+            how = f"{ended(failure.exitcode)}; {reason(failure.exitcode)}"
+            print(f"torchrun: rank {rank} failed first, with {how}", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 1
     return 0
 

@@ -7,73 +7,9 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 from mugrpo_megatron.observe.metrics import KINDS, METRICS, PHASES, PLACE, Metric
-from mugrpo_megatron.observe.rundata import ROLLOUT_PHASES, TRAINING_PHASES
 
 _THRESHOLD = re.compile(r"_1e-\d$")
 _THRESHOLD_IN_TEXT = re.compile(r"(threshold )?\b1e-\d\b")
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-NAMES: tuple[tuple[str, str, str], ...] = (
-    ("model updates", "`update`", "Counted from 0 over the whole run."),
-    (
-        "µ, staleness",
-        "`schedule.updates_per_stage`, `staleness`",
-        "`age` is the number of updates taken on a stage before the current one, 0 to µ x `schedule.passes` − 1; "
-        "`staleness` is the same, and more where a stage was generated ahead (`schedule.max_sample_age`).",
-    ),
-    ("average accuracy, Avg.", "`accuracy/mean`", "Unweighted mean of `accuracy/<set>` over the held-out sets."),
-    (
-        "token clipping rate",
-        "`clipped_fraction`",
-        "Share of all response tokens of an update whose gradient the clip removes. The project page does not name its "
-        "denominator.",
-    ),
-    (
-        "E[ρ_t | A_t < 0]",
-        "`ratio_neg_mean`",
-        "Over all tokens of responses with negative advantage, vetoed ones included.",
-    ),
-    (
-        "NAV-vetoed fraction",
-        "`vetoed_fraction`",
-        "Share of all response tokens. It also counts tokens that `sequence_mask`, `reject` or "
-        '`second_moment = "drop"` removes.',
-    ),
-    (
-        "trigger, T",
-        "`trigger_tokens_*`, `trigger_responses_*`",
-        "At six thresholds in every run; the veto uses `objective.trigger_ratio`.",
-    ),
-    (
-        "κ",
-        "`veto_first_trigger`",
-        "The paper's κ is the position of a response's first trigger. The metric is its mean as a share of the "
-        "response's length.",
-    ),
-    (
-        "masks T, S_κ, H_κ, S_seq",
-        "`dropped_*`",
-        "Share of all response tokens that `veto` = `trigger`, `suffix`, `suffix_non_trigger`, `response` would drop.",
-    ),
-    ("average reward", "`reward_mean`", "Mean over the update's responses, which were sampled when their stage began."),
-    (
-        "T_rollout",
-        "`paper_seconds` of summary.json",
-        f"Sum of the phases {_listed(ROLLOUT_PHASES)}, in seconds, without a `sync` made only for an evaluation.",
-    ),
-    (
-        "T_total",
-        "`paper_seconds` of summary.json",
-        f"T_rollout and the phases {_listed(TRAINING_PHASES[len(ROLLOUT_PHASES) :])}. Neither time includes `start`, "
-        "`probe`, `eval` and `save`, also where they lie inside another phase. The project page does not say what its "
-        "times include.",
-    ),
-)
-"""The paper's name, ours, and a note for comparing the two."""
 
 
 def markdown() -> str:
@@ -84,17 +20,14 @@ def markdown() -> str:
         "A run writes `metrics.jsonl`: one JSON object per line, with a `kind`. JSON has no NaN or infinity: such a "
         "value is written as `null`, and `not_finite` lists it. r = π/β is a token's importance ratio, π the policy "
         "being trained, β the behaviour policy, which sampled the responses. A run that was killed and resumed repeats "
-        "some updates: of two rows for one update, the later one counts.",
+        "some updates: of two rows for one update, the later one counts. `TH` is a threshold: 1e-1, 1e-2, 1e-3, 1e-4, "
+        "1e-5, 1e-6.",
     ]
     for kind, meaning in KINDS.items():
         sections.append(f"## `{kind}`\n\n{meaning}\n\nKeys: {', '.join(f'`{key}`' for key in PLACE[kind])}.")
         if rows := [metric for metric in METRICS if metric.kind == kind]:
             sections.append("\n".join(_lines(rows)))
     sections.append("## Phases\n\n" + _table(("Phase", "What happens"), [(f"`{k}`", v) for k, v in PHASES.items()]))
-    sections.append(
-        "## The paper's names\n\nNames of arXiv 2605.17570 and its project page, and where to find them in a run.\n\n"
-        + _table(("Paper", "Here", "What to know"), NAMES)
-    )
     return "\n\n".join(sections) + "\n"
 
 
@@ -102,7 +35,7 @@ def _lines(rows: Iterable[Metric]) -> Iterator[str]:
     """One line a metric; those that differ in the threshold alone share a line."""
     for family, group in groupby(rows, lambda row: _THRESHOLD.sub("", row.name)):
         first, *others = group
-        names = [f"`{first.name}`", *(f"`{one.name.removeprefix(family)}`" for one in others)]
+        names = [f"`{family}_TH`" if others else f"`{first.name}`"]
         meaning = first.meaning if not others else _THRESHOLD_IN_TEXT.sub("the threshold", first.meaning)
         yield f"- {', '.join(names)} ({first.unit}): {meaning}"
 

@@ -84,6 +84,8 @@ fi
 # With one hardware queue, Megatron overlaps tensor parallel communication with computation in the right order.
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
+# What torchrun sets, with a warning.
+if [ "$ranks" -gt 1 ]; then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
 # torch.compile would start 32 compilers for each rank of a node.
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-4}
 

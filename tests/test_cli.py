@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,13 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron import __version__
-from mugrpo_megatron.cli import main
+from mugrpo_megatron import __version__, cli
+from mugrpo_megatron.cli import COMMANDS, EXAMPLES, Command, command_parser, main
 from mugrpo_megatron.commands import training
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import ahead
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
-from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe import Recipe, load_recipe
 from tests.tiny import save_model, write_recipe
 
 
@@ -77,19 +78,135 @@ def test_dry_run_prints_the_resolved_recipe_and_starts_nothing(
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     assert main(["train", str(recipe), "--set", "objective.name=grpo", "--dry-run"]) == 0
+    differs = capsys.readouterr().out
+    assert tomllib.loads(differs)["objective"] == {"name": "grpo"}
+    (tmp_path / "differs.toml").write_text(differs, encoding="utf-8")
+    assert main(["train", str(recipe), "--set", "objective.name=grpo", "--dry-run=full"]) == 0
     printed = capsys.readouterr().out
     (tmp_path / "resolved.toml").write_text(printed, encoding="utf-8")
-    assert main(["train", str(tmp_path / "resolved.toml"), "--dry-run"]) == 0
-    assert capsys.readouterr().out == printed
+    for same in ("resolved.toml", "differs.toml"):
+        assert main(["train", str(tmp_path / same), "--dry-run=full"]) == 0
+        assert capsys.readouterr().out == printed
     assert "clip_high = 1.2" in printed
+    assert printed.count("\n") > 4 * differs.count("\n")
     assert not (tmp_path / "run").exists()
-    assert main(["train", str(tmp_path / "resolved.toml"), "--set", "objective.name=mu_grpo", "--dry-run"]) == 0
+    assert main(["train", str(tmp_path / "resolved.toml"), "--set", "objective.name=mu_grpo", "--dry-run=full"]) == 0
     out, err = capsys.readouterr()
     assert "clip_high = 5.0" in out
     assert "no longer in force: " in err
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_the_overview_has_every_command_examples_and_the_pages(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {command.name for command in COMMANDS} <= {line.split()[0] for line in lines if line.startswith("  ")}
+    assert {f"{command.group}:" for command in COMMANDS} <= set(lines)
+    examples = lines[lines.index("Examples:") + 1 :][:3]
+    assert all(line.startswith("  mugrpo ") for line in examples)
+    assert Path(lines[-1].removeprefix("Pages: ")).is_file()
+    assert max(map(len, lines[:-1])) <= 80
+
+
+def test_the_examples_are_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in EXAMPLES.splitlines():
+        words = shlex.split(line.partition("    ")[0])
+        assert command_parser(words[1]).parse_args(words[1:]).command.name == words[1]
+    assert main(["train", "quickstart.toml", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_a_commands_help_says_what_it_does(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command.name, "--help"])
+    assert ended.value.code == 0
+    assert " ".join(capsys.readouterr().out.split()).find(f"{command.help[1:]}.") > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["trian", "r.toml"], "there is no command `trian`; did you mean `mugrpo train`?"),
+        (["r.toml"], "there is no command `r.toml`; did you mean `mugrpo train r.toml`?"),
+        (["xyzzy"], "there is no command `xyzzy`; `mugrpo --help` lists all"),
+        (["train", "quickstrat.toml"], "quickstrat.toml: no such recipe; did you mean quickstart.toml?"),
+        (["train", "one_gpu/42gb.toml"], "one_gpu/42gb.toml: no such recipe; did you mean one_gpu/24gb.toml?"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_right_one(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"mugrpo: {sentence}\n"
+
+
+def test_a_key_without_its_set_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "r.toml", "--set", "a.b=1", "optimizer.lr=1e-4"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "mugrpo: unrecognized arguments: optimizer.lr=1e-4; each key needs its own --set: `--set optimizer.lr=1e-4`\n"
+    )
+
+
+def test_a_bundled_recipe_has_a_short_name_and_one_of_the_user_goes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundled = load_recipe(Path("one_gpu/24gb.toml"))
+    assert bundled == load_recipe(Path("run_scripts/recipes/one_gpu/24gb.toml")) != Recipe()
+    Path("mine.toml").write_text('base = "one_gpu/24gb.toml"\n')
+    assert load_recipe(Path("mine.toml")) == bundled
+    Path("quickstart.toml").write_text("[run]\nseed = 5\n")
+    assert load_recipe(Path("quickstart.toml")).run.seed == 5
+
+
+def test_convert_is_a_door_to_the_conversions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "hf_to_megatron", "--hf", str(tmp_path / "a"), "--out", str(tmp_path / "b")]) == 2
+    assert capsys.readouterr().err.startswith(f"mugrpo convert hf_to_megatron: {tmp_path / 'a'}")
+
+
+def test_version_names_the_commit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for commit, ending in (("0123456789ab+", " (commit 0123456789ab+)"), ("", "")):
+        monkeypatch.setattr(cli, "commit", lambda commit=commit: commit)
+        assert main(["--version"]) == 0
+        assert capsys.readouterr().out == f"mugrpo {__version__}{ending}\n"
+
+
+COMPLETED = """
+answers() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); _mugrpo; echo "${COMPREPLY[@]}"; }
+answers mugrpo ro
+answers mugrpo train r.toml --dry-run
+answers mugrpo train --set optimizer.l
+answers mugrpo train r
+complete -p mugrpo
+"""
+
+
+@pytest.mark.process
+def test_the_shell_completes_commands_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    assert "bashcompinit" in capsys.readouterr().out.splitlines()[0]
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    done = subprocess.run(["bash", "-c", script + COMPLETED], capture_output=True, text=True, check=True)
+    *answers, how = done.stdout.splitlines()
+    assert answers == ["rollouts", "--dry-run --dry-run=full", "optimizer.lr=", ""]
+    assert "-o default" in how  # files, where nothing of ours fits
+
+
 HEAVY = ("torch", "transformers", "megatron", "sglang", "sympy", "math_verify", "huggingface_hub")
+
+
+@pytest.mark.process
+def test_the_overview_imports_nothing_slow() -> None:
+    code = "import sys; import mugrpo_megatron.cli as cli; cli.main([]); print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    imported = {name.partition(".")[0] for name in done.stdout.splitlines()[-1].split()}
+    assert not imported & {*HEAVY, "pydantic", "rich", "numpy"}
 
 
 @pytest.mark.process

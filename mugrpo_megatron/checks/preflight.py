@@ -25,10 +25,10 @@ from mugrpo_megatron.data.prepare import Problems, read_problems
 from mugrpo_megatron.data.problems import absent, check_files, check_sets, held_out_sets, named_sources
 from mugrpo_megatron.data.prompts import check_style, prompt_text, quoted, template_of
 from mugrpo_megatron.engine.launch import check_extra
-from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
+from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
-from mugrpo_megatron.observe.environment import driver_finds_gpu, finds_cuda, may_find_cuda
+from mugrpo_megatron.observe.environment import driver_finds_gpu, finds_cuda, may_find_cuda, rank_of_environment
 from mugrpo_megatron.observe.toolchain import tools_here
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function

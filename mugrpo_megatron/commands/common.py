@@ -6,11 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mugrpo_megatron import __version__
-from mugrpo_megatron.engine.placement import rank_of_environment
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.streams import visible
-from mugrpo_megatron.recipe import Recipe, dump_recipe, load_recipe
+
+if TYPE_CHECKING:
+    from mugrpo_megatron.recipe import Recipe
 
 Parser = argparse.ArgumentParser
 Options = argparse.Namespace
@@ -18,9 +21,17 @@ Options = argparse.Namespace
 
 def recipe_arguments(parser: Parser) -> None:
     """A recipe, overrides of it and a dry run."""
-    parser.add_argument("recipe", type=Path, help="TOML file; the bundled ones are in run_scripts/recipes/")
+    recipe_argument(parser)
     override_arguments(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe, check it, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print what differs from the defaults, check it, stop")
+    parser.add_argument(
+        "--dry-run=full", dest="dry_run", action="store_const", const="full", help="the same with every key"
+    )
+
+
+def recipe_argument(parser: Parser) -> None:
+    """A recipe's file."""
+    parser.add_argument("recipe", type=Path, help="TOML file, also a bundled one: one_gpu/24gb.toml")
 
 
 def override_arguments(parser: Parser, values: str = "VALUE", help: str = "override one key") -> None:
@@ -34,11 +45,13 @@ def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
     """Load the recipe and `run` it, which writes to `output`; or print it and check it for `--dry-run`."""
+    from mugrpo_megatron.recipe import dump_recipe, load_recipe  # pydantic: not for `mugrpo --help`
+
     recipe = load_recipe(options.recipe, options.overrides, _remark if options.dry_run else say)
     if options.dry_run:
         from mugrpo_megatron.checks.preflight import check_on_paper
 
-        print(dump_recipe(recipe), end="", flush=True)
+        print(dump_recipe(recipe, every=options.dry_run == "full"), end="", flush=True)
         check_on_paper(recipe, _remark)
         return 0
     say(visible(f"mugrpo {__version__}: {options.recipe} -> {output(recipe)}"))

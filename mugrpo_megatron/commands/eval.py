@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.checks.preflight import check_engine
@@ -28,7 +30,8 @@ from mugrpo_megatron.files.durable import full_disk_told, write_json, write_text
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.files.json_text import json_value, read_json
 from mugrpo_megatron.files.outputs import check_output, make_directory
-from mugrpo_megatron.observe.progress import Display, open_display
+from mugrpo_megatron.observe.progress import Display, new_table, open_display
+from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.rewards.pool import Verifier
@@ -81,8 +84,8 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
             display.say(note)
         display.say(first_prompt(tokenizer, prompts[0].ids, style, template))
         evaluation = _evaluate(recipe, tokenizer, prompts, record, display, output)
-        display.say(table(evaluation))
-    write_text(output / "table.md", table(evaluation) + "\n")
+        display.table(on_screen(table(evaluation)))
+    write_text(output / "table.md", markdown(table(evaluation)) + "\n")
     summary = {
         "average": asdict(evaluation.average),
         "sets": [asdict(one) for one in evaluation.sets],
@@ -185,28 +188,42 @@ def _graded(row: dict[str, Any] | str, place: str) -> Graded:
         raise UserError(f"{place}: not a finished problem ({error}); delete the line to evaluate it again") from None
 
 
-def table(evaluation: Evaluation) -> str:
-    """The figures as a Markdown table with 95 % intervals; K is a set's own number of responses to each problem.
+def table(evaluation: Evaluation) -> list[list[str]]:
+    """Header and lines of figures with 95 % intervals; K is a set's own number of responses to each problem.
 
     Accuracies and pass@k are percentages, mean rewards are as they are.
     """
     passes = sorted({k for one in evaluation.sets for k in one.passes if k > 1})
     columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
-    lines = [
-        f"| set | problems | {' | '.join(columns)} | tokens a response | cut | s |",
-        f"|---|---:|{'---:|' * (len(columns) + 3)}",
-    ]
+    lines = [["set", "problems", *columns, "tokens a response", "cut", "s"]]
     for one in evaluation.sets:
-        shown = [_text(one.passes[k]) if k in one.passes else "" for k in passes]
-        shown = [_text(one.mean, one.measure), *shown, _text(one.majority, one.measure) if one.majority else UNDEFINED]
+        figures = [_text(one.mean, one.measure), *(_text(one.passes[k]) if k in one.passes else "" for k in passes)]
+        figures.append(_text(one.majority, one.measure) if one.majority else UNDEFINED)
         responses = one.problems * one.samples
-        lines.append(
-            f"| {one.name} | {one.problems} | {one.samples} | {' | '.join(shown)} | {one.tokens / responses:.0f} | "
-            f"{one.truncated / responses:.1%} | {evaluation.seconds[one.name]:.0f} |"
-        )
+        ends = [
+            f"{one.tokens / responses:.0f}",
+            f"{one.truncated / responses:.1%}",
+            f"{evaluation.seconds[one.name]:.0f}",
+        ]
+        lines.append([one.name, str(one.problems), str(one.samples), *figures, *ends])
     average = _text(evaluation.average, evaluation.sets[0].measure)
-    lines.append(f"| average | | | {average} |{' |' * (len(columns) + 1)}")
-    return "\n".join(lines)
+    return [*lines, ["average", "", "", average, *[""] * (len(columns) + 1)]]
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table for a page."""
+    head, *body = lines
+    rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def on_screen(lines: Sequence[Sequence[str]]) -> Table:
+    """A table for a terminal."""
+    (first, *others), *body = lines
+    shown = new_table("", first, *(f">{name}" for name in others))
+    for cells in body:
+        shown.add_row(*(Text(visible(cell)) for cell in cells))
+    return shown
 
 
 def _evaluate(

@@ -1,12 +1,15 @@
-"""`mugrpo eval`, `score`, `rollouts`, `report` and `doctor`: what each takes, checks and imports, in this order."""
+"""`mugrpo eval`, `score`, `rollouts`, `report`, `doctor`, `convert`: what each takes, checks and imports."""
 
 from __future__ import annotations
 
+import argparse
 import json
+from importlib import import_module
 from pathlib import Path
 
 from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.hf_config import CONFIG
 from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import load_recipe
@@ -14,16 +17,18 @@ from mugrpo_megatron.recipe import load_recipe
 
 def evaluate_arguments(parser: Parser) -> None:
     """A checkpoint, data sets, and how responses are sampled."""
-    parser.add_argument("model", type=Path, help="Hugging Face checkpoint directory, or OWNER/NAME on the hub")
-    parser.add_argument("--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or preset names")
+    parser.add_argument("model", type=Path, help="a run, a Hugging Face checkpoint, or OWNER/NAME on the hub")
+    parser.add_argument(
+        "--data", nargs="+", required=True, metavar="SET", help="files, bundled tasks or named data sets"
+    )
     parser.add_argument("--samples", type=int, metavar="K", help="responses to each problem: eval.samples")
     parser.add_argument("--temperature", type=float, help="eval.temperature; 0 is greedy")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where results go; by default MODEL/eval, RUN_DIR/eval for a run's hf/, runs/eval/NAME for a model of the "
-        "hub; the same directory continues an evaluation",
+        help="where results go; by default MODEL/eval, RUN_DIR/eval for a run, runs/eval/NAME for a model of the hub; "
+        "the same directory continues an evaluation",
     )
     parser.add_argument(
         "--recipe", type=Path, help="take every other setting from this recipe, what it says of single sets too"
@@ -35,20 +40,33 @@ def evaluate(options: Options) -> int:
     """Evaluate the checkpoint on the sets."""
     from mugrpo_megatron.checks.preflight import check_evaluation
 
+    model = weights_of(options.model)
     settings = {"eval.samples": options.samples, "eval.temperature": options.temperature}
     overrides = [
-        f"model.path={json.dumps(str(options.model), ensure_ascii=False)}",  # a directory may be called 7 or true
+        f"model.path={json.dumps(str(model), ensure_ascii=False)}",  # a directory may be called 7 or true
         *(f"{key}={value}" for key, value in settings.items() if value is not None),
         *options.overrides,
     ]
-    out = options.out or results_of(options.model)
+    out = options.out or results_of(model)
     recipe = load_recipe(options.recipe, overrides)
     check_evaluation(recipe, options.data)
     from mugrpo_megatron.commands.eval import run
 
     run(recipe, options.data, out)
-    say(visible(f"results: {out}"))
+    say(visible(f"results: {out.relative_to(Path.cwd()) if out.is_relative_to(Path.cwd()) else out}"))
     return 0
+
+
+def weights_of(model: Path) -> Path:
+    """The checkpoint that is meant: of a run or a warm start its `hf/`; UserError where a run has none yet."""
+    trained = model / "hf"
+    if (model / CONFIG).exists():
+        return model
+    if (trained / CONFIG).is_file():
+        return trained
+    if (model / "run.json").exists():
+        raise UserError(f"{model}: this run has no hf/ yet; it writes one when it saves a stage's end, and at its own")
+    return model
 
 
 def results_of(model: Path) -> Path:
@@ -166,3 +184,19 @@ def doctor(options: Options) -> int:
     from mugrpo_megatron.commands.doctor import doctor
 
     return doctor()
+
+
+CONVERSIONS = ("hf_to_megatron", "megatron_to_hf", "verify")
+
+
+def convert_arguments(parser: Parser) -> None:
+    """A conversion, and what it takes itself."""
+    parser.add_argument(
+        "conversion", choices=CONVERSIONS, help="`mugrpo convert CONVERSION --help` lists its arguments"
+    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the conversion")
+
+
+def convert(options: Options) -> int:
+    """Run one of the commands of `checkpoints_convert`."""
+    return int(import_module(f"checkpoints_convert.{options.conversion}").main(options.arguments))

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.commands.later_policy import Stale
+from mugrpo_megatron.observe.progress import new_table
 from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.samples import Sample
@@ -49,7 +48,7 @@ class Rollout:
 def print_table(console: Console, title: str, rollouts: Iterable[Rollout], vetoed: ObjectiveSection | None) -> None:
     """One line a response; `vetoed` is the objective whose veto was applied, None without a later policy."""
     wide = console.width >= WIDE
-    table = Table(title=escape(visible(title)), caption=legend(vetoed), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = new_table(escape(visible(title)), caption=legend(vetoed), padding=(0, 1, 0, 0))
     numbers = ["update", "group", "reward", "advantage", "tokens"] if wide else ["group", "reward", "A"]
     for name in (*numbers, *(["lowest ratio" if wide else "ratio", "dropped"] if vetoed else [])):
         table.add_column(name, justify="right", no_wrap=True)

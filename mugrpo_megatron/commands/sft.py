@@ -23,7 +23,6 @@ from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import problem_at
 from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
-from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -33,6 +32,7 @@ from mugrpo_megatron.learner.packing import MicroBatch, Tokens
 from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
 from mugrpo_megatron.learner.update import optimize
 from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
 from mugrpo_megatron.recipe.policy import LoraSection, ModelSection

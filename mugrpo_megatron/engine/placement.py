@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.observe.environment import rank_of_environment, usable_cores
 from mugrpo_megatron.recipe.systems import EngineSection
 
 
@@ -102,11 +102,6 @@ def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world
         node=inside,
         joins=local_rank == 0 and inside > 0,
     )
-
-
-def rank_of_environment() -> int:
-    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
 
 
 def slot_of_environment(engine: EngineSection, cuda: bool) -> EngineSlot:

@@ -297,6 +297,6 @@ def make_room(partial: Path, needed: int) -> None:
     if free < needed:
         partial.rmdir()
         raise UserError(
-            f"{partial.parent}: a checkpoint takes about {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free; "
-            "free some space or move run.dir, then run the same command again to resume"
+            f"{partial.parent}: a checkpoint takes about {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are "
+            "free; free some space or move run.dir, then run the same command again to resume"
         )

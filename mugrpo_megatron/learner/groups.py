@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -24,6 +25,8 @@ from mugrpo_megatron.recipe import Recipe
 ARRIVAL = timedelta(minutes=15)
 """How long ranks wait for the last one to join at the start."""
 ARRIVAL_POLL_S = 0.2
+CHATTER = re.compile(r"\[\S+:\d+\] *| *GLHF!.*")
+"""What gloo puts around the reason: the place in its source, and a wish."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,10 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
             silence = ranks.heartbeat.likely_cause() if ranks.heartbeat else ""
             cause = silence or "another rank is stuck, slower than run.collective_timeout_s, or took a different path"
         elif "connection" in text or "peer" in text:
-            cause = "another rank died or its node was cut off; its own log says why"
+            cause = (
+                "another rank died or its node was cut off; its own log says why, and where it says nothing, memory "
+                "usually ran out (`dmesg`)"
+            )
         else:
             raise
         reports = ""
@@ -154,7 +160,7 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
             phase = phase or ranks.heartbeat.doing
             reports = f"; last heard: {ranks.heartbeat.last_heard()}"
         raise CollectiveFailure(
-            f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({error}){reports}"
+            f"rank {ranks.rank} of {ranks.world} failed in {phase}: {cause} ({CHATTER.sub('', str(error))}){reports}"
         ) from error
 
 

@@ -146,17 +146,20 @@ class Heartbeat:
         return ""
 
     def last_heard(self) -> str:
-        """Every rank's last heartbeat, with ranks of equal state grouped."""
+        """Every rank's last heartbeat and its age, that of the oldest where ranks of equal state are grouped."""
         now = time.monotonic()
 
-        def state(rank: int) -> tuple[str, str]:
+        def state(rank: int) -> tuple[str, str, bool]:
             last = self._heard[rank]
-            age = now - last.at
-            quiet = rank != self._rank and age > 2 * self._interval
-            return last.node, f"{last.note}{f', silent for {age:.0f} s' if quiet else ''}"
+            return last.node, last.note, rank != self._rank and now - last.at > 2 * self._interval
 
-        by_state = groupby(sorted(self._heard), key=state)
-        return "; ".join(f"{named(list(ranks))} ({node}): {doing}" for (node, doing), ranks in by_state) or "no rank"
+        groups = [(one, list(ranks)) for one, ranks in groupby(sorted(self._heard), key=state)]
+        parts = []
+        for (node, doing, quiet), ranks in groups:
+            age = f"{max(now - self._heard[rank].at for rank in ranks):.0f} s"
+            heard = f"silent for {age}" if quiet else f"{age} ago"
+            parts.append(f"{named(ranks)} ({node}): {doing}{'' if ranks == [self._rank] else f', {heard}'}")
+        return "; ".join(parts) or "no rank"
 
     def _failure(self, cause: str) -> CollectiveFailure:
         return CollectiveFailure(

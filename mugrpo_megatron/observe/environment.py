@@ -61,15 +61,25 @@ def origin() -> dict[str, str]:
     return {name: value for name, value in places.items() if value}
 
 
-def commit() -> str:
-    """The commit of the checkout that holds this package, with + where its files differ; empty without a checkout."""
-    checkout = Path(__file__).parents[2]
+def commit(package: Path = Path(__file__).parents[1]) -> str:
+    """The commit of the checkout that holds the package, with + where its files differ, or that its wheel was built of.
+
+    Empty where neither is known.
+    """
+    checkout = package.parent
     if not (checkout / ".git").exists():
+        with suppress(OSError):
+            return (package / "commit.txt").read_text(encoding="ascii").strip()  # setup.py wrote it
         return ""
     describe = ("git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     return ""
+
+
+def rank_of_environment() -> int:
+    """This process's rank as torchrun tells it, before any process group exists; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

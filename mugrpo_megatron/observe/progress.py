@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -157,6 +159,14 @@ def open_display(*, show: bool = True, console: Console | None = None) -> Iterat
     else:
         with Progress(*_columns(console.width), console=console, transient=True, refresh_per_second=4) as live:
             yield Display(console, live)
+
+
+def new_table(title: str, *columns: str, **style: Any) -> Table:
+    """A table in the one style of all commands; a column whose name begins with `>` is right-aligned."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, **style)
+    for name in columns:
+        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+    return table
 
 
 def _columns(width: int) -> Iterator[ProgressColumn]:

@@ -7,13 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import ROUNDED
 from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.observe.health import signs
 from mugrpo_megatron.observe.metrics import PHASES
-from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.progress import duration, new_table
 from mugrpo_megatron.observe.rundata import RunData, paper_seconds, read_run, seconds_by_phase
 from mugrpo_megatron.recipe.scoring import MEAN
 
@@ -131,10 +130,7 @@ def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
 def summary_table(summary: dict[str, Any]) -> Table:
     """The table that training ends with: held-out figures before and after, wall-clock by phase, tokens, rates."""
     seconds, tokens, measure = summary["seconds"], summary["tokens"], summary["measure"]
-    table = Table(box=ROUNDED, show_header=False, title_style="bold", padding=(0, 1), title="Run summary")
-    table.add_column(style="dim")
-    table.add_column(justify="right")
-    table.add_column()
+    table = new_table("Run summary", "", ">", "", show_header=False)
     mean, sets = mean_of(summary), summary["sets"]
     if mean["before"] is not None:
         table.add_row(f"{measure} before", *_figure(mean["before"], mean["before_interval"], measure))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from mugrpo_megatron.engine.placement import rank_of_environment
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights

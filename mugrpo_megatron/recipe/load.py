@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import reduce
 from itertools import accumulate, takewhile
@@ -128,6 +129,9 @@ def to_blame(mistake: str, layers: Sequence[Layer], mistakes: Callable[[Table], 
     return layers[since[-1]].name if since else None
 
 
+BUNDLED = Path(__file__).parents[1] / "recipes"
+"""The recipes that are shipped: in a checkout a link to run_scripts/recipes/."""
+OF_CHECKOUT = Path("run_scripts/recipes")
 MOST_BASES = 64
 """Recipes that one recipe may be composed of."""
 MOST_BYTES = 1 << 20
@@ -142,12 +146,13 @@ def load_recipe(
     """The recipe in `path`, composed with its `base` files and overridden by `a.b=c` strings, validated.
 
     None stands for an empty recipe: every key at its default. A recipe may start with `base = "other.toml"`, or a list
-    of such paths (relative to itself); its own keys win over its bases', a later base's over an earlier one's. The name
-    of another objective takes that preset whole: the keys of `[objective]` below it are dropped, and `tell` gets a line
-    if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a value out of range.
+    of such paths (relative to itself, or bundled); its own keys win over its bases', a later base's over an earlier
+    one's. The name of another objective takes that preset whole: the keys of `[objective]` below it are dropped, and
+    `tell` gets a line if `--set` drops some. Raises UserError for a missing file, broken TOML, an unknown key or a
+    value out of range.
     """
     layers: list[Layer] = []
-    read = _read_with_base(path, within=(), read=[], layers=layers) if path else {}
+    read = _read_with_base(located(path), within=(), read=[], layers=layers) if path else {}
     texts = {override.partition("=")[0].strip(): override for override in overrides}
     base = table = for_objective(read, _objective_of(texts))
     for override in overrides:
@@ -178,9 +183,49 @@ def _mistakes(table: Table) -> list[str]:
     return []
 
 
-def dump_recipe(recipe: Recipe) -> str:
-    """The resolved recipe as TOML, unset optional fields left out; `load_recipe` of the text gives the same recipe."""
-    return tomli_w.dumps(recipe.model_dump(mode="json", exclude_none=True))
+def dump_recipe(recipe: Recipe, every: bool = True) -> str:
+    """The resolved recipe as TOML, unset optional fields left out; `load_recipe` of the text gives the same recipe.
+
+    Without `every` also what has the default, or the value of the objective's preset.
+    """
+    table = _dumped(recipe)
+    if not every:
+        table = _differing(table, _dumped(Recipe.model_validate({"objective": {"name": recipe.objective.name}})))
+        table = merged({"objective": {"name": recipe.objective.name}}, table)
+    return tomli_w.dumps(table)
+
+
+def _dumped(recipe: Recipe) -> Table:
+    return recipe.model_dump(mode="json", exclude_none=True)
+
+
+def _differing(table: Table, default: Table) -> Table:
+    """The keys of a table whose values are not those of another, table by table."""
+    parts = {
+        key: _differing(value, default[key])
+        if isinstance(value, dict) and isinstance(default.get(key), dict)
+        else value
+        for key, value in table.items()
+        if value != default.get(key)
+    }
+    return {key: value for key, value in parts.items() if value != {}}
+
+
+def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
+    """The keys of a recipe's section and of those below it, as `section.key`."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from dotted_keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def located(name: Path, folder: Path = Path()) -> Path:
+    """The file of a recipe in `folder`, else the bundled one of this name, with `run_scripts/recipes/` or without."""
+    path = folder / name
+    bundled = BUNDLED / (name.relative_to(OF_CHECKOUT) if name.is_relative_to(OF_CHECKOUT) else name)
+    return path if os.path.exists(path) or not os.path.isfile(bundled) else bundled
 
 
 def read_toml(path: Path) -> Table:
@@ -192,12 +237,21 @@ def read_toml(path: Path) -> Table:
             raise UserError(f"{path}: longer than {MOST_BYTES:,} bytes, so not a recipe")
         return parse_toml(raw.decode("utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(f"{path}: no such recipe; the bundled ones are in run_scripts/recipes/") from None
+        raise UserError(f"{path}: no such recipe; {_near(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{path}: cannot be read as a recipe ({reason})") from None
     except ValueError as error:  # also for a path with a null character
         raise UserError(f"{path}: not valid TOML: {error}") from None
+
+
+def _near(path: Path) -> str:
+    """Which recipe a name may stand for, beside it or among the bundled ones, else where those are."""
+    bundled = [str(one.relative_to(BUNDLED)) for one in sorted(BUNDLED.rglob("*.toml"))]
+    beside = sorted(str(one) for one in path.parent.glob("*.toml"))
+    if close := difflib.get_close_matches(str(path), [*beside, *bundled], n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    return f"the bundled ones are in {BUNDLED.resolve()}/"
 
 
 def parse_toml(text: str) -> Table:
@@ -223,7 +277,7 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
     names = [] if base is None else [base] if isinstance(base, str) else base
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UserError(f'{path}: `base` is the path of another recipe, or a list of them, as in base = "common.toml"')
-    tables = [_read_with_base(path.parent / name, (*within, own), read, layers) for name in names]
+    tables = [_read_with_base(located(Path(name), path.parent), (*within, own), read, layers) for name in names]
     layers.append(Layer(str(path), table))
     return reduce(layered, [*tables, table])
 

@@ -11,12 +11,13 @@ from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
-from mugrpo_megatron.engine.placement import EngineSlot, rank_of_environment, slot_of_environment
+from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
 from mugrpo_megatron.learner.model import policy
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
@@ -85,7 +86,7 @@ class Run:
                 facts["tokens_per_second_per_device"] = facts["tokens"] / seconds / self.world.ranks.world
 
     def title(self, cursor: Cursor) -> str:
-        return f"stage {cursor.stage + 1}/{self.recipe.schedule.stages}"
+        return f"stage {cursor.stage} of {self.recipe.schedule.stages}"
 
 
 @dataclass(frozen=True)

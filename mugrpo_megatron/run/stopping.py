@@ -25,10 +25,8 @@ LOOK_EVERY_S = 1.0
 """How often a rank looks whether another one was asked."""
 SECOND_S = 1.0
 """A second Ctrl-C counts from here on: torchrun passes on the one that the terminal has sent to all processes."""
-NOTICE = (
-    "\nmugrpo: asked to stop; saving. Ctrl-C again ends at once and loses the updates since the newest checkpoint\n"
-)
-
+INTERRUPTED = "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
+TERMINATED = "\nmugrpo: {}: saving. It comes at a time limit, or from torchrun where another rank has failed\n"
 AT_ONCE = "\nmugrpo: stopped as asked: what the run has on disk is as it was. The same command continues the run\n"
 
 
@@ -137,6 +135,11 @@ def terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def notice(number: int) -> str:
+    """What a run says when it hears a signal."""
+    return INTERRUPTED if number == signal.SIGINT else TERMINATED.format(signal.Signals(number).name)
+
+
 @contextmanager
 def stoppable(is_main: bool) -> Iterator[None]:
     """SIGTERM ends the process with exit code 0 where `listening` does not hear it: before a run is open, and after it.
@@ -174,7 +177,7 @@ def listening(is_main: bool) -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         if not since and is_main:
             with suppress(OSError):  # tee may have ended by the same Ctrl-C
-                os.write(sys.stderr.fileno(), NOTICE.encode())  # print may be in the middle of another line
+                os.write(sys.stderr.fileno(), notice(number).encode())  # print may be in the middle of another line
         since.append(now)
         request.ask(number == signal.SIGINT)
 

@@ -68,7 +68,7 @@ def check(bridge: Bridge, engine: SummedEngine | None) -> int:
             where = f"the engine that rank {rank} leads" if len(faults) > 1 else "the engine"
             raise WeightMismatch(
                 f"{where} does not hold the learner's weights: {fault}. It would sample from a different policy. "
-                "`python -m checkpoints_convert.verify` checks the weight table; "
+                "`mugrpo convert verify` checks the weight table; "
                 'engine.check_weights = "never" skips this comparison'
             )
     if failure:

@@ -89,7 +89,7 @@ def test_a_mistake_is_one_line_without_warnings_of_libraries(command: str, tmp_p
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"{command}: {tmp_path}")
+    assert line.startswith(f"mugrpo convert {command}: {tmp_path}")
 
 
 def test_verify_agrees(hf: Path, megatron: Path, capsys: pytest.CaptureFixture[str]) -> None:

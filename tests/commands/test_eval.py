@@ -11,12 +11,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from mugrpo_megatron.cli import main
 from mugrpo_megatron.commands import eval
-from mugrpo_megatron.commands.eval import Evaluation, Record, run, settings_of, table
-from mugrpo_megatron.commands.reading import results_of
+from mugrpo_megatron.commands.eval import Evaluation, Record, markdown, on_screen, run, settings_of, table
+from mugrpo_megatron.commands.reading import results_of, weights_of
 from mugrpo_megatron.data.tokenizer import VOCAB_SIZE, build_arithmetic_tokenizer, load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
@@ -117,12 +118,25 @@ def test_results_lie_outside_the_checkpoint_that_a_run_replaces(tmp_path: Path) 
     assert results_of(Path("owner/name")) == Path("runs/eval/name")
 
 
+def test_a_run_stands_for_its_weights(tmp_path: Path) -> None:
+    assert weights_of(tmp_path / "run") == tmp_path / "run"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(UserError, match="this run has no hf/ yet"):
+        weights_of(tmp_path / "run")
+    (tmp_path / "run" / "hf").mkdir()
+    (tmp_path / "run" / "hf" / "config.json").touch()
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "run" / "hf") == tmp_path / "run" / "hf"
+    (tmp_path / "run" / "config.json").touch()
+    assert weights_of(tmp_path / "run") == tmp_path / "run"
+
+
 def test_the_table_can_be_pasted() -> None:
     """Each set with its own number of responses; the mean is that of the sets."""
     four = [Graded(Problem(f"s:{n}", "q", "1", "s"), [1.0] * 4, ["1"] * 4, [""] * 4, [3] * 4, 0, []) for n in range(8)]
     two = [graded(n, float(n % 2)) for n in range(8)]
     sets = [summarize("one", two, "accuracy"), summarize("two", four, "accuracy")]
-    lines = table(Evaluation(sets, {"one": 1.0, "two": 0.0})).splitlines()
+    lines = markdown(table(Evaluation(sets, {"one": 1.0, "two": 0.0}))).splitlines()
     assert lines[0].startswith("| set | problems | K | mean@K | pass@2 | pass@4 | majority@K |")
     assert lines[2].startswith("| one | 8 | 2 | 75.0 [")
     assert lines[3].startswith("| two | 8 | 4 | 100.0 [")
@@ -130,18 +144,26 @@ def test_the_table_can_be_pasted() -> None:
     assert len({line.count("|") for line in lines}) == 1
 
 
+def test_the_table_fits_a_terminal() -> None:
+    sets = [summarize("one", [graded(n, float(n % 2)) for n in range(8)], "accuracy")]
+    console = Console(width=100, record=True)
+    console.print(on_screen(table(Evaluation(sets, {"one": 1.0}))))
+    head, *_, average = (line.split() for line in console.export_text().splitlines() if line.strip())
+    assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "75.0"])
+
+
 def test_mean_rewards_are_no_percentages() -> None:
     sets = [summarize("one", [graded(n, 4.0) for n in range(8)], "reward")]
-    said = table(Evaluation(sets, {"one": 1.0}))
+    said = markdown(table(Evaluation(sets, {"one": 1.0})))
     assert "| one | 8 | 2 | 2.5 |" in said
     assert "inf" not in said
     apart = [summarize("one", [graded(n, float(n)) for n in range(8)], "reward")]
-    assert re.search(r"\| 2\.25 \[1\.\d+, 3\.\d+\] \|", table(Evaluation(apart, {"one": 1.0})))
+    assert re.search(r"\| 2\.25 \[1\.\d+, 3\.\d+\] \|", markdown(table(Evaluation(apart, {"one": 1.0}))))
 
 
 def test_a_majority_that_is_not_defined_is_a_dash() -> None:
     silent = [replace(graded(n, 4.0), answers=["", ""]) for n in range(8)]
-    line = table(Evaluation([summarize("one", silent, "reward")], {"one": 1.0})).splitlines()[2]
+    line = markdown(table(Evaluation([summarize("one", silent, "reward")], {"one": 1.0}))).splitlines()[2]
     assert line == "| one | 8 | 2 | 2.5 | 100.0 [67.6, 100.0] | – | 4 | 0.0% | 1 |"
 
 

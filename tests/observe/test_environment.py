@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.observe.environment import origin, usable_cores
+from mugrpo_megatron.observe.environment import commit, origin, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,11 @@ def test_a_run_records_where_and_how_it_was_started(monkeypatch: pytest.MonkeyPa
     assert places["command"] == "mugrpo train 'my recipe.toml'"
     assert places["host"] == platform.node()
     assert re.fullmatch(r"[0-9a-f]{12}\+?", places.get("commit", "0" * 12))
+
+
+def test_a_wheel_knows_the_commit_that_it_was_built_of(tmp_path: Path) -> None:
+    package = tmp_path / "mugrpo_megatron"
+    package.mkdir()
+    assert commit(package) == ""
+    (package / "commit.txt").write_text("0123456789ab\n")
+    assert commit(package) == "0123456789ab"

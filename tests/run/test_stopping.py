@@ -34,7 +34,9 @@ def test_a_signal_is_a_request(number: signal.Signals, code: int, capfd: pytest.
         assert request.asked
         assert request.heard()
         signal.raise_signal(number)  # torchrun passes on what the terminal has sent to its ranks as well
-    assert capfd.readouterr().err == stopping.NOTICE, "it is said once"
+    said = capfd.readouterr().err
+    assert said == stopping.notice(number), "it is said once"
+    assert ("Ctrl-C" in said) is (number == signal.SIGINT)
     assert signal.getsignal(number) is before
     stopped = request.stopped("this")
     assert (str(stopped), stopped.code) == ("this", code)

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
+from run_scripts import launch
 from run_scripts.launch import patient
 from tests.torch211 import python_files
 
@@ -127,6 +128,11 @@ def test_under_nohup_ranks_stop_when_asked_and_not_when_the_terminal_is_lost() -
     assert (code, printed.count("saved")) == (0, 2), errors
     assert "stopped by SIGTERM; ranks: exit code 0, exit code 0" in errors
     assert "Traceback" not in errors
+
+
+def test_a_killed_rank_is_said_to_have_run_out_of_memory() -> None:
+    assert "memory ran out" in launch.reason(-signal.SIGKILL)
+    assert launch.reason(3) == launch.reason(-signal.SIGSEGV) == "its log says why"
 
 
 @pytest.mark.process

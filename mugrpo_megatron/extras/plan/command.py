@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mugrpo_megatron.commands.common import Options, Parser, override_arguments
+from mugrpo_megatron.commands.common import Options, Parser, override_arguments, recipe_argument
 from mugrpo_megatron.recipe import load_recipe
 
 
 def plan_arguments(parser: Parser) -> None:
     """A recipe, and the cluster."""
-    parser.add_argument("recipe", type=Path, help="TOML file; the bundled ones are in run_scripts/recipes/")
+    recipe_argument(parser)
     override_arguments(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines of the cluster; 1 by default")
     parser.add_argument(

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from mugrpo_megatron.extras.plan.hardware import GIB, Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE
 from mugrpo_megatron.extras.plan.plan import Plan, plan_as_dict
 from mugrpo_megatron.files.json_text import json_value
+from mugrpo_megatron.observe.progress import new_table as _table
 
 UNITS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"))
 
@@ -201,14 +201,6 @@ def _refused(plan: Plan) -> Table | None:
     for one in sorted(nearest.values(), key=lambda one: one.distance)[:LISTED]:
         more = f" and {alike[one.problems] - 1} more" if alike[one.problems] > 1 else ""
         table.add_row(f"{one.layout}{more}", "; ".join(one.problems))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    """A table; a column whose name begins with `>` is right-aligned."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
     return table
 
 

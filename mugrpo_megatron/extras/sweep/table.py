@@ -7,14 +7,13 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from mugrpo_megatron.extras.sweep.cells import Sweep
 from mugrpo_megatron.extras.sweep.grid import Cell, text_of
 from mugrpo_megatron.files.durable import write_text
-from mugrpo_megatron.observe.progress import duration
+from mugrpo_megatron.observe.progress import duration, new_table
 from mugrpo_megatron.observe.results import between, interval_in, measure_in, problems_in, shown, value_in
 from mugrpo_megatron.observe.rundata import RunData, read_run, seconds_by_phase
 from mugrpo_megatron.report.comparison import write_comparison
@@ -93,7 +92,7 @@ def as_table(sweep: Sweep, found: dict[str, Figures]) -> Table:
     measure = finished[0]["measure"] if finished else "accuracy"
     start = f", {shown(befores[0], measure)} before" if befores else ""
     title = f"Stage {sweep.stage} of {sweep.source.resolve().name}: {len(finished)} of {len(found)} cells{start}"
-    table = Table(box=SIMPLE_HEAD, title=title, title_style="bold", padding=(0, 1), pad_edge=False)
+    table = new_table(title)
     for key in keys:
         table.add_column(key.rpartition(".")[2], overflow="fold")
     for name in (f"{measure} (95 %)", "ESS", "vetoed", "time"):

@@ -18,10 +18,11 @@ import torch
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda
-from mugrpo_megatron.engine.placement import rank_of_environment, slot_of_environment
+from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload
+from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe

@@ -78,8 +78,8 @@ def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> No
         for command in (learner, follower):
             assert command.wait() == 0, command.said
         assert "the run has no further stage; 1 were generated ahead" in follower.said
-        assert "stage 1/2: generate" in learner.said
-        assert "stage 2/2: generate" not in learner.said
+        assert "stage 0 of 2: generate" in learner.said
+        assert "stage 1 of 2: generate" not in learner.said
     check_run(run, stages=2, age=3)
     assert "; 0 were generated ahead" in mugrpo(*follows(recipe, "0/1")).stdout
 
