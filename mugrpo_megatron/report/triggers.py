@@ -121,7 +121,7 @@ def ratio_text(ratio: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """A percentage with two significant digits: the shares span six powers of ten. A damaged log may hold any number."""
+    """A percentage with two significant digits: shares span six powers of ten. A damaged log may hold any number."""
     percent = 100 * value
     if percent == 0 or not math.isfinite(percent):
         return f"{percent:g} %"
