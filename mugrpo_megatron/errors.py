@@ -25,6 +25,15 @@ class UserError(Exception):
     """
 
 
+class RewardFailure(UserError):
+    """A reward function failed on too many responses."""
+
+    def __init__(self, sentence: str, key: str) -> None:
+        """`key` is the recipe's that names the function."""
+        super().__init__(sentence)
+        self.key = key
+
+
 class TrainingFailure(Exception):
     """Training cannot continue: says what happened, what was saved, and what to try. Commands exit with 1."""
 

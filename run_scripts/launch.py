@@ -8,7 +8,8 @@ run_scripts/torchrun.sh starts this with the torch of the environment that it fi
   another rank failed. torchrun gives them 30. `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` changes that since torch 2.12 only
   (CUDA machines have 2.11), and never after a failure. A second Ctrl-C kills them at once.
 - It exits with 0 if a signal stopped it and every rank ended with 0. With torchrun's 1, `srun --kill-on-bad-exit`
-  would kill the nodes that are still saving. If a rank failed, it exits with that rank's code, without a traceback.
+  would kill the nodes that are still saving. After Ctrl-C it exits with 130, as one process does. If a rank failed, it
+  exits with that rank's code, without a traceback.
 - A signal that is ignored stays ignored: SIGHUP under nohup. torchrun would handle it and pass it on to the ranks.
 - `--rdzv-backend loopback` is a rendezvous for one machine whose store listens on 127.0.0.1 alone. That of
   `torchrun --standalone` listens on every interface, and nothing authenticates its clients.
@@ -42,6 +43,8 @@ STORE_TIMEOUT = timedelta(minutes=10)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """What torchrun handles and passes on to its ranks."""
 VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C has ended."""
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -126,6 +129,13 @@ def ended(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"{signal.Signals(-code).name}"
 
 
+def exit_code(stopped_by: signal.Signals, codes: Sequence[int]) -> int:
+    """The launcher's exit code after a signal, when its ranks ended with `codes`."""
+    if stopped_by == signal.SIGINT and not any(code > 0 and code != INTERRUPTED for code in codes):
+        return INTERRUPTED
+    return 0 if codes and not any(codes) else 1
+
+
 def heeding(options: Sequence[str]) -> list[str]:
     """torchrun's options with the signals that it may handle: not those that are ignored here.
 
@@ -146,7 +156,7 @@ def main(arguments: Sequence[str]) -> int:
         except SignalException as stopped:
             ranks = ", ".join(ended(code) for code in codes) or "none had started"
             print(f"torchrun: stopped by {stopped.sigval.name}; ranks: {ranks}", file=sys.stderr)
-            return 0 if codes and not any(codes) else 1
+            return exit_code(stopped.sigval, codes)
         except ChildFailedError as failed:
             rank, failure = failed.get_first_failure()
             how = f"{ended(failure.exitcode)}; {reason(failure.exitcode)}"

@@ -315,22 +315,24 @@ def test_a_dry_run_says_what_it_checked_and_what_it_could_not(
         assert tomllib.loads(said.out)["run"]["dir"] == str(tmp_path / "run")  # nothing but the recipe on stdout
         return [line.removeprefix("mugrpo: ") for line in said.err.splitlines()]
 
-    *before, prompt = told()
+    *before, prompt, reward = told()
     assert before == [
         f"model: qwen2, 4 layers, hidden size 32 ({model / 'config.json'})",
         "layout: every size 1, on 1 rank",
         "data: 50,000 training and 16 held-out problems",
     ]
     assert re.fullmatch(r"prompt: plain, before it is tokenized: '[-+*0-9]+='", prompt)
+    assert re.fullmatch(r"reward: math gives 1 to the gold of \S+ as the response, '.*boxed{-?\d+}' \(equal\)", reward)
     assert told("parallel.tensor=2", "parallel.pipeline=2")[1] == "layout: tensor = 2, pipeline = 2, on 4 ranks"
-    model_line, data_line = told("model.path=/nowhere", "data.train=gsm8k, /nowhere.jsonl")
+    model_line, data_line = told("model.path=/nowhere", "data.train=gsm8k, owner/name")
     assert model_line == "model: not on this machine, so neither it nor the layout is checked: /nowhere"
-    assert data_line == "data: not on this machine, so not checked: gsm8k, /nowhere.jsonl"
-    shape, layout, _ = told("model.path=models/Qwen3-30B-A3B", "parallel.expert=8", "parallel.context=2")
+    assert data_line == "data: not on this machine, so not checked: gsm8k, owner/name"
+    shape, layout, *_ = told("model.path=models/Qwen3-30B-A3B", "parallel.expert=8", "parallel.context=2")
     assert "48 layers, hidden size 2048, 128 experts (the bundled shape of Qwen3-30B-A3B)" in shape
     assert layout == "layout: context = 2, expert = 8, on 8 ranks"
     assert "does not divide the model's 4 attention heads" in told("parallel.tensor=3", code=2)[-1]
     (tmp_path / "bad.jsonl").write_text("{}\n")
+    assert told("data.train=/nowhere.jsonl", code=2)[-1].startswith("/nowhere.jsonl does not exist")
     misspelt = f"data.train={tmp_path / 'bda.jsonl'}"
     assert f"bda.jsonl does not exist; did you mean {tmp_path / 'bad.jsonl'}?" in told(misspelt, code=2)[-1]
     assert "bad.jsonl:1" in told(f"data.train={tmp_path / 'bad.jsonl'}", code=2)[-1]
@@ -348,7 +350,8 @@ def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys:
         template.write_text(text, encoding="utf-8")
         sets = [part for override in overrides for part in ("--set", override)]
         assert main(["train", recipe, "--dry-run", *sets]) == code
-        return capsys.readouterr().err.splitlines()[-1].removeprefix("mugrpo: ")
+        lines = [line.removeprefix("mugrpo: ") for line in capsys.readouterr().err.splitlines()]
+        return [line for line in lines if not line.startswith("reward: ")][-1]
 
     asks = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ eos_token if end else 'A' }}"
     assert told(asks) == "prompt: chat, before it is tokenized: '[user]Box: 1+1=A'"

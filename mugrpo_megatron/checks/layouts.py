@@ -22,7 +22,13 @@ VIRTUAL = (1, 2, 4)
 
 def bundled() -> dict[str, dict[str, Any]]:
     """Folder name -> config of the bundled public models, for checks and plans before a model is on this machine."""
-    return tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
+    table = tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
+
+    def whole(entry: dict[str, Any]) -> dict[str, Any]:
+        own = {key: value for key, value in entry.items() if key != "like"}
+        return {**whole(table[entry["like"]]), **own} if "like" in entry else own
+
+    return {name: whole(entry) for name, entry in table.items()}
 
 
 def divisors(n: int) -> list[int]:
@@ -103,7 +109,7 @@ def check_layout(
     `layout_problems`.
     """
     wrong = list(layout_problems(recipe, model, world_size, way_out))
-    problems = [*wrong, *_other_problems(recipe, model)]
+    problems = [*wrong, *other_problems(recipe, model)]
     if wrong:
         nearest = nearest_layout(recipe, model, world_size)
         rank = "1 rank" if world_size == 1 else f"{world_size} ranks"
@@ -238,7 +244,7 @@ def _fp8_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def _other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
+def other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     """Problems that no layout of the learner solves."""
     yield from _shard_problems("engine.tensor", recipe.engine.tensor, model)
     yield from engine_problems(recipe, model)

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,19 @@ from mugrpo_megatron.engine.launch import check_extra
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
-from mugrpo_megatron.observe.environment import driver_finds_gpu, finds_cuda, may_find_cuda, rank_of_environment
+from mugrpo_megatron.observe.environment import (
+    driver_finds_gpu,
+    finds_cuda,
+    may_find_cuda,
+    rank_of_environment,
+    without_wandb,
+)
 from mugrpo_megatron.observe.toolchain import tools_here
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function, load_function
 from mugrpo_megatron.recipe.scoring import CODE, MATH
+from mugrpo_megatron.rewards.gold_check import scores_of_golds
+from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.data import check_data
 from mugrpo_megatron.run.directory import check_directory
 from mugrpo_megatron.run.record import with_cached_model, with_model
@@ -58,6 +67,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_own_loss(recipe)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    if rank_of_environment() == 0:
+        _check_tracking(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
     recipe = with_model(recipe, say, recipe.run.dir)
@@ -88,6 +99,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     _check_own_loss(recipe)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    _check_tracking(recipe)
     recipe = with_cached_model(recipe, recipe.run.dir)
     config, source = _config(recipe)
     if config is None:
@@ -102,12 +114,16 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
+        with Verifier(recipe.reward):  # the users' functions are loaded
+            pass
         return
     problems = _read(recipe, say)
     for note in problems.notes:
         say(f"data: {note}")
     if line := _check_prompts(recipe, [*problems.train, *problems.held_out]):
         say(line)
+    for line in scores_of_golds([*problems.train, *problems.held_out], recipe.reward):
+        say(f"reward: {line}")
 
 
 def _check_prompts(recipe: Recipe, problems: Sequence[Problem]) -> str:
@@ -212,6 +228,11 @@ def _check_own_loss(recipe: Recipe) -> None:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
         load_function("objective.diagnostics", recipe.objective.diagnostics)
+
+
+def _check_tracking(recipe: Recipe) -> None:
+    if recipe.track.wandb_project is not None and find_spec("wandb") is None:
+        raise without_wandb(recipe.track.wandb_project)
 
 
 def _check_rewards(recipe: Recipe) -> None:

@@ -103,10 +103,10 @@ def _object(one: Rollout) -> dict[str, Any]:
     columns = {
         "update": one.update,
         "group": sample.group,
-        "response": one.place,
+        "place": one.place,
         "problem": sample.problem,
         "prompt": one.prompt,
-        "text": one.text,
+        "response": one.text,
         "gold": sample.gold,
         "extracted": sample.extracted,
         "why": sample.why,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.data.files import CONVERSATION, QUESTIONS, RESPONSES, Columns, found_in, has, messages_of, rows
-from mugrpo_megatron.data.problems import SHOWN_ROWS, named_sources, resolve
+from mugrpo_megatron.data.problems import SHOWN_ROWS, named_sources, resolve, with_system
 from mugrpo_megatron.data.prompts import render, template_of
 from mugrpo_megatron.data.reading import problem_of
 from mugrpo_megatron.errors import UserError
@@ -43,8 +43,9 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """The rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
     A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response (`RESPONSES`; text, or one
-    message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. Raises
-    UserError that names malformed rows, unless `data.strict` is false, and for a source without any row.
+    message of the assistant), or `messages` whose last turn is the response, or else one of `SOLUTIONS`. A prompt
+    without a system turn gets `data.system_prompt`, as in RL. Raises UserError that names malformed rows, unless
+    `data.strict` is false, and for a source without any row.
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []
@@ -61,6 +62,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
         raise UserError(f"{shown}: fix these rows or set data.strict=false to leave them out")
     if not rows_read:
         raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed)")
+    if section.system_prompt:
+        return [replace(one, problem=with_system(one.problem, section.system_prompt)) for one in rows_read]
     return rows_read
 
 

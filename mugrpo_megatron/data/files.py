@@ -228,6 +228,14 @@ def gold_column(row: dict[str, Any], any_gold: bool) -> str:
     return next((name for name in ((*ANSWERS, *TESTS) if any_gold else ANSWERS) if has(row, name)), "")
 
 
+def null_columns(row: dict[str, Any]) -> Columns | None:
+    """The columns of a row that has a question and a gold under usual names, null or not; None without both."""
+    question = next((name for name in QUESTIONS if has(row, name)), None)
+    question = question or next((name for name in QUESTIONS if name in row), None)
+    answer = next((name for name in ANSWERS if _is_there(row, name)), None)
+    return Columns(question, answer) if question and answer else None
+
+
 def described(columns: Columns) -> str:
     """The columns in words: `slime's (prompt, label)`."""
     if columns.answer == NOTHING:
@@ -287,6 +295,15 @@ def has(row: dict[str, Any], path: str) -> bool:
         return field_at(row, path) is not None
     except KeyError:
         return False
+
+
+def _is_there(row: dict[str, Any], path: str) -> bool:
+    """Whether `field_at` finds anything, null included."""
+    try:
+        field_at(row, path)
+    except KeyError:
+        return False
+    return True
 
 
 def field_at(row: dict[str, Any], path: str) -> Any:

@@ -247,25 +247,21 @@ def load(
     if not result.problems:
         raise UserError(f"data source {source!r} is empty: name a task, a file or a data set")
     if section.system_prompt:
-        result.problems[:] = [_with_system(problem, section.system_prompt) for problem in result.problems]
+        result.problems[:] = [with_system(problem, section.system_prompt) for problem in result.problems]
     return result
 
 
 def absent(source: str) -> list[str]:
-    """The parts of a source that are not on this machine: missing files, and what is read from the hub.
+    """The parts of a source that are on the hub, so perhaps not on this machine.
 
-    Raises UserError for a part that is neither a task, a file nor a name on the hub, and for a missing file whose name
-    is almost that of another.
+    Raises UserError for a part that is neither a task, a file nor a name on the hub, and for a missing file.
     """
-    files = _files_of(source)
-    for file in files.values():
-        if file and not file.is_file() and names_alike(file):
-            check_file(file)
-    return [part for part, file in files.items() if file is None or not file.is_file()]
+    check_files(source)
+    return [part for part, file in _files_of(source).items() if file is None]
 
 
 def check_files(source: str) -> None:
-    """`absent`, where every file has to be here: raises UserError for each that is missing."""
+    """Raise UserError for a part of a source that names a file, and the file is missing."""
     for file in filter(None, _files_of(source).values()):
         check_file(file)
 
@@ -356,7 +352,7 @@ def _unseen(name: str, columns: str, count: int) -> str:
     )
 
 
-def _with_system(problem: Problem, prompt: str) -> Problem:
+def with_system(problem: Problem, prompt: str) -> Problem:
     """The problem with a system turn, unless it has one."""
     messages = problem.messages or (("user", problem.question),)
     return problem if messages[0][0] == "system" else replace(problem, messages=(("system", prompt), *messages))

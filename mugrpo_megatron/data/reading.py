@@ -19,6 +19,7 @@ from mugrpo_megatron.data.files import (
     found_in,
     has,
     messages_of,
+    null_columns,
     recognised,
 )
 from mugrpo_megatron.files.json_text import json_value
@@ -37,12 +38,18 @@ _PYTHON_LIST = re.compile(r"\[\s*['\"].*['\"]\s*,?\s*\]", re.DOTALL)
 def columns_of(
     row: dict[str, Any], readings: Sequence[Columns], recognises: bool, any_gold: bool
 ) -> tuple[Columns, bool]:
-    """The columns to read a row by: the first of `readings` that it has, else recognised ones; and whether those."""
+    """The columns to read a row by: the first of `readings` that it has, else recognised ones; and whether those.
+
+    Of a row in which the usual names hold null they are those names, so that the error is about the null.
+    """
     for columns in readings:
         if has(row, columns.question) and has(row, columns.answer):
             return columns, False
-    recognition = recognised(row, any_gold) if recognises else None
-    return (recognition, True) if recognition else (readings[0], False)
+    if not recognises:
+        return readings[0], False
+    if recognition := recognised(row, any_gold):
+        return recognition, True
+    return null_columns(row) or readings[0], False
 
 
 def problem_of(row: dict[str, Any], columns: Columns, source: str, place: str, any_gold: bool = False) -> Problem:
@@ -145,7 +152,9 @@ def _value(row: dict[str, Any], path: str) -> Any:
 
 
 def _scalar(value: Any, path: str) -> Any:
-    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+    if value is None:
+        raise ValueError(f"field {path!r} is null")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"field {path!r} holds {type(value).__name__}, not text or a number")
     if isinstance(value, float | Decimal) and not math.isfinite(value):
         raise ValueError(f"field {path!r} is {value}, not a number")

@@ -19,7 +19,7 @@ from mugrpo_megatron.evaluation.estimators import (
     pass_at_k,
 )
 from mugrpo_megatron.recipe.scoring import RewardSection
-from mugrpo_megatron.rewards.items import Asked, Pending, Score
+from mugrpo_megatron.rewards.items import Pending, Score, asked_of
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem, Prompt, Response
 
@@ -87,11 +87,6 @@ class Scorer:
     def _next(self) -> ScoredGroup:
         prompt, responses, texts, pending = self._waiting.popleft()
         return ScoredGroup(prompt, responses, texts, pending.result())
-
-
-def asked_of(problem: Problem) -> Asked:
-    """What the model was asked: the messages where the problem is a chat, else the question."""
-    return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
 
 
 def scored(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -27,11 +28,9 @@ def snapshot(
     Its name is the commit. A full commit that is in the cache needs no network; with `cached` nothing does.
     Raises ValueError with the reason when neither way gives it.
     """
-    import httpx  # here, since most models and data sets are on disk and these take half a second
-    from huggingface_hub import errors as hub
-    from huggingface_hub import snapshot_download
+    with _refusals(revision):
+        from huggingface_hub import snapshot_download
 
-    try:
         folder = snapshot_download(
             repository,
             repo_type=kind,
@@ -40,6 +39,17 @@ def snapshot(
             ignore_patterns=["*/*", "consolidated*"] if kind == "model" else None,  # the same weights in other formats
             local_files_only=cached,
         )
+    return Path(folder)
+
+
+@contextmanager
+def _refusals(revision: str | None) -> Iterator[None]:
+    """Raise ValueError with the reason when the hub refuses what the block asks of it, or is not there."""
+    import httpx  # here, since most models and data sets are on disk and these take half a second
+    from huggingface_hub import errors as hub
+
+    try:
+        yield
     except hub.GatedRepoError:
         raise ValueError("it is gated: accept its terms on the hub and set HF_TOKEN") from None
     except hub.RepositoryNotFoundError:
@@ -48,7 +58,6 @@ def snapshot(
         raise ValueError(f"it has no revision {revision!r}") from None
     except (hub.HfHubHTTPError, hub.HFValidationError, hub.LocalEntryNotFoundError, httpx.HTTPError) as error:
         raise ValueError(str(error).strip().partition("\n")[0]) from error
-    return Path(folder)
 
 
 def model_name(path: Path) -> str | None:
@@ -57,6 +66,17 @@ def model_name(path: Path) -> str | None:
     if not REPOSITORY.fullmatch(name) or path.exists() or path.parent.exists():
         return None
     return name
+
+
+def download_config(name: str, revision: str | None, folder: Path) -> Path:
+    """A model's config.json alone, in `folder` and not in the cache, where it would look like the whole model.
+
+    Raises ValueError with the reason when the hub does not give it.
+    """
+    with _refusals(revision):
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json", revision=revision, local_dir=folder))
 
 
 def download_model(name: str, revision: str | None, cached: bool = False) -> Path:

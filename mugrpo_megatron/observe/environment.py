@@ -198,3 +198,11 @@ def group_memory(leader: int) -> float:
 def leave_out_library_warnings() -> None:
     """Ignore what Megatron and torch warn of, which `mugrpo doctor` reports in full; before they are imported."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+
+
+def without_wandb(project: str | None) -> UserError:
+    """The error of `track.wandb_project` where the package is not installed."""
+    return UserError(
+        f'track.wandb_project = "{project}" needs the wandb package: pip install "mugrpo-megatron[wandb]", or remove '
+        "the key"
+    )

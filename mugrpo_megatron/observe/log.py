@@ -15,7 +15,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.json_text import parse_json
-from mugrpo_megatron.observe.environment import environment, origin
+from mugrpo_megatron.observe.environment import environment, origin, without_wandb
 from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.metrics import PHASES, Kind, check, check_row, defined
 from mugrpo_megatron.recipe.sections import TrackSection
@@ -91,10 +91,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
     try:
         import wandb
     except ModuleNotFoundError:
-        raise UserError(
-            f'track.wandb_project = "{section.wandb_project}" needs the wandb package: '
-            'pip install "mugrpo-megatron[wandb]", or remove the key'
-        ) from None
+        raise without_wandb(section.wandb_project) from None
     resumed: dict[str, Any] = {"id": run_id, "resume": "allow"} if run_id else {}
     with wandb.init(
         project=section.wandb_project, name=run_dir.name, dir=str(run_dir), config=dict(config), **resumed

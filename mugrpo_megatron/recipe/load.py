@@ -97,9 +97,13 @@ class Layer(NamedTuple):
 
 
 def layered(base: Table, top: Table) -> Table:
-    """The tables of `base` below those of `top`; another objective in `top` takes its preset whole."""
+    """The tables of `base` below those of `top`.
+
+    Another objective in `top` takes its preset whole, and its reward functions replace the one of `base`.
+    """
     section = top.get("objective")
-    return merged(for_objective(base, section.get("name") if isinstance(section, dict) else None), top)
+    below = for_objective(base, section.get("name") if isinstance(section, dict) else None)
+    return merged(for_rewards(below, top.get("reward")), top)
 
 
 def for_objective(table: Table, name: object) -> Table:
@@ -108,6 +112,16 @@ def for_objective(table: Table, name: object) -> Table:
     if name is None or not isinstance(section, dict) or section.get("name", name) == name:
         return table
     return {**table, "objective": {}}
+
+
+def for_rewards(table: Table, top: object) -> Table:
+    """`table` without what a higher `[reward]`'s `function` or `functions` replace: one excludes the other."""
+    section = table.get("reward")
+    if not isinstance(section, dict) or not isinstance(top, dict):
+        return table
+    one, several = bool(top.get("function")), bool(top.get("functions"))
+    gone = {"function"} if several and not one else {"functions"} if one and not several else set()
+    return {**table, "reward": {key: value for key, value in section.items() if key not in gone}}
 
 
 def merged(base: Table, top: Table) -> Table:
@@ -154,7 +168,8 @@ def load_recipe(
     layers: list[Layer] = []
     read = _read_with_base(located(path), within=(), read=[], layers=layers) if path else {}
     texts = {override.partition("=")[0].strip(): override for override in overrides}
-    base = table = for_objective(read, _objective_of(texts))
+    base = for_objective(read, _objective_of(texts))
+    table = for_rewards(base, reduce(_applied, overrides, Table()).get("reward"))
     for override in overrides:
         table = _applied(table, override)
         layers.append(Layer(f"--set {_short(override)}", _applied({}, override)))

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import RewardFailure
 from mugrpo_megatron.recipe.scoring import CODE, RewardSection
 from mugrpo_megatron.rewards.guard import END
 from mugrpo_megatron.rewards.items import Item, Needs, Verdict
@@ -260,14 +260,14 @@ _SHOWN = 60
 class FailureCount:
     """The failures among the latest WINDOW responses."""
 
-    def __init__(self, section: RewardSection, title: str = "reward.function") -> None:
-        """`title` is what the message calls the function."""
-        self._section, self._title = section, title
+    def __init__(self, section: RewardSection, key: str = "reward.function") -> None:
+        """`key` is the recipe's that names the function."""
+        self._section, self._key = section, key
         self._failed: deque[bool] = deque(maxlen=WINDOW)
         self._failures = 0
 
     def add(self, failed: bool, why: str, response: str, gold: object) -> None:
-        """Count one response; UserError when the failures exceed `reward.max_failure_share`.
+        """Count one response; RewardFailure when the failures exceed `reward.max_failure_share`.
 
         Their share is of at least FIRST responses: with the default of 1 %, any failure in the first 99 responses
         ends the run.
@@ -279,11 +279,12 @@ class FailureCount:
         share = self._section.max_failure_share
         if failed and self._failures > share * max(FIRST, len(self._failed)):
             fix = "data" if self._section.function == CODE else "function"
-            raise UserError(
-                f"{self._title} failed on {self._failures} of the latest "
+            raise RewardFailure(
+                f"{self._key} {self._section.function!r} failed on {self._failures} of the latest "
                 f"{len(self._failed)} responses, the last time with {why.removeprefix('failed: ')}, for the response "
                 f"{_short(response)} and the gold {_short(gold)}: fix the {fix}, or raise reward.max_failure_share "
-                f"(now {share:g})"
+                f"(now {share:g})",
+                self._key,
             )
 
 

@@ -52,7 +52,7 @@ class Dispatcher:
         self._needs = Needs()
         self._limit = section.workers or max(1, usable_cores() // 2)
         self._most_bytes = most_bytes(section.worker_memory_mb)
-        self._failures = FailureCount(section, self._title)
+        self._failures = FailureCount(section, key)
         self._lock = threading.Lock()  # guards the four below
         self._error: Exception | None = None
         self._queue: deque[Call] = deque()

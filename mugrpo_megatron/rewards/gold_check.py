@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 
 from mugrpo_megatron.recipe.scoring import CODE, MATH, RewardSection
+from mugrpo_megatron.rewards.items import asked_of
 from mugrpo_megatron.rewards.math.extract import is_integer
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.samples import Problem
 
+SHOWN_CHARS = 60
+"""Characters of a gold in a line."""
 CHECKS = {
     MATH: "mugrpo_megatron.rewards.math.gold:verifies_itself",
     CODE: "mugrpo_megatron.extras.sandbox.row_tests:usable",
@@ -42,6 +46,40 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
                 why = f"the answer {problem.answer[:80]!r} does not verify against itself"
                 reasons[problem.id] = f"{problem.id}: {why if function == MATH else score.why}"
     return reasons
+
+
+def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iterator[str]:
+    """A line for each reward function but `code`: what it gives the first problem that it scores, its gold as response.
+
+    For `math` the answer is boxed. Raises UserError for a function that cannot be loaded, takes other parameters, or
+    fails.
+    """
+    for name, one in section.table.items():
+        if one.function == CODE:  # its golds are tests and no program
+            continue
+        scored = (problem for problem in problems if name in section.functions_of(problem.data_source))
+        problem = next(scored, None)
+        if problem is None:
+            continue
+        gold = problem.gold if isinstance(problem.gold, str) else json.dumps(problem.gold, ensure_ascii=False)
+        response = f"\\boxed{{{problem.answer}}}" if one.function == MATH else gold
+        alone = {"functions": {name: one} if section.functions else {}, "workers": 1, "format_weight": 0.0}
+        with Verifier(section.model_copy(update=alone)) as verifier:
+            [score] = verifier.score(
+                [response],
+                [problem.gold],
+                [problem.row],
+                [asked_of(problem)],
+                answers=[problem.answer],
+                sources=[problem.data_source],
+            )
+        reward = f"{score.components[name]:g}" if name in score.components else "nothing"
+        why = f" ({score.why})" if score.why not in ("", one.function) else ""
+        yield f"{one.function} gives {reward} to the gold of {problem.id} as the response, {_shown(response)}{why}"
+
+
+def _shown(text: str) -> str:
+    return repr(text) if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]!r}..."
 
 
 def _gold(problem: Problem, function: str) -> object:

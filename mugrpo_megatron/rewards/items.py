@@ -5,12 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from mugrpo_megatron.samples import Problem  # numpy, which a worker does without
 
 Row = Mapping[str, Any]
 """A row of the data, every column of it, as JSON has it."""
 Asked = str | Sequence[Mapping[str, str]]
 """What the model was asked: a text, or the messages of a chat (`role`, `content`)."""
+
+
+def asked_of(problem: Problem) -> Asked:
+    """What the model was asked: the messages where the problem is a chat, else the question."""
+    return [{"role": role, "content": text} for role, text in problem.messages] or problem.question
 
 
 @dataclass(frozen=True, slots=True)

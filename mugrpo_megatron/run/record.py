@@ -266,7 +266,11 @@ def file_sum(path: Path | None) -> str:
 
 
 def check_own_files(recipe: Recipe) -> None:
-    """Raise UserError when a file of the run in `run.dir`, if there is one, was edited since the run began."""
+    """Raise UserError when a file of the run in `run.dir`, if there is one, was edited since the run began.
+
+    A reward function's file may be edited as long as it has scored nothing, and after it ended the run
+    (`forget_own_file`).
+    """
     path = recipe.run.dir / USER_FILES
     if not path.exists():  # also of a run that began before there was such a record
         return
@@ -275,6 +279,8 @@ def check_own_files(recipe: Recipe) -> None:
         before: dict[str, str] = read_sealed(path, "files")
         now = own_files(recipe)
         edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
+        if not _has_scores(recipe.run.dir):
+            edited = [key for key in edited if not key.startswith("reward.")]
     except (OSError, ValueError, AttributeError, TypeError):
         raise UserError(f"{path}: damaged, so your own files cannot be checked; {accept}") from None
     if edited:
@@ -285,7 +291,23 @@ def check_own_files(recipe: Recipe) -> None:
 
 
 def record_own_files(recipe: Recipe) -> None:
-    """`check_own_files`, and write the checksums of a run that has none; call it with the directory's lock."""
+    """`check_own_files`, and write the checksums of files without one; call it with the directory's lock."""
     check_own_files(recipe)
-    if not (recipe.run.dir / USER_FILES).exists():
-        write_sealed(recipe.run.dir / USER_FILES, "files", own_files(recipe))
+    path = recipe.run.dir / USER_FILES
+    before: dict[str, str] = read_sealed(path, "files") if path.exists() else {}
+    now = own_files(recipe)
+    if not path.exists() or any(before.get(key) != digest for key, digest in now.items()):
+        write_sealed(path, "files", {**before, **now})
+
+
+def forget_own_file(run_dir: Path, key: str) -> None:
+    """Let the file that the recipe's `key` names be edited: it ended the run, so its author has to."""
+    path = run_dir / USER_FILES
+    if path.exists():
+        before: dict[str, str] = read_sealed(path, "files")
+        write_sealed(path, "files", {name: digest for name, digest in before.items() if name != key})
+
+
+def _has_scores(run_dir: Path) -> bool:
+    """Whether the run has scored responses: groups of a stage, or an evaluation."""
+    return any(run_dir.glob("stages/*/*.parquet")) or any(run_dir.glob("evaluations/*"))

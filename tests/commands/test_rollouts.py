@@ -219,17 +219,17 @@ def test_json_has_every_fact_of_the_responses_searched_for(
     browse(run_dir, 0, selection, None, as_json=True)
     out = capsys.readouterr().out
     rows = [json.loads(line) for line in out.splitlines()]
-    assert [row["text"] for row in rows] == texts
+    assert [row["response"] for row in rows] == texts
     assert out.replace("\n", "").isprintable()
     for row in rows:
-        right = row["text"] == RIGHT
+        right = row["response"] == RIGHT
         assert row["prompt"] == PROMPT
         assert row["gold"] == GOLD
         assert (row["extracted"], row["why"]) == ((FOUND, "") if right else ("", "no answer"))
         assert row["components"] == {"math": row["reward"]} == {"math": float(right)}
         assert row["advantage"] == pytest.approx(0.7071 if right else -0.7071, abs=1e-4)
         assert row["row"].items() >= {"question": "a\x7f?", "level": row["group"]}.items()
-        assert row["response"] == (0 if right else 1)
+        assert row["place"] == (0 if right else 1)
         assert row["update"] == row["group"] // PROMPTS
 
 

@@ -123,7 +123,9 @@ def test_what_was_recognised_is_noted_once_for_each_kind(tmp_path: Path) -> None
 
 NOT_READ: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to verify": ({"prompt": "6*7=", "x": 1}, "field 'problem' is missing (found prompt, x)"),
-    "null gold": ({"prompt": "6*7=", "label": None}, "field 'problem' is missing"),
+    "null gold": ({"prompt": "6*7=", "label": None}, "field 'label' is null"),
+    "null question": ({"question": None, "answer": "4"}, "field 'question' is null"),
+    "null inside": ({"prompt": "6*7=", "reward_model": {"ground_truth": None}}, "'reward_model.ground_truth' is null"),
     "object": ({"prompt": {"text": "6*7="}, "label": 1}, "field 'prompt' holds dict"),
     "list of text": ({"prompt": ["6*7="], "label": 1}, "field 'prompt': message 1 has no role"),
     "empty list": ({"prompt": [], "label": 1}, "field 'prompt' is empty"),

@@ -61,10 +61,11 @@ def test_a_missing_file_is_refused_by_all_who_read_it(folder: Path) -> None:
             refuses()
 
 
-def test_a_file_of_another_machine_is_only_absent(folder: Path) -> None:
-    assert absent(f"arithmetic, gsm8k, {folder}/problems.csv") == ["gsm8k", f"{folder}/problems.csv"]
-    with pytest.raises(UserError, match=r"problems.csv does not exist or is not a file: check the path"):
-        check_files(f"{folder}/problems.csv")
+def test_sets_of_the_hub_are_absent_and_a_missing_file_is_refused(folder: Path) -> None:
+    assert absent("arithmetic, gsm8k, owner/name") == ["gsm8k", "owner/name"]
+    for refuses in (check_files, absent):
+        with pytest.raises(UserError, match=r"problems.csv does not exist or is not a file: check the path"):
+            refuses(f"gsm8k, {folder}/problems.csv")
 
 
 def test_a_directory_is_told_by_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ MALFORMED = {
     '{"problem": "x"}\n': "field 'answer' is missing (found problem)",
     '{"answer": "2"}\n': "field 'problem' is missing (found answer)",
     '{"problem": "", "answer": "2"}\n': "field 'problem' is empty",
-    '{"problem": "x", "answer": null}\n': "field 'answer' holds NoneType",
+    '{"problem": "x", "answer": null}\n': "field 'answer' is null",
     '{"problem": "x", "answer": {"a": 1}}\n': "field 'answer' holds dict",
     '{"problem": "x", "answer": "so ####  "}\n': "field 'answer' holds no answer",
     '{"problem": "\xff", "answer": "2"}\n': "not JSON",

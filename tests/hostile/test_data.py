@@ -45,7 +45,7 @@ LINES: dict[str, tuple[bytes, str]] = {
     "escape": (b'{"\\u001b[2J": 1}', "field 'response' is missing"),
     "two objects": (b'{"response": "1", "answer": 1}{}', "not JSON"),
     "no answer": (b'{"response": "1"}', "field 'answer' is missing"),
-    "null answer": (b'{"response": "1", "answer": null}', "field 'answer' holds NoneType"),
+    "null answer": (b'{"response": "1", "answer": null}', "field 'answer' is null"),
     "true answer": (b'{"response": "1", "answer": true}', "field 'answer' holds bool"),
     "list answer": (b'{"response": "1", "answer": [1, [2]]}', "field 'answer' holds list"),
     "object answer": (b'{"response": "1", "answer": {"a": 1}}', "field 'answer' holds dict"),

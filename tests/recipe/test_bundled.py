@@ -195,7 +195,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         (
             "multi_node/llama-3.3-70b.toml",
             ["--nodes", "1"],
-            "nearest layout that 8 ranks can run: --set parallel.tensor=",
+            "fits 1 x 8 h200: use more devices, or a smaller model",
         ),
         (
             "paper/qwen2.5-math-7b.grpo.toml",
@@ -205,7 +205,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         (
             "paper/qwen2.5-math-7b.grpo.toml",
             ["--gpus-per-node", "4", "--set", "learner.micro_batch_tokens=16384"],
-            "the nearest layout that fits is",
+            "what fits is",
         ),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--gpus-per-node", "6"], "does not divide over 6 data parallel ranks"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "engine.tensor=16"], "engine.tensor = 16 does not divide"),
@@ -213,7 +213,7 @@ def test_data_sets_and_prompt_styles_have_these_names(path: Path) -> None:
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "rollout.max_response_tokens=8192"], "4096 positions"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--set", "parallel.expert=2"], "the model has no experts"),
         ("multi_node/qwen3-30b-a3b.toml", ["--set", "parallel.tensor=2"], "needs parallel.sequence = true"),
-        ("multi_node/qwen3-30b-a3b.toml", ["--set", "model.path=models/nobody"], "not one of the bundled shapes"),
+        ("multi_node/qwen3-30b-a3b.toml", ["--set", "model.path=models/nobody"], "none of the bundled shapes"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--gpu", "tpu"], "known are h200"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--nodes", "0"], "takes 1 to 100,000"),
         ("paper/qwen2.5-math-7b.grpo.toml", ["--assume", "mfoo=1"], "names are"),

@@ -57,6 +57,30 @@ def test_a_source_chooses_functions_and_what_a_gold_may_be() -> None:
         own.check_sources(["code", "x", "y", "x"])
 
 
+def test_functions_replace_an_inherited_function_and_one_function_inherited_functions(tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text('reward.function = "my:own"\nreward.timeout_s = 3.0\n')
+    (tmp_path / "several.toml").write_text('base = "one.toml"\n[reward.functions.a]\nfunction = "math"\n')
+    (tmp_path / "again.toml").write_text('base = "several.toml"\nreward.function = "my:other"\n')
+    (tmp_path / "both.toml").write_text('reward.function = "my:own"\n[reward.functions.a]\nfunction = "math"\n')
+
+    def functions(name: str, *overrides: str) -> dict[str, str]:
+        reward = load_recipe(tmp_path / name, overrides).reward
+        assert reward.timeout_s == 3.0
+        return {name: one.function for name, one in reward.table.items()}
+
+    assert functions("several.toml") == {"a": "math"}
+    assert functions("several.toml", "reward.functions.b.function=code") == {"a": "math", "b": "code"}
+    assert functions("again.toml") == {"other": "my:other"}
+    assert functions("one.toml", "reward.functions.b.function=code", "reward.functions.b.weight=2") == {"b": "code"}
+    assert functions("several.toml", "reward.function=math") == {"math": "math"}
+    for name, overrides in (
+        ("both.toml", []),
+        ("one.toml", ["reward.function=my:x", "reward.functions.b.function=math"]),
+    ):
+        with pytest.raises(UserError, match="both set"):
+            load_recipe(tmp_path / name, overrides)
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.commands.eval import Record, settings_of
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import RewardFailure, UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.run.directory import check_directory, open_directory
 from mugrpo_megatron.run.record import USER_FILES as FILE_NAME
 from mugrpo_megatron.run.record import own_files
+from mugrpo_megatron.run.run import open_files
 
 CODE = "def right(response):\n    return 1.0\n"
 NAMES = {
@@ -56,11 +57,18 @@ def begin(recipe: Recipe) -> None:
         pass
 
 
+def score(run_dir: Path) -> None:
+    """The run gets a group."""
+    (run_dir / "stages" / "00000").mkdir()
+    (run_dir / "stages" / "00000" / "shard-00000.parquet").touch()
+
+
 @pytest.mark.parametrize("key", NAMES)
 def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
     begin(recipe)
     assert own_files(recipe).keys() == NAMES.keys()
+    score(tmp_path / "run")
     own = tmp_path / NAMES[key]
     own.write_text(CODE + "# edited\n", encoding="utf-8")
     said = rf"{key} names a file that was edited since .* began; restore it, begin a new run or a branch .*remove"
@@ -75,6 +83,46 @@ def test_an_edited_file_is_refused_with_the_way_out(key: str, recipe: Recipe, tm
     begin(recipe)
     own.write_text(CODE, encoding="utf-8")
     with pytest.raises(UserError, match=key):
+        begin(recipe)
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_an_edited_reward_is_accepted_until_it_has_scored(key: str, recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    (tmp_path / NAMES[key]).write_text(CODE + "# edited\n", encoding="utf-8")
+    if not key.startswith("reward."):
+        with pytest.raises(UserError, match=key):
+            begin(recipe)
+        return
+    check_directory(recipe)
+    begin(recipe)
+    score(tmp_path / "run")
+    begin(recipe)  # the edited file is the run's now
+    (tmp_path / NAMES[key]).write_text(CODE, encoding="utf-8")
+    with pytest.raises(UserError, match=f"{key} names a file that was edited"):
+        begin(recipe)
+
+
+def test_an_evaluation_has_scored_too(recipe: Recipe, tmp_path: Path) -> None:
+    begin(recipe)
+    (tmp_path / "run" / "evaluations").mkdir()
+    (tmp_path / "run" / "evaluations" / "update000000.jsonl").touch()
+    (tmp_path / NAMES["reward.functions.first"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"reward\.functions\.first"):
+        begin(recipe)
+
+
+def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Path) -> None:
+    def fail() -> None:
+        score(tmp_path / "run")
+        raise RewardFailure("the function failed", "reward.functions.first")
+
+    with pytest.raises(RewardFailure), open_files(recipe, None):
+        fail()
+    (tmp_path / NAMES["reward.functions.first"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    begin(recipe)
+    (tmp_path / NAMES["reward.functions.second"]).write_text(CODE + "# edited\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^reward\.functions\.second names"):
         begin(recipe)
 
 

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException, SubprocessContext
 
 from run_scripts import launch
-from run_scripts.launch import patient
+from run_scripts.launch import exit_code, patient
 from tests.torch211 import python_files
 
 LAUNCH = Path(__file__).parents[2] / "run_scripts" / "launch.py"
@@ -114,6 +114,25 @@ def test_a_second_signal_ends_the_wait_only_if_it_is_ctrl_c(
     with patient(600):
         ranks.close(signal.SIGTERM)
     assert called == [signal.SIGTERM, then]
+
+
+@pytest.mark.parametrize(
+    ("stopped_by", "codes", "expected"),
+    [
+        (signal.SIGINT, [130, 130], 130),
+        (signal.SIGINT, [0, 130], 130),
+        (signal.SIGINT, [130, -signal.SIGKILL], 130),  # Ctrl-C twice
+        (signal.SIGINT, [], 130),
+        (signal.SIGINT, [130, 3], 1),
+        (signal.SIGTERM, [0, 0], 0),
+        (signal.SIGTERM, [0, 130], 1),
+        (signal.SIGTERM, [], 1),
+    ],
+)
+def test_ctrl_c_gives_130_and_another_signal_0_where_every_rank_saved(
+    stopped_by: signal.Signals, codes: list[int], expected: int
+) -> None:
+    assert exit_code(stopped_by, codes) == expected
 
 
 @pytest.mark.process

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from mugrpo_megatron.commands.common import Options, Parser, override_arguments
+from mugrpo_megatron.commands.common import Options, Parser, override_arguments, say
 from mugrpo_megatron.recipe import load_recipe
 
 
@@ -47,4 +48,6 @@ def import_stage(options: Options) -> int:
     from mugrpo_megatron.extras.exchange.import_rollouts import import_rollouts
 
     import_rollouts(options.file, recipe, options.to, options.reward)
+    sets = [word for setting in [*options.overrides, "run.dir=NEW"] for word in ("--set", setting)]
+    say(f"train on them: {shlex.join(['mugrpo', 'optimize', str(options.recipe), '--from', str(options.to), *sets])}")
     return 0

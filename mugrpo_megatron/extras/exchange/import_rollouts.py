@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
+from mugrpo_megatron.checks.layouts import divisors
 from mugrpo_megatron.data.files import ANSWERS, field_at, found_in, gold_column
 from mugrpo_megatron.data.prompts import template_of
 from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, verifiable_answer
@@ -63,14 +65,9 @@ def import_rollouts(
     as_they_were = replace(template_of(recipe.data), question=None)  # the prompts are what the model saw
     limits = recipe.data.max_prompt_tokens, recipe.rollout.max_response_tokens
     groups = read_rollouts(file, tokenizer, as_they_were, limits)
-    updates = _check_shape(file, groups, recipe)
+    updates = _check_fits(file, groups, recipe)
     _check_trained(file, groups, recipe.rollout.prompts_per_update)
     known = groups[0][0].logprobs is not None
-    if not known and (recipe.rollout.behaviour != "learner" or recipe.objective.mismatch != "none"):
-        raise UserError(
-            f'{file}: the rows have no logprobs, so the learner has to compute them: set rollout.behaviour = "learner" '
-            'and objective.mismatch = "none"'
-        )
     golds = [[_gold(one, recipe, file.stem) for one in group] for group in groups]
     scores = _scores(groups, golds, recipe, reward)
     shown, hidden = portable(recipe)
@@ -88,31 +85,48 @@ def import_rollouts(
         mean = store.statistics()["reward_mean"]
     count = sum(len(group) for group in groups)
     say(f"{to}: {count:,} responses in {len(groups):,} groups, {updates:,} updates, mean reward {mean:.4g}")
-    say(f"train on them: mugrpo optimize RECIPE --from {to} --set run.dir=NEW")
 
 
-def _check_shape(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
-    """The updates that the groups make; UserError unless the recipe's numbers are theirs."""
+def _check_fits(file: Path, groups: list[list[Foreign]], recipe: Recipe) -> int:
+    """The updates that the groups make; UserError with all settings that fit, unless the recipe's do."""
     rollout, size = recipe.rollout, len(groups[0])
-    updates, rest = divmod(len(groups), rollout.prompts_per_update)
-    if rest or not updates:
-        raise UserError(
-            f"{file}: {len(groups)} groups are not whole updates of rollout.prompts_per_update = "
-            f"{rollout.prompts_per_update}; set another number, or leave rows out"
-        )
-    numbers = {"rollout.responses_per_prompt": size, "schedule.updates_per_stage": updates}
-    set_now = rollout.responses_per_prompt, recipe.schedule.updates_per_stage
-    if changes := [
-        f"{key} = {value}" for (key, value), now in zip(numbers.items(), set_now, strict=True) if value != now
-    ]:
-        raise UserError(
-            f"{file}: holds {updates} updates of {rollout.prompts_per_update} groups of {size} responses; "
-            f"set {', '.join(changes)}"
-        )
+    per_update = _per_update(len(groups), rollout.prompts_per_update)
+    updates = len(groups) // per_update
     longest = max(len(one.response_ids) for group in groups for one in group)
-    if longest > rollout.max_response_tokens:
-        raise UserError(f"{file}: a response has {longest} tokens; set rollout.max_response_tokens = {longest}")
+    facts = [f"holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the longest of {longest} tokens"]
+    fitting: dict[str, object] = {
+        "rollout.prompts_per_update": per_update,
+        "rollout.responses_per_prompt": size,
+        "schedule.updates_per_stage": updates,
+        "rollout.max_response_tokens": max(longest, rollout.max_response_tokens),
+    }
+    if groups[0][0].logprobs is None:
+        facts.append("the rows have no logprobs, so the learner has to compute them")
+        fitting |= {"rollout.behaviour": "learner", "objective.mismatch": "none"}
+    changes = [f"--set {key}={value}" for key, value in fitting.items() if value != _value_of(recipe, key)]
+    if per_update != rollout.prompts_per_update:
+        sizes = ", ".join(str(number) for number in divisors(len(groups)))
+        facts.append(
+            f"an update of rollout.prompts_per_update = {rollout.prompts_per_update} groups does not divide them, one "
+            f"of {sizes} does"
+        )
+    if changes:
+        raise UserError(f"{file}: {'; '.join(facts)}; what fits: {' '.join(changes)}")
     return updates
+
+
+def _per_update(groups: int, wanted: int) -> int:
+    """The number of groups of an update that divides all `groups` and is nearest to the `wanted` one, in ratio."""
+    return min(divisors(groups), key=lambda size: abs(math.log(size / wanted)))
+
+
+def _value_of(recipe: Recipe, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(recipe, section), name)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def _check_trained(file: Path, groups: list[list[Foreign]], size: int) -> None:

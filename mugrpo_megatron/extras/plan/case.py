@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapter_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import read_config_file
+from mugrpo_megatron.files.hub import download_config, model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.blocks import Row
@@ -30,9 +33,9 @@ class Model:
 
 
 def find_model(recipe: Recipe, config: Path | None = None) -> Model:
-    """The model to plan for: `config` if given, else `model.path`'s config.json, else the bundled entry of its name.
+    """The model to plan for: `config` if given, else `model.path`'s config.json, its bundled entry, the hub's.
 
-    No weights are needed. Raises UserError, naming all three ways, when none of them gives a shape.
+    No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
     """
     path = config or recipe.model.path / "config.json"
     if path.is_file():
@@ -40,12 +43,33 @@ def find_model(recipe: Recipe, config: Path | None = None) -> Model:
     if config:
         raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
     table, name = bundled(), recipe.model.path.name
-    if name not in table:
-        raise UserError(
-            f"model.path = {recipe.model.path} holds no config.json and {name!r} is not one of the bundled shapes "
-            f"({', '.join(sorted(table))}); pass --model-config FILE"
-        )
-    return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
+    if name in table:
+        return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
+    hub = model_name(recipe.model.path)
+    return _from_hub(hub, recipe.model.revision) if hub else _unknown(recipe, table)
+
+
+def _unknown(recipe: Recipe, table: Mapping[str, Any]) -> NoReturn:
+    path = recipe.model.path
+    close = difflib.get_close_matches(path.name, table, n=3)
+    meant = f"did you mean {' or '.join(close)}?" if close else f"those are {', '.join(sorted(table))};"
+    raise UserError(
+        f"model.path = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} else "
+        "name a model of the hub, or pass --model-config FILE"
+    )
+
+
+def _from_hub(name: str, revision: str | None) -> Model:
+    with TemporaryDirectory() as folder:
+        try:
+            config = read_config_file(download_config(name, revision, Path(folder)))
+        except ValueError as error:
+            raise UserError(
+                f"model.path = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
+                f"downloaded from the Hugging Face hub ({error}); check the name and the network, or pass "
+                "--model-config FILE"
+            ) from None
+    return Model(dict(config), architecture(config, f"{name}'s config.json"), f"config.json of {name} on the hub")
 
 
 def _from_file(path: Path) -> Model:

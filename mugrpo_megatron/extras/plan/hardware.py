@@ -56,6 +56,9 @@ class Cluster:
     def world(self) -> int:
         return self.nodes * self.per_node
 
+    def __str__(self) -> str:
+        return f"{self.nodes} x {self.per_node} {self.device.name}"
+
 
 def engines_of(recipe: Recipe, cluster: Cluster) -> int:
     """Engines of the whole cluster, which share one queue of prompts.

@@ -310,20 +310,30 @@ class Memory:
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Phase -> bytes of its fullest rank."""
+        return {"learner": self.learn, "sync": self.sync, "engine": self.generate}
+
+    @property
     def fits(self) -> bool:
-        return max(self.learn, self.sync, self.generate) <= self.device and self.serving.requests >= 1
+        return max(self.phases.values()) <= self.device and self.serving.requests >= 1
 
     @property
     def problems(self) -> list[str]:
         """Why it does not fit; empty where it does."""
         sentences = [
             f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
-            for name, value in (("learner", self.learn), ("sync", self.sync), ("engine", self.generate))
+            for name, value in self.phases.items()
             if value > self.device
         ]
         if self.serving.requests < 1:
             sentences.append("the engine's share of the device has no room for one response's keys and values")
         return sentences
+
+
+def rest_bytes(case: Case) -> float:
+    """Bytes that a sleeping learner and a sleeping engine keep on a GPU."""
+    return case.assumptions.learner_rest + case.assumptions.engine_rest if case.cuda else 0.0
 
 
 def memory(case: Case, engine: EngineMemory) -> Memory:
@@ -333,7 +343,7 @@ def memory(case: Case, engine: EngineMemory) -> Memory:
     batch = batch_of(case)
     stages = [learner_memory(case, batch, pp_stage) for pp_stage in range(layout.pipeline)]
     fullest = max(stages, key=lambda one: one.total)
-    rests = assumptions.learner_rest + assumptions.engine_rest if cuda else 0.0
+    rests = rest_bytes(case)
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
     copies = 2 + 2 * (layout.tensor > 1)  # embedding and output layer in turn; shards gathered, then joined
     bucket = max(BUCKET_BYTES, copies * largest)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.checks.engines import check_engine_device
-from mugrpo_megatron.checks.layouts import check_layout
+from mugrpo_megatron.checks.layouts import layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case, Layout, Model, find_model, make_case, parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
@@ -19,14 +18,12 @@ from mugrpo_megatron.extras.plan.search import (
     Split,
     best_split,
     compare,
-    fitting_engine,
+    fitting,
     hiding_split,
-    nearest_fitting,
     recipe_keys,
 )
 from mugrpo_megatron.extras.plan.time import Phases, Schedule, bubble, checkpoint_bytes, phases, schedules, sync_bytes
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.systems import ParallelSection
 
 PLANNED = "plan such a number with --nodes and --gpus-per-node, or shrink the layout with --set"
 """The way out where the layout does not fit the ranks of the planned cluster."""
@@ -74,20 +71,17 @@ def make_plan(
 ) -> Plan:
     """The plan of `recipe` on a cluster.
 
-    Raises UserError when the device cannot do what the recipe asks, and, naming the nearest layout that works, when the
-    layout cannot run or a phase does not fit.
+    Raises UserError when the device cannot do what the recipe asks, and, with settings that work, when the layout or
+    the engines cannot run or a phase does not fit.
     """
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     check_engine_device(recipe, cluster.device.cuda)
     model = find_model(recipe, model_config)
-    check_layout(recipe, model.config, cluster.world, PLANNED, partial(_options, recipe))
-    engines = engines_of(recipe, cluster)
     case = make_case(recipe, model.architecture, model.config, cluster, assumed)
+    if problems := _problems(case):
+        raise UserError("; ".join([*problems, *_advice(case)]))
     engine = engine_memory(case)
-    need, layouts = memory(case, engine), compare(case, engine)
-    if not need.fits:
-        raise UserError(_refusal(case, need, layouts))
-    batch = batch_of(case)
+    need, batch = memory(case, engine), batch_of(case)
     return Plan(
         model=model,
         parameters=parameters(model.architecture),
@@ -98,12 +92,12 @@ def make_plan(
         memory=need,
         phases=phases(case, need),
         stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
-        engines=engines,
+        engines=engines_of(recipe, cluster),
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
         sync_bytes=sync_bytes(case),
         schedules=schedules(case, need),
-        layouts=layouts,
+        layouts=compare(case, engine),
         prefetch=best_split(case),
         prefetch_hidden=hiding_split(case),
     )
@@ -112,6 +106,7 @@ def make_plan(
 def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
     """The plan as JSON values: bytes, seconds, shares; and the commands that start the run."""
     return {
+        "fits": plan.memory.fits,
         "cluster": asdict(plan.cluster),
         "model": {"source": plan.model.source, "parameters": plan.parameters, "config": plan.model.config},
         "assumptions": asdict(plan.assumptions),
@@ -147,17 +142,29 @@ def _split_as_dict(split: Split | None) -> dict[str, Any] | None:
     return asdict(split) | {"total": split.seconds, "gpu_hours": split.device_seconds / 3600} if split else None
 
 
-def _options(recipe: Recipe, layout: ParallelSection) -> str:
-    """The layout as options of `mugrpo plan`."""
-    return recipe_keys(recipe, recipe.model_copy(update={"parallel": layout}))
+def _problems(case: Case) -> list[str]:
+    """Why the recipe cannot run on the cluster, a sentence each; empty where it can."""
+    recipe, config = case.recipe, dict(case.config)
+    wrong = [*layout_problems(recipe, config, case.cluster.world, PLANNED), *other_problems(recipe, config)]
+    if wrong:
+        return wrong
+    try:
+        need = memory(case, engine_memory(case))
+    except UserError as error:  # the ranks of a node cannot be divided into engines
+        return [str(error)]
+    return [f"{case.layout} on {case.cluster} does not fit: {'; '.join(need.problems)}"] if not need.fits else []
 
 
-def _refusal(case: Case, need: Memory, layouts: list[Candidate]) -> str:
-    where = f"{case.cluster.nodes} x {case.cluster.per_node} {case.cluster.device.name}"
-    sentence = f"{case.layout} on {where} does not fit: {'; '.join(need.problems)}"
-    nearest = nearest_fitting(layouts)
-    if nearest is None and (tensor := fitting_engine(case)):
-        return f"{sentence}; it fits with engines of {tensor} devices: --set engine.tensor={tensor}"
-    if nearest is None:
-        return f"{sentence}; no layout fits on so few devices: use more devices, or lower learner.micro_batch_tokens"
-    return f"{sentence}; the nearest layout that fits is {nearest.layout}: {recipe_keys(case.recipe, nearest.recipe)}"
+def _advice(case: Case) -> list[str]:
+    """What runs on the cluster, as settings, or that nothing does; empty where neither layout nor engine is wrong."""
+    engine = case.recipe.engine.model_copy(update={"tensor": 1, "nodes": 1})
+    if any(other_problems(case.recipe.model_copy(update={"engine": engine}), dict(case.config))):
+        return []
+    if way := fitting(case):
+        tensor = way.recipe.engine.tensor
+        engines = f"engines of {tensor} devices" if tensor > 1 else "an engine on each device"
+        return [f"what fits is {way.layout} with {engines}: {recipe_keys(case.recipe, way.recipe)}"]
+    return [
+        f"no layout, recomputation, engine.tensor or engine.memory_fraction fits {case.cluster}: use more devices, or "
+        "a smaller model"
+    ]

@@ -44,7 +44,7 @@ LISTED = 8
 def print_plan(plan: Plan, launch: Mapping[str, str], console: Console | None = None) -> None:
     """Print all tables of a plan, and the commands that start the run."""
     console = console or Console()
-    for line in _head(plan):
+    for line in (*_verdict(plan), *_head(plan)):
         console.print(line, highlight=False)
     tables = (_memory(plan), _phases(plan), _schedules(plan), _prefetch(plan), _layouts(plan), _refused(plan))
     for table in tables:
@@ -65,6 +65,17 @@ def print_json(plan: Plan, launch: Mapping[str, str]) -> None:
     print(json.dumps(json_value(plan_as_dict(plan, launch)), indent=2))
 
 
+def _verdict(plan: Plan) -> Iterable[str]:
+    """Three lines: that it fits, what it costs, and what binds."""
+    need, run = plan.memory, plan.schedules[0]
+    fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
+    longest, seconds = max(run.seconds.items(), key=lambda phase: phase[1])
+    hours = two_digits(plan.gpu_hours(run.total))
+    yield f"[bold]fits:[/bold] {peak / GIB:,.0f} of {need.device / GIB:,.0f} GiB on the fullest device"
+    yield f"[bold]takes:[/bold] {about(run.total)}, {hours} {_hours_name(plan)}"
+    yield f"[bold]binds:[/bold] of the time {longest}, {100 * seconds / run.total:.0f} %; of the memory {fullest}\n"
+
+
 def _head(plan: Plan) -> Iterable[str]:
     cluster, device = plan.cluster, plan.cluster.device
     nodes = "1 node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
@@ -76,7 +87,7 @@ def _head(plan: Plan) -> Iterable[str]:
     yield f"a checkpoint is {_gib(plan.checkpoint_bytes)} GiB, a sync moves {_gib(plan.sync_bytes)} GiB to each engine"
     yield (
         f"learner: [bold]{plan.layout}[/bold]; {plan.batch.micro_batches} micro-batches of {plan.batch.length:,} "
-        f"tokens on each rank; pipeline bubble {100 * plan.bubble:.1f} %"
+        f"tokens on each rank" + f"; pipeline bubble {100 * plan.bubble:.1f} %" * (plan.layout.pipeline > 1)
     )
 
 

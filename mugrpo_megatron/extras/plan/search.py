@@ -1,4 +1,4 @@
-"""Other ways to run a plan's recipe: layouts, which fit and how fast they are; devices divided for prefetching."""
+"""Other ways to run a plan's recipe: layouts and engines that fit, and their speed; devices divided for prefetching."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mugrpo_megatron.checks.layouts import candidates, distance, layout_problems
+from mugrpo_megatron.checks.layouts import candidates, distance, divisors, layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case, Layout
 from mugrpo_megatron.extras.plan.hardware import Cluster
-from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory
+from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
 from mugrpo_megatron.extras.plan.time import (
     Phases,
     decoding_seconds,
@@ -83,25 +83,65 @@ def nearest_fitting(found: list[Candidate]) -> Candidate | None:
     return min(valid, key=lambda one: (one.distance, one.seconds)) if valid else None
 
 
-def fitting_engine(case: Case) -> int | None:
-    """The smallest larger `engine.tensor` inside a node with which the recipe's own layout fits; None without one."""
-    section, per_node = case.recipe.engine, case.cluster.per_node
-    for tensor in range(section.tensor + 1, per_node + 1 if section.nodes == 1 else 0):
-        trial = case.with_recipe(
-            case.recipe.model_copy(update={"engine": section.model_copy(update={"tensor": tensor})})
-        )
-        if per_node % tensor or any(layout_problems(trial.recipe, dict(case.config), case.cluster.world)):
-            continue
-        if memory(trial, engine_memory(trial)).fits:
-            return tensor
-    return None
+FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
+"""Values of engine.memory_fraction that are tried besides the recipe's."""
+
+
+def fitting(case: Case) -> Case | None:
+    """The fastest way to run the recipe's batch and schedule on the cluster; None where none fits.
+
+    Tried together: `engine.tensor` and `engine.memory_fraction`; for each size of engines the layout nearest to the
+    recipe's that fits, with any recomputation, and where none does with shorter packed rows.
+    """
+    ways = []
+    for engines in _engines_that_fit(case):
+        for trial in (engines, _with_short_rows(engines)):
+            if nearest := nearest_fitting(compare(trial, engine_memory(trial))):
+                ways.append(trial.with_recipe(nearest.recipe))
+                break
+    return min(ways, key=lambda way: phases(way, memory(way, engine_memory(way))).total, default=None)
+
+
+def _engines_that_fit(case: Case) -> Iterator[Case]:
+    """The case with engines of each size that can run: the share of the device is the recipe's or the nearest below."""
+    section = case.recipe.engine
+    sizes = divisors(case.cluster.per_node) if section.nodes == 1 else [section.tensor]
+    lower = [fraction for fraction in FRACTIONS if fraction < section.memory_fraction]
+    higher = [fraction for fraction in reversed(FRACTIONS) if fraction > section.memory_fraction]
+    for tensor in sizes:
+        for fraction in (section.memory_fraction, *lower, *higher):
+            engine = section.model_copy(update={"tensor": tensor, "memory_fraction": fraction})
+            trial = case.with_recipe(case.recipe.model_copy(update={"engine": engine}))
+            if _engine_fits(trial):
+                yield trial
+                break
+
+
+def _engine_fits(case: Case) -> bool:
+    """Whether the recipe's engines can run on the cluster while the learner is offloaded."""
+    if any(other_problems(case.recipe, dict(case.config))):
+        return False
+    try:
+        engine = engine_memory(case)
+    except UserError:  # the ranks of a node cannot be divided into engines
+        return False
+    return engine.requests >= 1 and (not case.cuda or engine.total + rest_bytes(case) <= case.cluster.device.memory)
+
+
+def _with_short_rows(case: Case) -> Case:
+    """The case with packed rows as short as its longest sequence."""
+    recipe = case.recipe
+    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+    tokens = min(longest, recipe.learner.micro_batch_tokens)
+    learner = recipe.learner.model_copy(update={"micro_batch_tokens": tokens})
+    return case.with_recipe(recipe.model_copy(update={"learner": learner}))
 
 
 def recipe_keys(recipe: Recipe, other: Recipe) -> str:
-    """The layout and the recompute choice of `other` as `--set` options to `recipe`."""
+    """The layout, engines, recomputation and packed rows of `other` as `--set` options to `recipe`."""
     keys = [
         f"{section}.{key}={str(value).lower() if isinstance(value, bool) else value}"
-        for section in ("parallel", "learner")
+        for section in ("parallel", "engine", "learner")
         for key, value in getattr(other, section).model_dump().items()
         if value != getattr(getattr(recipe, section), key)
     ]

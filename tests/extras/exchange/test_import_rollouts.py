@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange import import_rollouts as import_command
@@ -101,11 +102,15 @@ def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
-        ({"rollout": {"behaviour": "engine"}}, 'no logprobs.*set rollout.behaviour = "learner"'),
-        ({"rollout": {"prompts_per_update": 3}}, "8 groups are not whole updates of rollout.prompts_per_update = 3"),
-        ({"rollout": {"responses_per_prompt": 2}}, "groups of 4 responses; set rollout.responses_per_prompt = 4$"),
-        ({"schedule": {"updates_per_stage": 5}}, "set schedule.updates_per_stage = 2$"),
-        ({"rollout": {"max_response_tokens": 1}}, "set rollout.max_response_tokens = 2"),
+        ({"rollout": {"behaviour": "engine"}}, "no logprobs.*; what fits: --set rollout.behaviour=learner$"),
+        (
+            {"rollout": {"prompts_per_update": 16, "responses_per_prompt": 2}, "schedule": {"updates_per_stage": 5}},
+            "prompts_per_update = 16 groups does not divide them, one of 1, 2, 4, 8 does; what fits: "
+            "--set rollout.prompts_per_update=8 --set rollout.responses_per_prompt=4 --set schedule.updates_per_stage=1",  # noqa: E501
+        ),
+        ({"rollout": {"responses_per_prompt": 2}}, "8 groups of 4 responses.*: --set rollout.responses_per_prompt=4$"),
+        ({"schedule": {"updates_per_stage": 5}}, "what fits: --set schedule.updates_per_stage=2$"),
+        ({"rollout": {"max_response_tokens": 1}}, "what fits: --set rollout.max_response_tokens=2$"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_told_what_fits(
@@ -115,6 +120,19 @@ def test_a_recipe_that_does_not_fit_is_told_what_fits(
     with pytest.raises(UserError, match=words):
         imported(trl_log(tmp_path / "completions.parquet"), recipe, tmp_path / "stage")
     assert not (tmp_path / "stage").exists()
+
+
+def test_what_fits_is_imported_and_the_hint_has_the_settings(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"rollout": {"prompts_per_update": 16, "behaviour": "engine"}, "schedule": {"updates_per_stage": 5}}
+    file, recipe = trl_log(tmp_path / "completions.parquet"), str(recipe_file(tmp_path, model, **wrong))
+    command = ["import", str(file), "--recipe", recipe, "--to", str(tmp_path / "stage"), "--reward", "parity"]
+    assert main(command) == 2
+    flags = capsys.readouterr().err.strip().partition("what fits: ")[2]
+    assert main([*command, *flags.split()]) == 0
+    hint = capsys.readouterr().out.splitlines()[-1]
+    assert hint == f"train on them: mugrpo optimize {recipe} --from {tmp_path / 'stage'} {flags} --set run.dir=NEW"
 
 
 def of_ids(path: Path, *rows: dict[str, Any]) -> Path:

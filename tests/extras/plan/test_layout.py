@@ -102,7 +102,10 @@ def test_too_few_ranks_are_answered_with_options_of_the_plan() -> None:
         make_plan(recipe, 1, 1, "rtx4090")
     said = str(refused.value)
     assert "needs a multiple of 2 ranks but 1 run; plan such a number with --nodes and --gpus-per-node" in said
-    assert said.endswith("can run: --set parallel.tensor=1 --set parallel.sequence=false")
+    assert said.endswith(
+        "no layout, recomputation, engine.tensor or engine.memory_fraction fits 1 x 1 rtx4090: use more devices, or a "
+        "smaller model"
+    )
     assert "torchrun" not in said
 
 
@@ -119,7 +122,35 @@ def test_the_options_of_a_candidate_give_its_layout(name: str) -> None:
         assert layout_of(again, cluster.world) == one.layout
 
 
-def test_a_model_too_large_for_its_engines_gets_larger_engines_and_no_other_learner() -> None:
-    recipe = load_recipe(LARGE, ["engine.tensor=1"])
-    with pytest.raises(UserError, match=r"it fits with engines of 2 devices: --set engine\.tensor=2$"):
-        make_plan(recipe, 8, 8, "h200")
+OWN = ["parallel.tensor=1", "parallel.pipeline=1", "parallel.virtual_pipeline=1", "parallel.sequence=false"]
+SMALL = ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "model.dtype=bfloat16"]
+REFUSED: dict[str, tuple[Path | None, list[str], tuple[int, int, str], set[str]]] = {
+    "70B, engines of one device": (LARGE, ["engine.tensor=1"], (16, 8, "h200"), {"engine.tensor"}),
+    "70B, no layout": (
+        LARGE,
+        ["engine.tensor=1", *OWN],
+        (16, 8, "h200"),
+        {"engine.tensor", "parallel.tensor", "parallel.sequence"},
+    ),
+    "0.5B on 24 GB": (None, SMALL, (1, 1, "rtx4090"), {"engine.memory_fraction", "learner.recompute"}),
+    "a layout that the ranks cannot run": (None, [*SMALL, "parallel.tensor=7"], (1, 4, "h100"), {"parallel.tensor"}),
+    "engines that do not divide a node": (None, [*SMALL, "engine.tensor=3"], (1, 4, "h100"), {"engine.tensor"}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_one_complete_set_of_settings(name: str) -> None:
+    path, overrides, cluster, keys = REFUSED[name]
+    with pytest.raises(UserError, match="; what fits is ") as refused:
+        make_plan(load_recipe(path, overrides), *cluster)
+    assert "more devices" not in str(refused.value)
+    settings = str(refused.value).partition("what fits is ")[2].partition(": ")[2].replace("--set ", "").split()
+    assert keys <= {setting.partition("=")[0] for setting in settings}
+    assert make_plan(load_recipe(path, [*overrides, *settings]), *cluster).memory.fits
+
+
+def test_more_devices_are_advised_where_nothing_fits_and_nothing_where_devices_do_not_help() -> None:
+    with pytest.raises(UserError, match="fits 1 x 8 h100: use more devices"):
+        make_plan(load_recipe(LARGE), 1, 8, "h100")
+    with pytest.raises(UserError, match=r"exceeds the model's 32768 positions \(max_position_embeddings\)$"):
+        make_plan(load_recipe(None, [*SMALL, "rollout.max_response_tokens=40000"]), 1, 8, "h100")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,24 +12,41 @@ from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.run.record import with_cached_model
+from tests.hub import NAME, used
 
 PUBLISHED = {
     "Qwen2.5-0.5B": 494_032_768,
-    "Qwen2.5-0.5B-Instruct": 494_032_768,
-    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-1.5B": 1_543_714_304,
     "Qwen2.5-Math-1.5B": 1_543_714_304,
+    "Qwen2.5-3B": 3_085_938_688,
+    "Qwen2.5-7B": 7_615_616_512,
     "Qwen2.5-Math-7B": 7_615_616_512,
-    "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
-    "Llama-3.1-8B-Instruct": 8_030_261_248,
-    "Llama-3.2-3B-Instruct": 3_212_749_824,
-    "Qwen3-1.7B-Base": 1_720_574_976,
-    "Qwen3-8B": 8_190_735_360,
-    "Qwen3-8B-Base": 8_190_735_360,
+    "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-32B": 32_763_876_352,
-    "Llama-3.3-70B-Instruct": 70_553_706_496,
+    "Qwen2.5-72B": 72_706_203_648,
+    "DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "DeepSeek-R1-Distill-Qwen-14B": 14_770_033_664,
+    "DeepSeek-R1-Distill-Qwen-32B": 32_763_876_352,
+    "DeepSeek-R1-Distill-Llama-8B": 8_030_261_248,
+    "DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
+    "Llama-3.1-8B": 8_030_261_248,
+    "Llama-3.2-1B": 1_235_814_400,
+    "Llama-3.2-3B": 3_212_749_824,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Llama-3.3-70B": 70_553_706_496,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen3-1.7B": 1_720_574_976,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
-"""Parameters as the models' safetensors files count them."""
+"""Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike."""
+VARIANT = re.compile(r"-(Base|Instruct|Thinking)(-2507)?$")
 
 
 def named(name: str) -> Recipe:
@@ -37,7 +55,17 @@ def named(name: str) -> Recipe:
 
 @pytest.mark.parametrize("name", sorted(bundled()))
 def test_bundled_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    assert parameters(find_model(named(name)).architecture) == PUBLISHED[name]
+    assert parameters(find_model(named(name)).architecture) == PUBLISHED[VARIANT.sub("", name)]
+
+
+def test_an_entry_like_another_has_its_keys_and_its_own() -> None:
+    table = bundled()
+    assert table["DeepSeek-R1-Distill-Qwen-1.5B"] == table["Qwen2.5-1.5B"] | {
+        "max_position_embeddings": 131072,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    assert not any("like" in entry for entry in table.values())
 
 
 def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> None:
@@ -48,10 +76,38 @@ def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> Non
 
 
 def test_a_model_that_nothing_describes(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not one of the bundled shapes .*Qwen3-8B.*--model-config"):
-        find_model(named("unknown-1B"))
+    with pytest.raises(UserError, match=r"not one of the bundled shapes: those are .*Qwen3-8B.*--model-config"):
+        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "unknown")}}))
+    with pytest.raises(UserError, match=r"did you mean Qwen3-14B"):
+        find_model(Recipe.model_validate({"model": {"path": str(tmp_path / "Qwen3-15B")}}))
     with pytest.raises(UserError, match=r"no such file"):
         find_model(named("Qwen3-8B"), tmp_path / "config.json")
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json is not JSON"):
         find_model(named("Qwen3-8B"), tmp_path / "config.json")
+
+
+def test_the_hub_gives_a_shape_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also its cache has nothing of the model then, so a run does not take it for downloaded."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(bundled()["Qwen3-8B"]), encoding="utf-8")
+    with used(tmp_path / "model", tmp_path, monkeypatch) as hub:
+        found = find_model(Recipe.model_validate({"model": {"path": NAME}}))
+        assert found.architecture.layers == 36
+        assert found.source == f"config.json of {NAME} on the hub"
+        assert {path.rpartition("/")[2] for path in hub.asked if NAME in path} == {"config.json"}
+        assert with_cached_model(Recipe.model_validate({"model": {"path": NAME}})).model.commit is None
+        with pytest.raises(UserError, match=r"someone/else: .*could not be downloaded .*no such repository.*network"):
+            find_model(Recipe.model_validate({"model": {"path": "someone/else"}}))
+
+
+def test_without_a_network_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with used(tmp_path, tmp_path, monkeypatch):
+        pass  # no hub answers at that address any more
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}/{filename}"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"could not be downloaded from the Hugging Face hub .*--model-config FILE"):
+        find_model(Recipe.model_validate({"model": {"path": "someone/else"}}))
