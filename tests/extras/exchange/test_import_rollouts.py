@@ -125,7 +125,10 @@ def test_a_recipe_that_does_not_fit_is_told_what_fits(
 def test_what_fits_is_imported_and_the_hint_has_the_settings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = {"rollout": {"prompts_per_update": 16, "behaviour": "engine"}, "schedule": {"updates_per_stage": 5}}
+    wrong: dict[str, Any] = {
+        "rollout": {"prompts_per_update": 16, "behaviour": "engine"},
+        "schedule": {"updates_per_stage": 5},
+    }
     file, recipe = trl_log(tmp_path / "completions.parquet"), str(recipe_file(tmp_path, model, **wrong))
     command = ["import", str(file), "--recipe", recipe, "--to", str(tmp_path / "stage"), "--reward", "parity"]
     assert main(command) == 2
