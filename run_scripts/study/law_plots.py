@@ -76,7 +76,7 @@ def _draw_gap(axes: Axes, rows: Sequence[Row]) -> None:
     axes.axhline(0, color=LIGHT["soft"], linewidth=1, linestyle="--")
     _finish(axes, "Points below GRPO, sampled", "nats a response at a stage's end\nnumbers: stages")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="upper left")
+        axes.legend(frameon=False, labelcolor=LIGHT["ink"], fontsize=8.5, loc="lower right")
 
 
 def _draw_errors(axes: Axes, rows: Sequence[Row]) -> None:
