@@ -114,7 +114,9 @@ def write_entry(
 
 
 def narrowed(whole: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """The tensor as `dtype`; UserError when that makes a finite value infinite, as float16 does above 65,504."""
+    """The tensor as `dtype`; UserError for NaN, and where it makes a finite value infinite: float16 above 65,504."""
+    if whole.dtype.itemsize > 1 and torch.isnan(whole).any():
+        raise UserError(f"{name}: a value is not a number (NaN), so the checkpoint is damaged")
     found = whole.to(dtype)
     if dtype != whole.dtype and torch.isinf(found).any() and torch.isfinite(whole).all():
         raise UserError(f"{name}: a value is too large for {str(dtype).removeprefix('torch.')}; take bfloat16")

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.checkout import ROOT
 from tests.cpu_seconds import cpu_seconds
@@ -27,6 +27,10 @@ from tests.forked import STARTED
 
 # A property fails for what is wrong, never for a machine that is busy.
 settings.register_profile("untimed", deadline=None)
+# `pytest -m night tests/hostile --hypothesis-profile long`: an hour of fuzzing.
+settings.register_profile(
+    "long", deadline=None, max_examples=20_000, suppress_health_check=list(HealthCheck), print_blob=True
+)
 settings.load_profile("untimed")
 
 # Engines have temporary folders of their own, in which each would compile the same C++ again.

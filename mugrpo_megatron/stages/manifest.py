@@ -131,15 +131,31 @@ def _unreadable(path: Path) -> str:
 
 
 def _manifest(body: Any) -> Manifest:
-    shards = [Shard(**{**shard, "whole": Span(**shard["whole"])}) for shard in body["shards"]]
+    shards = [Shard(**{**shard, "whole": _span(shard["whole"])}) for shard in body["shards"]]
     sealed = body["sealed"]
+    for shard in shards:
+        if not _counts(shard.groups + shard.rows) or len(shard.groups) != len(shard.rows):
+            raise ValueError("the manifest lists other groups than rows")
     if sealed is not None:
-        spans = {name: [Span(**span) for span in sealed[name]] for name in ("row_groups", "told")}
-        sealed = Sealed(**{**sealed, **spans, "footer": Span(**sealed["footer"])})
+        spans = {name: [_span(span) for span in sealed[name]] for name in ("row_groups", "told")}
+        sealed = Sealed(**{**sealed, **spans, "footer": _span(sealed["footer"])})
+        if not _counts([sealed.prompts_per_update]) or len({*map(len, spans.values()), sealed.updates}) > 1:
+            raise ValueError("the manifest lists other updates than row groups")
     for file in [*(shard.file for shard in shards), *([sealed.file] if sealed else [])]:
         if not is_plain(file):
             raise ValueError(f"the manifest lists {file!r}, which is no file name of its directory")
     return Manifest(shards, sealed, Origin(**body["origin"]) if body["origin"] else None)
+
+
+def _span(body: Any) -> Span:
+    span = Span(**body)
+    if not _counts([span.start, span.end]):
+        raise ValueError("a place in a file is a number of bytes")
+    return span
+
+
+def _counts(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)
 
 
 def check_stage(directory: Path, origin: Origin | None = None) -> None:

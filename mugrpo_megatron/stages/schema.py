@@ -12,7 +12,7 @@ None by default and `OPTIONAL` a line. The other columns say what happened; peop
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -69,6 +69,8 @@ TOLD: dict[str, Column] = {
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
 COLUMNS: dict[str, Column] = TRAINING | OPTIONAL | TOLD
+LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask")
+"""One value for each token."""
 SHAPE = b"shape"
 """Field metadata: the dimensions after the first of an array that has several, as JSON."""
 
@@ -89,6 +91,42 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
             f"{directory}: the groups on disk have the optional columns {list(present)}, the new ones {list(new)}; "
             "take the recipe's keys that the stage was begun with, or remove the directory to generate the stage again"
         )
+
+
+def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
+    """UserError, ending with `remedy`, unless a stage's file has the columns of a stage and their types."""
+    names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TOLD]
+    if [(field.name, field.type) for field in stored] != [(name, COLUMNS[name].kind) for name in names]:
+        raise UserError(f"{path}: its columns are not those of a stage; {remedy}")
+
+
+def check_rows(path: Path, table: pa.Table, groups: Sequence[int], remedy: str) -> None:
+    """UserError, ending with `remedy`, unless the rows are those of `groups`, in this order, and can be trained on.
+
+    A stage that was published elsewhere has a manifest that fits its files, whatever these hold.
+    """
+    if wrong := next(_wrong(table, groups), ""):
+        raise UserError(f"{path}: {wrong}; {remedy}")
+
+
+def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
+    for name in table.schema.names:
+        inner = table[name].combine_chunks().values if pa.types.is_list(table.schema.field(name).type) else table[name]
+        if (table[name].null_count and not COLUMNS[name].empty) or (name in LISTS and inner.null_count):
+            yield f"{name} is empty in some rows"
+            return
+    numbers = table["group"].to_numpy()
+    if numbers[np.flatnonzero(np.diff(numbers, prepend=-1))].tolist() != list(groups):
+        yield "it holds other groups than its manifest lists"
+    if not np.isfinite(table["reward"].to_numpy()).all():
+        yield "some rewards are not finite"
+    lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in LISTS if name in table.schema.names}
+    if min(lengths["prompt_ids"].min(), lengths["response_ids"].min()) < 1:
+        yield "some prompts or responses have no token"
+    if any((lengths[name] != lengths["response_ids"]).any() for name in lengths if name != "prompt_ids"):
+        yield "some responses have more or fewer values than tokens"
+    if min(pc.min(pc.list_flatten(table[name])).as_py() or 0 for name in ("prompt_ids", "response_ids")) < 0:
+        yield "some token ids are negative"
 
 
 def schema(samples: Sequence[Sample]) -> pa.Schema:

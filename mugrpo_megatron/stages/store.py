@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import digest, durable_file, fsync, full_disk, remove_leftovers
 from mugrpo_megatron.recipe.systems import Replay
 from mugrpo_megatron.samples import Sample
@@ -48,6 +49,8 @@ from mugrpo_megatron.stages.manifest import (
 from mugrpo_megatron.stages.routes import route_column, take_routes, with_routes, without_routes
 from mugrpo_megatron.stages.schema import (
     StageStatistics,
+    check_file,
+    check_rows,
     check_same_columns,
     optional_columns,
     to_samples,
@@ -81,20 +84,26 @@ def in_order(directory: Path, shards: list[Shard], updates: int, prompts_per_upd
 
     for update in range(updates):
         rows = []
-        for group in range(update * prompts_per_update, (update + 1) * prompts_per_update):
+        groups = range(update * prompts_per_update, (update + 1) * prompts_per_update)
+        for group in groups:
             file = shard_of[group].file
             row_group, start, length = places[file][group]
             rows.append(read(file, row_group).slice(start, length))
-        yield pa.concat_tables(rows).combine_chunks()
+        table = pa.concat_tables(rows).combine_chunks()
+        check_rows(directory, table, groups, REMEDY)
+        yield table
 
 
 def _places(path: Path, shard: Shard) -> dict[int, tuple[int, int, int]]:
     """The row group, first row and number of rows of each group; no group is in two row groups."""
     layout = pq.read_metadata(path)
+    check_file(path, without_routes(layout.schema.to_arrow_schema()), REMEDY)
     begins = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
     places = {}
     for group, rows, end in zip(shard.groups, shard.rows, accumulate(shard.rows), strict=True):
         row_group = bisect_right(begins, end - rows) - 1
+        if end > begins[-1] or end > begins[row_group + 1]:
+            raise UserError(f"{path}: it has other rows than its manifest lists; {REMEDY}")
         places[group] = (row_group, end - rows - begins[row_group], rows)
     return places
 
@@ -157,7 +166,8 @@ class StageStore:
     def verify(self) -> None:
         """Raise UserError unless every byte of the sealed stage has its checksum."""
         sealed = self._sealed()
-        for span in (sealed.footer, *sealed.row_groups, *sealed.told):
+        self._checked_layout()
+        for span in (*sealed.row_groups, *sealed.told):
             verify(self.directory / sealed.file, span, REMEDY)
 
     def statistics(self) -> dict[str, float]:
@@ -271,17 +281,16 @@ class StageStore:
         They are what training needs, or `whole`. Raises UserError when their bytes are damaged.
         """
         sealed = self._sealed()
-        path = self.directory / sealed.file
-        if self._layout is None:
-            verify(path, sealed.footer, REMEDY)
-            self._layout = pq.read_metadata(path)
+        path, layout = self.directory / sealed.file, self._checked_layout()
         spans = (sealed.row_groups[update], sealed.told[update]) if whole else (sealed.row_groups[update],)
         for span in spans:
             verify(path, span, REMEDY)
-        with pq.ParquetFile(path, metadata=self._layout) as file:
+        with pq.ParquetFile(path, metadata=layout) as file:
             columns = None if whole else training_columns(file.schema_arrow)
-            samples = to_samples(file.read_row_group(update, columns=columns, use_threads=False))
-        return with_routes(samples, self.directory, self.content, update, self.replay)
+            table = file.read_row_group(update, columns=columns, use_threads=False)
+        start = update * sealed.prompts_per_update
+        check_rows(path, table, range(start, start + sealed.prompts_per_update), REMEDY)
+        return with_routes(to_samples(table), self.directory, self.content, update, self.replay)
 
     def rewards(self) -> tuple[np.ndarray, np.ndarray]:
         """Rewards float64 [n] and groups int64 [n] of the sealed stage's samples.
@@ -290,13 +299,27 @@ class StageStore:
         """
         if self._rewards is None:
             sealed = self._sealed()
-            for span in (sealed.footer, *sealed.row_groups):
+            self._checked_layout()
+            for span in sealed.row_groups:
                 verify(self.directory / sealed.file, span, REMEDY)
             with pq.ParquetFile(self.directory / sealed.file) as file:
                 table = file.read(columns=["reward", "group"])
             columns = table["reward"].to_numpy(), table["group"].to_numpy()
             self._rewards = columns[0].astype(np.float64), columns[1].astype(np.int64)
         return self._rewards
+
+    def _checked_layout(self) -> pq.FileMetaData:
+        """The sealed file's layout; UserError when it is damaged or not that of a stage."""
+        if self._layout is None:
+            sealed = self._sealed()
+            path = self.directory / sealed.file
+            verify(path, sealed.footer, REMEDY)
+            layout = pq.read_metadata(path)
+            check_file(path, layout.schema.to_arrow_schema(), REMEDY)
+            if layout.num_row_groups != sealed.updates:
+                raise UserError(f"{path}: it has other updates than its manifest lists; {REMEDY}")
+            self._layout = layout
+        return self._layout
 
     def _shards(self) -> list[Shard]:
         """The shards that the manifests of all writers list."""
