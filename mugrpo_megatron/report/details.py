@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.examples import Example, read_examples, shortened
 from mugrpo_megatron.rewards.shaping import verdict_in
-from mugrpo_megatron.stages.manifest import SEALED_NAME
+from mugrpo_megatron.stages.manifest import SEALED_NAME, check_origin, read_manifest
 from mugrpo_megatron.stages.probe import Probe, read_probe
 
 MOST_STAGES = 8
@@ -106,10 +106,11 @@ def _parts(
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
-    """A stage's responses, None until it is sealed. Raises UserError when its file is damaged."""
+    """A stage's responses, None until it is sealed. Raises UserError when its file is damaged or another stage's."""
     path = directory / SEALED_NAME
     if not path.is_file():
         return None
+    check_origin(directory, read_manifest(directory), None)
     try:
         with pq.ParquetFile(path) as file:
             numbers = file.read(columns=["reward", "group"])

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.cli import main
+from mugrpo_megatron.commands import score
 from mugrpo_megatron.commands.score import BLOCK, BLOCKS_AHEAD, SHOWN, ScoreSummary, run
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.scoring import RewardSection
@@ -106,3 +109,20 @@ def test_own_functions_see_the_row_and_are_chosen_by_its_source(tmp_path: Path) 
     with pytest.raises(UserError, match="no reward function scores the data source ''"):
         run(write(tmp_path / "in.jsonl", [{"response": "2"}]), tmp_path / "out2.jsonl", section)
     assert not (tmp_path / "out2.jsonl").exists()
+
+
+def test_a_score_that_is_terminated_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It left its temporary file for ever, and said nothing."""
+    path = write(tmp_path / "in.jsonl", [{"response": "1", "answer": "1"}])
+
+    def scored(*arguments: object) -> None:
+        assert len(list(tmp_path.iterdir())) == 2, "the temporary is there"
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(score, "_scored", scored)
+    assert main(["score", str(path), "--out", str(tmp_path / "out.jsonl")]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "mugrpo: terminated; nothing was written, the same command starts over\n"
+    assert list(tmp_path.iterdir()) == [path]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 from string import ascii_letters
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_sealed
-from mugrpo_megatron.files.hf_config import STATE, checksums, damage, publish, read_state
+from mugrpo_megatron.files.hf_config import STATE, checksums, damage, make_room, publish, read_state
 from mugrpo_megatron.run.cursor import Cursor
 
 WHOLE = {"stage": 1, "age": 2, "updates": 5, "repeated": 0}
@@ -59,3 +60,11 @@ def test_a_file_that_no_rank_has_listed_gets_its_checksum(tmp_path: Path) -> Non
     state = {"cursor": WHOLE, "updates_done": 5, "steps_done": 5, "model": {}}
     publish(partial, directory, {**state, "files": {name: listed[name] for name in ("a", "c")}})
     assert read_state(directory)["files"] == listed
+
+
+def test_a_full_disk_is_told_in_megabytes(tmp_path: Path) -> None:
+    """0.0 GiB of 0.0 GiB said nothing."""
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(UserError, match=r"a checkpoint takes [\d,]+\.\d MiB and [\d,]+\.\d MiB are free"):
+        make_room(tmp_path / "partial", free + (300 << 20))
+    assert not list(tmp_path.iterdir())

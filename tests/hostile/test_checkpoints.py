@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from checkpoints_convert import hf_to_megatron, megatron_to_hf, output, verify
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
@@ -106,6 +106,16 @@ def versions(clean: Path, count: int, seed: int, names: Collection[str] = ()) ->
             path.write_bytes(damaged)
             yield path.name, clean
         path.write_bytes(whole)
+
+
+def test_weights_that_are_not_numbers(hf: Path, tmp_path: Path, ends_well: Callable[..., bool]) -> None:
+    """They were converted without a word."""
+    copy = Path(shutil.copytree(hf, tmp_path / "copy"))
+    file = sorted(copy.glob("*.safetensors"))[0]
+    values = load_file(file)
+    values[sorted(values)[0]].view(-1)[1] = torch.nan
+    save_file(values, file, metadata={"format": "pt"})
+    assert not ends_well(to_megatron, copy, late=True)
 
 
 READ = {".metadata", "__0_0.distcp", "config.json", output.RECORD}

@@ -95,7 +95,8 @@ def test_a_row_with_tests(row: Any) -> None:
 
 PIECES = st.sampled_from([
     "Answer:", "**Final Answer:**", "The answer is ", "$", "$$", "\\[", "\\]", "\\boxed{", "}", "{", "=", "120", "-3.5",
-    "\\frac{1}{2}", "f(x)", " or ", " is ", "\n", ". ", "€", "\\text{cm}", "1,000", "(", ")", "[", ",", "<think>", "</think>",
+    "\\frac{1}{2}", "f(x)", " or ", " is ", "\n", ". ", "€", "\\text{cm}", "1,000", "(", ")", "[", ",", "<think>",
+    "</think>",
 ])  # fmt: skip
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
+from mugrpo_megatron.observe.streams import visible
+from mugrpo_megatron.report import live
+from mugrpo_megatron.report.details import read_details
 from mugrpo_megatron.report.page import BRAND
 from tests.hostile.outcome import command, listing, refused
+from tests.hostile.rundir import make
 from tests.report.synthetic import recipe_of, rows_of, write_run
 
 RECIPES: dict[str, tuple[bytes, str]] = {
@@ -74,3 +80,35 @@ def test_a_report_of_what_is_not_a_run(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").mkdir()
     for run_dir in (tmp_path, tmp_path / "nowhere", tmp_path / "file", "/dev/null", tmp_path / ("x" * 300), "\x1b[2J"):
         refused("report", run_dir)
+
+
+def test_a_report_shows_every_character(tmp_path: Path) -> None:
+    """Of a directory whose name is not UTF-8, and of names that turn the text around or write to a terminal."""
+    rows = [row | {"reward/a\x1b[2J\u202eb": 1.0} if row["kind"] == "update" else row for row in rows_of(1, 2)]
+    run = write_run(tmp_path / os.fsdecode(b"r\xff"), rows, recipe_of(1, 2))
+    assert command("report", run).code == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "r\\udcff" in text
+    assert visible(text) == text
+
+
+def test_a_live_report_does_not_wait_for_half_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would hold a thread until it ends."""
+    monkeypatch.setattr(live, "PATIENCE_S", 0.05)
+    with live.server_of(write_run(tmp_path, rows_of(1, 2), recipe_of(1, 2))) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        with socket.create_connection(server.server_address[:2]) as half:  # type: ignore[arg-type]
+            half.sendall(b"GET / HTTP/1.1\r\nHost: 127")
+            assert half.recv(1) == b"", "closed by the server"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_report_names_stages_that_were_swapped(tmp_path: Path) -> None:
+    made = make(tmp_path / "run")
+    stages = [made.run.dir / "stages" / name for name in ("00000", "aside", "00001")]
+    for source, target in ((0, 1), (2, 0), (1, 2)):
+        stages[source].rename(stages[target])
+    damaged = read_details(made.run.dir, {}).damaged
+    assert [line.partition(" holds stage ")[2][0] for line in damaged if "give it its right name" in line] == ["1", "0"]

@@ -85,7 +85,7 @@ def test_the_same_comparison_is_made_once(verifier: Verifier) -> None:
         ("hang in C", "killed after 1 s"),
         ("swallow the alarm", "killed after 1 s"),
         ("hang in Python", "gave up after 0.125 s"),
-        ("die", "the worker died (exit code 3)"),
+        ("die", "the worker died (exit code 3): out of memory, or the function ended it or closed its files"),
         ("eat memory", "the worker died"),
         ("raise", "failed: RuntimeError: no (functions.py:"),
         ("nan", "failed: ValueError"),
@@ -105,6 +105,13 @@ def test_a_bad_response_scores_0_and_costs_no_other(order: str, why: str) -> Non
     assert scores[5].reward == 0.0
     assert scores[5].why.startswith(why)
     assert [s.reward for i, s in enumerate(scores) if i != 5] == [i + 0.5 for i in range(3 * BATCH) if i != 5]
+
+
+def test_a_worker_without_room_for_its_function_says_so() -> None:
+    """math needs about 80 MiB of address space."""
+    with Verifier(RewardSection(workers=1, worker_memory_mb=64)) as pool, pytest.raises(UserError) as error:
+        pool.score(["\\boxed{\\frac{1}{2}+x}"], ["x+\\frac{2}{4}"])
+    assert "in 64 MiB of address space; raise reward.worker_memory_mb" in str(error.value)
 
 
 def test_a_worker_that_died_is_replaced() -> None:

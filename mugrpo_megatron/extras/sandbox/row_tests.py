@@ -184,7 +184,7 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
     imports = row.get("test_imports") or []
     before: Sequence[str] = [*(imports if isinstance(imports, list) else [str(imports)]), str(setup)]
     text = "\n".join([*(part for part in before if part), code])
-    entry, prompt = str(row.get("entry_point") or ""), _definitions(row)
+    entry, prompt = _entry(row), _definitions(row)
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -209,7 +209,12 @@ def _definitions(row: Mapping[str, Any]) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     whole = [one for one in tree.body if not isinstance(one, ast.Expr) and not _is_stub(one)]
-    return "\n".join(ast.unparse(one) for one in whole if getattr(one, "name", "") != row.get("entry_point"))
+    return "\n".join(ast.unparse(one) for one in whole if getattr(one, "name", "") != _entry(row))
+
+
+def _entry(row: Mapping[str, Any]) -> str:
+    """The name of the function that is asked for; LeetCode's is a method, `Solution().name`."""
+    return str(row.get("entry_point") or "").removeprefix("Solution().")
 
 
 def _is_stub(statement: ast.stmt) -> bool:

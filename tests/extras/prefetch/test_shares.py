@@ -110,6 +110,25 @@ def test_shares_have_the_same_weights_and_problems(tmp_path: Path) -> None:
         mark_share(Share(1, 2), where, PROBLEMS)
 
 
+def test_a_share_without_its_mark_is_not_sealed(tmp_path: Path) -> None:
+    """N12: the check of weights and problems was left out for it."""
+    recipe = recipe_of(tmp_path)
+    where, stage = begin(recipe, PROBLEMS), tmp_path / "run" / "stages" / "00000"
+    for number in range(2):
+        mark_share(Share(number, 2), where, PROBLEMS)
+        (stage / f"manifest-{number + 1:04d}.json").write_text("{}")
+    damaged = stage / "share-0002.json"
+    damaged.write_text(damaged.read_text().replace("2", "3", 1))
+    way_out = r"remove it with manifest-0002\.json and shard-0002-\*\.parquet, and run its share again"
+    with pytest.raises(UserError, match=rf"share-0002\.json: damaged; {way_out}"):
+        shares_of(stage, where.weights)
+    damaged.unlink()
+    with pytest.raises(UserError, match=rf"share-0002\.json is missing.*{way_out}"):
+        shares_of(stage, where.weights)
+    (stage / "manifest-0002.json").unlink()
+    assert shares_of(stage, where.weights) == [Share(0, 2)]
+
+
 def test_a_lock_is_shared_by_shares_and_by_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with locked(path, shared=True), locked(path, shared=True), pytest.raises(InUse), locked(path):

@@ -11,6 +11,7 @@ from mugrpo_megatron.extras.sandbox import kernel
 from mugrpo_megatron.extras.sandbox.code import failure
 from mugrpo_megatron.extras.sandbox.jail_check import check_jail, weakness
 from mugrpo_megatron.extras.sandbox.limits import Limits
+from mugrpo_megatron.extras.sandbox.programs import run_program
 from mugrpo_megatron.extras.sandbox.row_tests import AssertTest, ProgramTest
 from mugrpo_megatron.recipe.scoring import RewardSection
 from mugrpo_megatron.rewards.pool import Verifier
@@ -150,3 +151,24 @@ def test_a_program_needs_no_more_memory_than_its_worker() -> None:
     with pytest.raises(ValueError, match="raise worker_memory_mb"):
         section(code={"memory_mb": 2048})
     RewardSection(code={"memory_mb": 2048})  # `math` runs no program
+
+
+BOMB = """
+import os, threading, time
+threading.stack_size(65536)
+count = 1
+try:
+    while True:
+        threading.Thread(target=time.sleep, args=(999,), daemon=True).start()
+        count += 1
+except Exception:
+    os.write(1, str(count).encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.process
+def test_a_program_has_so_many_threads_and_no_more() -> None:
+    """As root too: its user id is no other process's. It was 767 of them."""
+    limits = Limits()
+    assert run_program(BOMB, "", limits).output == str(limits.threads).encode()

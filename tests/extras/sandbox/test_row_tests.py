@@ -63,6 +63,11 @@ CASES = [{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}, {"input": "3 
             [AssertTest("def check(candidate):\n    assert candidate(1) == 2\n", "f", ("f",))],
         ),
         (
+            "",
+            {"test": "def check(candidate):\n    assert candidate(1) == 2\n", "entry_point": "Solution().f"},
+            [AssertTest("def check(candidate):\n    assert candidate(1) == 2\n", "f", ("f",))],
+        ),
+        (
             "x = []\nassert f(x) == 2\nx.append(1)\n",
             {},
             [AssertTest("x = []\nassert f(x) == 2\nx.append(1)\n", "", ("f",))],
@@ -82,6 +87,9 @@ def test_shapes(gold: Any, row: dict[str, Any], tests: list[Any]) -> None:
         ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "needs the function's name"),
         ([{"input": "1", "output": "2", "testtype": "graphical"}], {}, "neither stdin nor functional"),
         ([1, 2], {}, "neither asserts nor"),
+        ({"inputs": [""], "outputs": [None]}, {}, "input or output is null"),
+        ({"inputs": [""], "outputs": [[None]]}, {}, "input or output is null"),
+        ([{"input": "1", "output": None}], {}, "input or output is null"),
     ],
 )
 def test_rows_without_usable_tests_are_refused(gold: Any, row: dict[str, Any], why: str) -> None:

@@ -22,6 +22,12 @@ def source(tmp_path: Path) -> RunDirectory:
     return directory
 
 
+SEVEN = ("optimizer.lr", "objective.clip_low", "objective.clip_high", "objective.trigger_ratio", "optimizer.min_lr",
+         "optimizer.weight_decay", "optimizer.clip_grad")  # fmt: skip
+EXPLODES = "[axes]\n" + "".join(f'"{key}" = {[1 + k for k in range(59)]}\n' for key in SEVEN)
+"""59 values on each of seven axes: never made, only counted."""
+
+
 def cells(source: RunDirectory, *overrides: str, file: str = "") -> list[Cell]:
     path = source.path / "grid.toml"
     path.write_text(file, encoding="utf-8")
@@ -78,6 +84,7 @@ def test_a_file_has_axes_and_cells_besides(source: RunDirectory) -> None:
         ([], "[axes]\nlr = [1e-4]", "needs its section"),
         ([], "cells = 3", "write each cell"),
         (["optimizer.lr=" + ",".join(f"{k}e-9" for k in range(1, 1002))], "", "more than 1,000"),
+        ([], EXPLODES, "has 2,488,651,484,819 cells, more than 1,000"),
     ],
 )
 def test_what_is_no_grid_is_refused(source: RunDirectory, overrides: list[str], file: str, words: str) -> None:

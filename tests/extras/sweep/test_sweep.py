@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.sweep import sweep as module
 from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, default_out, states
 from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
 from mugrpo_megatron.observe.log import read_rows
-from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.directory import InUse, RunDirectory
 from mugrpo_megatron.run.record import read_record
 from mugrpo_megatron.stages.manifest import Origin
 from tests.forked import started
@@ -90,6 +93,19 @@ def test_a_sweep_that_is_asked_to_stop_saves_and_the_same_command_finishes_it(
                 "objective.clip_high=1.2", "objective.veto=none", "objective.reduction=sequence_mean")  # fmt: skip
     mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
     assert (out / "lr=0.002" / END).read_bytes() == (tmp_path / "alone" / END).read_bytes()
+
+
+def test_a_cell_that_another_sweep_is_at_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N15: it was called FAILED, with a traceback in failure.txt."""
+
+    def taken(*arguments: object) -> None:
+        raise InUse("another process is at work in it")
+
+    monkeypatch.setattr(module, "branch", taken)
+    shop, cell = SimpleNamespace(is_main=True), SimpleNamespace(name="lr=1", recipe=None)
+    with pytest.raises(InUse):
+        module._take(cast(Any, shop), Sweep(tmp_path, 0, tmp_path / "out", []), cast(Any, cell))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.process

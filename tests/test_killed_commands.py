@@ -1,0 +1,135 @@
+"""Commands killed at random moments and run again: their end is the unbroken one's, bit for bit, and nothing is twice.
+
+`test_killed_anywhere` does this to `train`, whose generation no seed repeats on a CPU.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.stages.store import StageStore
+from tests.forked import started
+from tests.hostile.outcome import listing
+from tests.tiny import COIN, FINISHED, mugrpo, save_model, write_recipe
+
+pytestmark = [pytest.mark.process, pytest.mark.night]
+
+KILLS = 6
+"""Of each command."""
+
+
+def seconds(*command: object) -> float:
+    """How long the command takes unbroken."""
+    start = time.monotonic()
+    mugrpo(*command)
+    return time.monotonic() - start
+
+
+def killed(command: tuple[object, ...], delay_s: float) -> bool:
+    """Start the command and kill all of its processes after `delay_s`; whether it was still alive then."""
+    with started(*command) as running:
+        if running.wait(delay_s) is not None:
+            return False
+        family = running.family
+    assert psutil.wait_procs(family, timeout=30)[1] == []
+    return True
+
+
+def killed_often(command: tuple[object, ...], whole_s: float, seed: int) -> None:
+    """Kill one run of a command KILLS times, each at a random moment of half its length, so that it goes on a while."""
+    draw = random.Random(seed)
+    hits = sum(killed(command, draw.uniform(0.0, whole_s / 2)) for _ in range(KILLS))
+    print(f"{hits} of {KILLS} kills hit {command[0]}")
+    assert hits >= KILLS // 2
+    mugrpo(*command)
+
+
+def updates(run: Path) -> list[int]:
+    return [int(row["update"]) for row in read_rows(run / "metrics.jsonl") if row["kind"] == "update"]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "hf" / "model.safetensors").read_bytes()
+
+
+def test_optimize(finished_run: Path, tmp_path: Path) -> None:
+    def command(run: Path) -> tuple[object, ...]:
+        sets = ["--set", f"run.dir={run}", "--set", "schedule.stages=1"]
+        return "optimize", finished_run.parent / "recipe.toml", "--from", finished_run, *sets
+
+    whole_s = seconds(*command(tmp_path / "whole"))
+    killed_often(command(tmp_path / "run"), whole_s, seed=1)
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+    assert sorted(set(updates(tmp_path / "run"))) == list(range(FINISHED["updates_per_stage"]))
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+def test_sweep(finished_run: Path, tmp_path: Path) -> None:
+    def command(out: Path) -> tuple[object, ...]:
+        return "sweep", finished_run, "--out", out, "--set", "optimizer.lr=1e-3,2e-3"
+
+    whole_s = seconds(*command(tmp_path / "whole"))
+    killed_often(command(tmp_path / "sweep"), whole_s, seed=2)
+    cells = sorted(path.name for path in (tmp_path / "whole").glob("lr=*"))
+    assert sorted(path.name for path in (tmp_path / "sweep").glob("lr=*")) == cells
+    for cell in cells:
+        assert weights(tmp_path / "sweep" / cell) == weights(tmp_path / "whole" / cell)
+        assert sorted(set(updates(tmp_path / "sweep" / cell))) == list(range(FINISHED["updates_per_stage"]))
+
+
+def test_publish(finished_run: Path, tmp_path: Path) -> None:
+    def command(to: Path) -> tuple[object, ...]:
+        return "publish", finished_run, "--stage", 1, "--weights", "--to", to
+
+    whole_s = seconds(*command(tmp_path / "whole"))
+    whole = listing(tmp_path / "whole")
+
+    def check() -> None:
+        if (tmp_path / "set").exists():
+            assert listing(tmp_path / "set") == whole
+            shutil.rmtree(tmp_path / "set")
+
+    draw = random.Random(3)
+    hits = 0
+    for _ in range(KILLS):
+        hits += killed(command(tmp_path / "set"), draw.uniform(0.0, whole_s))
+        check()
+    print(f"{hits} of {KILLS} kills hit publish")
+    mugrpo(*command(tmp_path / "set"))
+    assert listing(tmp_path / "set") == whole
+
+
+def test_seal(tmp_path: Path) -> None:
+    """Two shares of a stage; each kill is of a sealing of its own copy, which is then sealed again."""
+    recipe = write_recipe(
+        tmp_path / "recipe.toml",
+        save_model(tmp_path / "model"),
+        tmp_path / "run",
+        rollout={"prompts_per_update": 400, "responses_per_prompt": 4, "max_response_tokens": 6},
+        reward=COIN,
+    )
+    for share in range(2):
+        mugrpo("generate", recipe, "--engine-only", "--shard", f"{share}/2")
+    shutil.copytree(tmp_path / "run", tmp_path / "whole")
+    whole_s = seconds("seal", tmp_path / "whole")
+    content = StageStore(tmp_path / "whole" / "stages" / "00000").content
+    draw = random.Random(4)
+    hits = 0
+    for number in range(KILLS):
+        run = Path(shutil.copytree(tmp_path / "run", tmp_path / f"run-{number}"))
+        hits += killed(("seal", run), draw.uniform(0.0, whole_s))
+        mugrpo("seal", run)
+        store = StageStore(run / "stages" / "00000")
+        assert store.content == content
+        store.verify()
+        groups = [sample.group for update in range(store.updates) for sample in store.read_update(update)]
+        assert groups == [group for group in range(800) for _ in range(4)]
+        assert not list((run / "stages").rglob("shard-*"))
+    print(f"{hits} of {KILLS} kills hit seal")
