@@ -39,9 +39,9 @@ def changed(draw: st.DrawFn, value: Any, odd: st.SearchStrategy[Any] = ODD, most
         elif kind == "twice" and isinstance(holder, list):
             holder.append(copy.deepcopy(holder[key]))
         elif kind == "more" and isinstance(holder, dict):
-            holder[draw(TEXTS)] = draw(odd)
+            holder[draw(TEXTS)] = copy.deepcopy(draw(odd))
         else:
-            holder[key] = draw(odd)
+            holder[key] = copy.deepcopy(draw(odd))
     return result
 
 

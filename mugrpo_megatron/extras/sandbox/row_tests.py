@@ -12,7 +12,7 @@ import builtins
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -182,8 +182,8 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
     """Test code with the row's setup and imports before it. Raises ValueError where it cannot test a program."""
     setup = row.get("test_setup_code") or ""
     imports = row.get("test_imports") or []
-    before: Sequence[str] = [*(imports if isinstance(imports, list) else [str(imports)]), str(setup)]
-    text = "\n".join([*(part for part in before if part), code])
+    before = [*(imports if isinstance(imports, list) else [imports]), setup]
+    text = "\n".join([*(str(part) for part in before if part), code])
     entry, prompt = _entry(row), _definitions(row)
     try:
         tree = ast.parse(text)
