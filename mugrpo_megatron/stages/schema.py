@@ -121,12 +121,13 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
     if not np.isfinite(table["reward"].to_numpy()).all():
         yield "some rewards are not finite"
     lengths = {name: pc.list_value_length(table[name]).to_numpy() for name in LISTS if name in table.schema.names}
-    if min(lengths["prompt_ids"].min(), lengths["response_ids"].min()) < 1:
-        yield "some prompts or responses have no token"
-    if any((lengths[name] != lengths["response_ids"]).any() for name in lengths if name != "prompt_ids"):
-        yield "some responses have more or fewer values than tokens"
-    if min(pc.min(pc.list_flatten(table[name])).as_py() or 0 for name in ("prompt_ids", "response_ids")) < 0:
-        yield "some token ids are negative"
+    for name in lengths:
+        if name.endswith("_ids") and lengths[name].min() < 1:
+            yield f"{name} has no token in some rows"
+        if name.endswith("_ids") and pc.min(pc.list_flatten(table[name])).as_py() < 0:
+            yield f"{name} holds negative numbers"
+        if name != "prompt_ids" and (lengths[name] != lengths["response_ids"]).any():
+            yield "some responses have more or fewer values than tokens"
 
 
 def schema(samples: Sequence[Sample]) -> pa.Schema:

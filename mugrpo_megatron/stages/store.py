@@ -304,6 +304,7 @@ class StageStore:
                 verify(self.directory / sealed.file, span, REMEDY)
             with pq.ParquetFile(self.directory / sealed.file) as file:
                 table = file.read(columns=["reward", "group"])
+            check_rows(self.directory / sealed.file, table, range(sealed.updates * sealed.prompts_per_update), REMEDY)
             columns = table["reward"].to_numpy(), table["group"].to_numpy()
             self._rewards = columns[0].astype(np.float64), columns[1].astype(np.int64)
         return self._rewards

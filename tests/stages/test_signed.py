@@ -102,10 +102,10 @@ FILES: dict[str, tuple[Callable[[Tables], Tables], str]] = {
     "groups reversed": (column("group", lambda values: values[::-1]), "other groups than its manifest"),
     "NaN": (column("reward", lambda values: [float("nan")] * len(values)), "rewards are not finite"),
     "no reward": (column("reward", lambda values: [None, *values[1:]]), "reward is empty"),
-    "no token": (column("response_ids", lambda values: [[]] * len(values)), "have no token"),
+    "no token": (column("response_ids", lambda values: [[]] * len(values)), "has no token"),
     "a token more": (column("response_ids", lambda values: [[*one, 1] for one in values]), "more or fewer values"),
     "null tokens": (column("prompt_ids", lambda values: [[None]] * len(values)), "prompt_ids is empty"),
-    "negative tokens": (column("prompt_ids", lambda values: [[-1]] * len(values)), "are negative"),
+    "negative tokens": (column("prompt_ids", lambda values: [[-1]] * len(values)), "negative numbers"),
 }
 
 
