@@ -12,6 +12,7 @@ None by default and `OPTIONAL` a line. The other columns say what happened; peop
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -69,8 +70,8 @@ TOLD: dict[str, Column] = {
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
 COLUMNS: dict[str, Column] = TRAINING | OPTIONAL | TOLD
-LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask")
-"""One value for each token."""
+LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask", "kept")
+"""As many values for each token."""
 SHAPE = b"shape"
 """Field metadata: the dimensions after the first of an array that has several, as JSON."""
 
@@ -96,7 +97,11 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
     """UserError, ending with `remedy`, unless a stage's file has the columns of a stage and their types."""
     names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TOLD]
-    if [(field.name, field.type) for field in stored] != [(name, COLUMNS[name].kind) for name in names]:
+    try:
+        shapes = [_inner(field) for field in stored if field.name in OPTIONAL]
+    except (ValueError, RecursionError):
+        shapes = None
+    if shapes is None or [(one.name, one.type) for one in stored] != [(name, COLUMNS[name].kind) for name in names]:
         raise UserError(f"{path}: its columns are not those of a stage; {remedy}")
 
 
@@ -126,7 +131,8 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
             yield f"{name} has no token in some rows"
         if name.endswith("_ids") and pc.min(pc.list_flatten(table[name])).as_py() < 0:
             yield f"{name} holds negative numbers"
-        if name != "prompt_ids" and (lengths[name] != lengths["response_ids"]).any():
+        each = math.prod(_inner(table.schema.field(name)))
+        if name != "prompt_ids" and (lengths[name] != each * lengths["response_ids"]).any():
             yield "some responses have more or fewer values than tokens"
 
 
@@ -187,10 +193,18 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
         return column.to_pylist()
     lists = cast(pa.ListArray, column.combine_chunks())
     values = lists.values.to_numpy(zero_copy_only=not pa.types.is_boolean(field.type.value_type))
-    inner = json.loads((field.metadata or {}).get(SHAPE, b"[]"))
+    inner = _inner(field)
     offsets = lists.offsets.to_numpy().tolist()
     arrays = [values[start:end] for start, end in pairwise(offsets)]
     return [array.reshape(-1, *inner) for array in arrays] if inner else arrays
+
+
+def _inner(field: pa.Field) -> list[int]:
+    """The dimensions of a token's values; ValueError where the file does not say them as numbers."""
+    inner = json.loads((field.metadata or {}).get(SHAPE, b"[]"))
+    if not isinstance(inner, list) or not all(type(one) is int and 0 < one < 2**31 for one in inner):
+        raise ValueError(f"{field.name}: {inner!r} is no shape")
+    return inner
 
 
 class StageStatistics:
