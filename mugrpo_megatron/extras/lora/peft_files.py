@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_HEADER = 100_000_000
 """Bytes of a safetensors header, the format's own limit."""
+MOST = 2**31
+"""No rank and no alpha is larger."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -49,10 +51,14 @@ class AdapterFile:
     """Fingerprint of the weights that it was trained on; empty where the file does not say."""
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors by PEFT's names, on the host."""
+        """All tensors by PEFT's names, on the host. Raises UserError for a file that is damaged behind its header."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(self.directory / WEIGHTS)
+        try:
+            return load_file(self.directory / WEIGHTS)
+        except SafetensorError as error:
+            raise UserError(f"{self.directory / WEIGHTS} cannot be read ({error}); copy it again") from None
 
 
 def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
@@ -70,7 +76,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         if config.get(name, plain[-1]) not in plain:
             raise UserError(f"{where}: {name} = {config[name]!r}, and only plain LoRA adapters are read")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float) or not alpha > 0:
+    if type(rank) is not int or not 0 < rank < MOST or type(alpha) not in (int, float) or not 0 < alpha < MOST:
         raise UserError(f"{where}: r = {rank!r} and lora_alpha = {alpha!r} are not those of an adapter")
     shapes, base = _header(directory / WEIGHTS)
     kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
@@ -132,5 +138,5 @@ def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
         if path.stat().st_size != 8 + length + max(ends, default=0):
             raise ValueError
         return shapes, str(metadata.get("base", ""))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
         raise UserError(f"{path} is truncated or not a safetensors file; copy it again") from None
