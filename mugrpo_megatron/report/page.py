@@ -208,11 +208,12 @@ def _status(run: RunData, live_s: int) -> dict[str, Any]:
 
 
 def _progress(run: RunData) -> str:
-    """Updates of the whole run, and of an unfinished one the time left at the pace so far."""
+    """Updates of the whole run, and of an unfinished one the time left."""
     done, total = len(run.updates), run.total_updates
     if run.summary is not None:
         return f"updates taken: {done:,} in {duration(run.seconds)}"
-    rest = f", about {duration(run.seconds * (total - done) / done)} left at this pace" if 0 < done < total else ""
+    left = run.seconds_left() if done < total else None
+    rest = "" if left is None else f", about {duration(left)} left"
     return f"updates taken: {done:,} of {total:,} in {duration(run.seconds)}{rest}"
 
 
