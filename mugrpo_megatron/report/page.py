@@ -204,7 +204,7 @@ def _status(run: RunData, live_s: int) -> dict[str, Any]:
     if age is None:
         return {"name": "unfinished", "text": "unfinished", "age": None}
     name = "running" if age < SILENT_S else "silent"
-    return {"name": name, "text": "running, last row" if name == "running" else "silent, last row", "age": age}
+    return {"name": name, "text": "running," if name == "running" else "silent, last row", "age": age}
 
 
 def _progress(run: RunData) -> str:
