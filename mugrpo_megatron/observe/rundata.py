@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,27 @@ class RunData:
     def stage_starts(self) -> list[Row]:
         """The first update row of each stage that has any."""
         return [next(rows) for _, rows in groupby(self.updates, key=itemgetter("stage"))]
+
+    def seconds_left(self) -> float | None:
+        """Seconds of the rest of the run, as far as its updates and stages tell; None before the second update.
+
+        What comes before a stage's first update, such as its generation, counts once for each stage to come.
+        """
+        took = [
+            self.clock(later["time"]) - self.clock(earlier["time"])
+            for earlier, later in pairwise(self.updates)
+            if earlier["stage"] == later["stage"]
+        ]
+        if not took:
+            return None
+        update, before = statistics.fmean(took), []
+        for first in self.stage_starts():
+            began = [row["start"] for row in self.phases if row["stage"] == first["stage"] and row["phase"] != "start"]
+            if began:
+                before.append(max(0.0, self.clock(first["time"]) - self.clock(min(began)) - update))
+        stages = max(0, round(self.setting("schedule.stages") or 1) - len(self.stage_starts()))
+        waits = stages * statistics.fmean(before) if before else 0.0
+        return (self.total_updates - len(self.updates)) * update + waits
 
 
 def read_run(path: Path) -> RunData:

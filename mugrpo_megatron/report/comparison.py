@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.evaluation.estimators import Measure
-from mugrpo_megatron.files.durable import write_text
+from mugrpo_megatron.files.durable import read_sealed, write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.observe.progress import duration
 from mugrpo_megatron.observe.results import between, mean_of, measure_in, sets_in, shown, summary_of
@@ -138,9 +140,27 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
     for section, what in ALIKE.items():
         if keys := [key for key in differing if key.startswith(f"{section}.")]:
             yield f"The runs differ in their {what} ({', '.join(keys)}): their curves do not compare one to one."
+    for file, content, section, what in (
+        ("data.json", "data", "data", "training problems"),
+        ("own_files.json", "files", "reward", "reward functions"),
+    ):
+        named = any(key.startswith(f"{section}.") for key in differing)
+        if not named and len(_contents(runs, file, content, section)) > 1:
+            yield f"The runs' {what} differ, though their recipes name the same: the file was edited between them."
     sets = {tuple((name, row[f"problems/{name}"]) for name in sets_in([row])) for run in runs for row in run.evals[-1:]}
     if len(sets) > 1:
         yield "The runs were evaluated on other problems: their held-out figures do not compare."
+
+
+def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:
+    """What the runs recorded of their training problems or reward functions; runs without a record are left out."""
+    records = set()
+    for run in runs:
+        with suppress(OSError, ValueError, AttributeError):
+            record = read_sealed(run.path / file, content)
+            own = record["train"] if section == "data" else {k: v for k, v in record.items() if k.startswith("reward.")}
+            records.add(json.dumps(own, sort_keys=True))
+    return records
 
 
 def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:

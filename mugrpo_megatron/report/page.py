@@ -204,15 +204,16 @@ def _status(run: RunData, live_s: int) -> dict[str, Any]:
     if age is None:
         return {"name": "unfinished", "text": "unfinished", "age": None}
     name = "running" if age < SILENT_S else "silent"
-    return {"name": name, "text": "running, last row" if name == "running" else "silent, last row", "age": age}
+    return {"name": name, "text": "running," if name == "running" else "silent, last row", "age": age}
 
 
 def _progress(run: RunData) -> str:
-    """Updates of the whole run, and of an unfinished one the time left at the pace so far."""
+    """Updates of the whole run, and of an unfinished one the time left."""
     done, total = len(run.updates), run.total_updates
     if run.summary is not None:
         return f"updates taken: {done:,} in {duration(run.seconds)}"
-    rest = f", about {duration(run.seconds * (total - done) / done)} left at this pace" if 0 < done < total else ""
+    left = run.seconds_left() if done < total else None
+    rest = "" if left is None else f", about {duration(left)} left"
     return f"updates taken: {done:,} of {total:,} in {duration(run.seconds)}{rest}"
 
 

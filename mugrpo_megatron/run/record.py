@@ -14,12 +14,13 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.errors import RewardFailure, UserError
 from mugrpo_megatron.files.durable import read_sealed, write_sealed
 from mugrpo_megatron.files.hub import download_model, model_name
 from mugrpo_megatron.files.json_text import read_json
@@ -269,7 +270,7 @@ def check_own_files(recipe: Recipe) -> None:
     """Raise UserError when a file of the run in `run.dir`, if there is one, was edited since the run began.
 
     A reward function's file may be edited as long as it has scored nothing, and after it ended the run
-    (`forget_own_file`).
+    (`editable_after_failure`).
     """
     path = recipe.run.dir / USER_FILES
     if not path.exists():  # also of a run that began before there was such a record
@@ -300,12 +301,17 @@ def record_own_files(recipe: Recipe) -> None:
         write_sealed(path, "files", {**before, **now})
 
 
-def forget_own_file(run_dir: Path, key: str) -> None:
-    """Let the file that the recipe's `key` names be edited: it ended the run, so its author has to."""
+@contextmanager
+def editable_after_failure(run_dir: Path) -> Iterator[None]:
+    """When a reward function ends the block, forget the checksum of its file: its author has to edit it."""
     path = run_dir / USER_FILES
-    if path.exists():
-        before: dict[str, str] = read_sealed(path, "files")
-        write_sealed(path, "files", {name: digest for name, digest in before.items() if name != key})
+    try:
+        yield
+    except RewardFailure as failure:
+        if path.exists():
+            before: dict[str, str] = read_sealed(path, "files")
+            write_sealed(path, "files", {key: digest for key, digest in before.items() if key != failure.key})
+        raise
 
 
 def _has_scores(run_dir: Path) -> bool:

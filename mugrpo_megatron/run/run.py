@@ -13,7 +13,7 @@ from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
-from mugrpo_megatron.errors import RewardFailure, UserError
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
 from mugrpo_megatron.learner.model import policy
@@ -30,7 +30,7 @@ from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
 from mugrpo_megatron.run.leader import EngineLeader, Engines, first_start_problem, join, meet, sleep_joined, start
 from mugrpo_megatron.run.origin import stage_origin
-from mugrpo_megatron.run.record import Record, forget_own_file, read_record
+from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.run.world import World, open_world, telling_failures
 from mugrpo_megatron.stages.manifest import Origin, check_stage
@@ -159,12 +159,8 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[Files]:
             write=is_main,
             watch=Watch(display.say, recipe.optimizer.clip_grad),
         )
-        with log as opened, listening(is_main) as stop:
-            try:
-                yield Files(directory, record, opened, display, stop)
-            except RewardFailure as failure:
-                forget_own_file(directory.path, failure.key)
-                raise
+        with log as opened, listening(is_main) as stop, editable_after_failure(directory.path):
+            yield Files(directory, record, opened, display, stop)
 
 
 def check_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.files.durable import write_sealed
 from mugrpo_megatron.observe.rundata import RunData, read_run
 from mugrpo_megatron.recipe.load import validate
 from mugrpo_megatron.report.comparison import comparison, differences, labels_of, telling, write_comparison
@@ -104,6 +106,24 @@ def test_runs_on_other_terms_are_warned_of(tmp_path: Path) -> None:
     assert "The runs differ in their reward (reward.timeout_s)" in html
     fewer = replace(same[0], evals=[{**row, "problems/arithmetic": 9} for row in same[0].evals])
     assert "evaluated on other problems" in comparison([fewer, same[1]])
+
+
+def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path) -> None:
+    runs = runs_of(tmp_path, {"run": {"seed": 1}}, {"run": {"seed": 2}}, {"run": {"seed": 3}})
+    data, reward = "The runs' training problems differ", "The runs' reward functions differ"
+    for run in runs[:2]:  # the third has no record
+        write_sealed(run.path / "data.json", "data", {"train": {"own": "1"}, "held-out": {}})
+        write_sealed(run.path / "own_files.json", "files", {"reward.function": "1"})
+    same = comparison(runs)
+    assert data not in unescape(same)
+    assert reward not in unescape(same)
+    write_sealed(runs[1].path / "data.json", "data", {"train": {"own": "2"}, "held-out": {}})
+    write_sealed(runs[1].path / "own_files.json", "files", {"reward.function": "2", "objective.surrogate": "1"})
+    html = unescape(comparison(runs))
+    assert data in html
+    assert reward in html
+    (runs[1].path / "data.json").write_text("{}")
+    assert data not in unescape(comparison(runs))
 
 
 def test_rewards_that_branches_of_one_stage_share_are_not_drawn(tmp_path: Path) -> None:

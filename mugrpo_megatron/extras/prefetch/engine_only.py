@@ -25,6 +25,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, locked
 from mugrpo_megatron.run.leader import first_start_problem
+from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening
 from mugrpo_megatron.samples import Prompt
@@ -124,7 +125,10 @@ def _generate(
     prepared = prepare(recipe.data, recipe.reward, tokenizer, problems)
     log = RunDirectory(recipe.run.dir).logs / f"engine-share-{share.writer:04d}.log"
     how, n = sampling(recipe, tokenizer), recipe.rollout.responses_per_prompt
-    with _engine(recipe, share, where.weights, log, stop) as engine, Verifier(recipe.reward) as verifier:
+    with ExitStack() as stack:
+        stack.enter_context(editable_after_failure(recipe.run.dir))
+        engine = stack.enter_context(_engine(recipe, share, where.weights, log, stop))
+        verifier = stack.enter_context(Verifier(recipe.reward))
         with display.waiting(f"waiting for the engine, see {log}"):
             if problem := first_start_problem(engine):
                 raise UserError(problem)
