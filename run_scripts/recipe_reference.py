@@ -19,7 +19,8 @@ A recipe is a TOML file. With `base = "other.toml"` at its top it holds only wha
 relative to the file, or that of a bundled recipe; in a list, later recipes override earlier ones. `--set
 section.key=value` overrides one key; `--dry-run` makes the checks with which `train` begins.
 
-Each line gives a key, its default, its type and its meaning. A key without a default is unset.
+Each line gives a key, its default, its type where the default does not show it, and its meaning. A key without a
+default is unset.
 """
 
 
@@ -39,7 +40,7 @@ def markdown() -> str:
 
 def _part(name: str, section: Any) -> str:
     lines = [
-        f"- `{key}`{_default(inner)}: {_type(inner.annotation)}. {' '.join((inner.description or '').split())}"
+        f"- `{key}`{_default(inner)}: {_type_of(inner)}{' '.join((inner.description or '').split())}"
         for key, inner in section.model_fields.items()
         if not _is_section(inner.annotation)
     ]
@@ -54,6 +55,11 @@ def _named_table(annotation: Any) -> Any:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def _type_of(field: FieldInfo) -> str:
+    """The type as a sentence; empty where the default shows it."""
+    return "" if _default(field) and field.annotation in (int, float, bool, str) else f"{_type(field.annotation)}. "
 
 
 def _type(annotation: Any) -> str:

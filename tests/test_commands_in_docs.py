@@ -32,6 +32,9 @@ PLACEHOLDERS = {
     "SEED": "1",
     "RUN": "runs/quickstart",
     "NAME": "owner/name",
+    "DIR": "models/some",
+    "HF_DIR": "models/some",
+    "TYPE": "bfloat16",
 }
 """What a word in capitals stands for: alone, or as a part of `key=value` or of a path."""
 

@@ -195,7 +195,7 @@ def table(evaluation: Evaluation) -> list[list[str]]:
     """
     passes = sorted({k for one in evaluation.sets for k in one.passes if k > 1})
     columns = ["K", "mean@K", *(f"pass@{k}" for k in passes), "majority@K"]
-    lines = [["set", "problems", *columns, "tokens a response", "cut", "s"]]
+    lines = [["set", "problems", *columns, "tokens", "cut", "s"]]
     for one in evaluation.sets:
         figures = [_text(one.mean, one.measure), *(_text(one.passes[k]) if k in one.passes else "" for k in passes)]
         figures.append(_text(one.majority, one.measure) if one.majority else UNDEFINED)
@@ -214,7 +214,7 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     """A table for a page."""
     head, *body = lines
     rows = [head, ["---", *["---:"] * (len(head) - 1)], *body]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return "\n".join("".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in rows)
 
 
 def on_screen(lines: Sequence[Sequence[str]]) -> Table:

@@ -25,8 +25,8 @@ from mugrpo_megatron.recipe import Recipe
 ARRIVAL = timedelta(minutes=15)
 """How long ranks wait for the last one to join at the start."""
 ARRIVAL_POLL_S = 0.2
-CHATTER = re.compile(r"\[\S+:\d+\] *| *GLHF!.*")
-"""What gloo puts around the reason: the place in its source, and a wish."""
+CHATTER = re.compile(r"\[\S+:\d+\] +| *(GLHF!|This (is typically|may)).*")
+"""What gloo puts around the reason: the place in its source, and guesses."""
 
 
 @dataclass(frozen=True)

@@ -152,9 +152,6 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_section()
     table.add_row("tokens generated", f"{tokens['generated']:,}", _rate(tokens["generated"], seconds["generate"]))
     table.add_row("tokens trained", f"{tokens['trained']:,}", _rate(tokens["trained"], seconds["optimize"]))
-    if sick := summary.get("signs"):
-        lines = [f"sick? {sign['text']}; {sign['remedy']} (docs/sick.md)" for sign in sick]
-        table.caption = Text("\n".join(lines), style="yellow", justify="left")
     return table
 
 

@@ -29,7 +29,10 @@ def show_finished(directory: RunDirectory) -> None:
 
 def show(directory: RunDirectory, display: Display) -> None:
     """Print a finished run's table and the paths of its results."""
-    display.table(summary_table(summarize(directory.path)))
+    summary = summarize(directory.path)
+    display.table(summary_table(summary))
+    for sign in summary.get("signs", ()):
+        display.say(f"sick? {sign['text']}; {sign['remedy']} (docs/sick.md)")
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 

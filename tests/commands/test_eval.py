@@ -146,7 +146,7 @@ def test_the_table_can_be_pasted() -> None:
 
 def test_the_table_fits_a_terminal() -> None:
     sets = [summarize("one", [graded(n, float(n % 2)) for n in range(8)], "accuracy")]
-    console = Console(width=100, record=True)
+    console = Console(width=120, record=True)
     console.print(on_screen(table(Evaluation(sets, {"one": 1.0}))))
     head, *_, average = (line.split() for line in console.export_text().splitlines() if line.strip())
     assert (head[:3], average[:2]) == (["set", "problems", "K"], ["average", "75.0"])

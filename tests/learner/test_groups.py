@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mugrpo_megatron.errors import CollectiveFailure, UserError
-from mugrpo_megatron.learner.groups import initialize, named_phase
+from mugrpo_megatron.learner.groups import CHATTER, initialize, named_phase
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import update
@@ -37,6 +37,11 @@ def left_alone() -> str:
 def test_a_collective_that_times_out_names_rank_phase_and_cause() -> None:
     message = run_ranks(2, left_alone)[0]
     assert message.startswith("rank 0 of 2 failed in update 7: another rank is stuck")
+
+
+def test_of_a_librarys_message_the_reason_is_kept() -> None:
+    said = "[/pytorch/third_party/gloo/pair.cc:538] Connection closed by peer [127.0.0.1]:1 This is typically a bug"
+    assert CHATTER.sub("", said) == "Connection closed by peer [127.0.0.1]:1"
 
 
 def too_wide() -> str:
