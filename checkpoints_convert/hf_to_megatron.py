@@ -94,7 +94,8 @@ def write_entry(
     """One whole parameter, cut where tensor parallel ranks will read it."""
     place = stored(entry, architecture)
     whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-    whole = narrowed(whole, dtype or whole.dtype, " or ".join(entry.hf))
+    kept = torch.float32 if entry.row.frozen else dtype or whole.dtype
+    whole = narrowed(whole, kept, " or ".join(entry.hf))
     shape = place.stack + tuple(whole.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1

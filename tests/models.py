@@ -31,7 +31,7 @@ LATENT = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 4,
     "n_shared_experts": 2,
-    "moe_intermediate_size": 16,
+    "moe_intermediate_size": 32,
     "routed_scaling_factor": 2.5,
     "topk_method": "noaux_tc",
 }

@@ -59,7 +59,7 @@ def _rope(case: Case) -> str:
 def _other_yarn(case: Case) -> bool:
     """Whether the config scales attention otherwise than by YaRN's factor alone."""
     scaling, factor = _scaling(case), _scaling(case).get("factor")
-    if _rope(case) != "yarn" or not isinstance(factor, int | float):
+    if _rope(case) != "yarn" or not isinstance(factor, int | float) or _latent(case):
         return False
     return not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6)
 
@@ -87,6 +87,17 @@ def _broken_blocks(case: Case) -> str:
 
 def _fp8(case: Case) -> bool:
     return case.recipe.engine.quantization == "fp8"
+
+
+def _latent(case: Case) -> bool:
+    return bool(case.model.get("kv_lora_rank"))
+
+
+def _unsaid(case: Case) -> str:
+    """What SGLang's class of DeepSeek-V3 reads from the config and transformers does not write."""
+    if case.model.get("model_type") not in ("deepseek_v3", "kimi_k2"):
+        return ""
+    return ", ".join(name for name in ("moe_layer_freq", "scoring_func", "topk_method") if not case.model.get(name))
 
 
 def _mixtral(case: Case) -> bool:
@@ -182,6 +193,17 @@ GAPS = (
         'engine.quantization = "fp8" samples from another policy than the learner\'s, and rollout.behaviour = '
         '"learner" would take it for the learner\'s: set it to "engine", whose ratios are of the policy that sampled, '
         'or keep it and set objective.mismatch = "truncate" or "drop"',
+        OURS,
+    ),
+    Gap(
+        _unsaid,
+        'the model\'s config.json lacks {it}, which SGLang reads: write moe_layer_freq 1, scoring_func "sigmoid" and '
+        'topk_method "noaux_tc", which is what the model is',
+    ),
+    Gap(
+        lambda c: _fp8(c) and _latent(c),
+        'engine.quantization = "fp8" of a model with latent attention: the sync does not know which of its projections '
+        'SGLang multiplies in fp8; set it to "none"',
         OURS,
     ),
     Gap(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from setproctitle import setproctitle
 
+from mugrpo_megatron.cpu import latent
 from mugrpo_megatron.cpu.batched_attention import Batch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
@@ -35,6 +36,10 @@ with compiler_deferred():
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.utils import kill_itself_when_parent_died
+
+
+NAME = "torch_native"
+"""SGLang's name of the attention that ours replaces."""
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -138,8 +143,9 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     """Entry point of a scheduler process."""
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
-    register_attention_backend("torch_native")(backend)
+    register_attention_backend(NAME)(backend)
     with compiling_deferred():  # it imports the model's modules
+        latent.install(arguments[0].model_path, NAME)
         run_scheduler_process(*arguments)
 
 

@@ -32,7 +32,7 @@ from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope
+from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
 from mugrpo_megatron.weights.rope import frequencies
 from mugrpo_megatron.weights.table import NORMS
 
@@ -269,12 +269,22 @@ def transformer_config(
         **_recompute(recipe),
         **_fp8(recipe),
     }
+    if not interleaved and architecture.layers % ranks.pp_size:
+        settings["pipeline_model_parallel_layout"] = _uneven(architecture.layers, ranks.pp_size)
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
         settings["moe_enable_routing_replay"] = recipe.learner.routing_replay != "off"
         settings["moe_router_padding_for_quantization"] = recipe.learner.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
+
+
+def _uneven(layers: int, stages: int) -> list[list[str]]:
+    """Megatron's description of pipeline stages that differ in their number of layers."""
+    described = [["decoder"] * count for count in stage_layers(layers, stages)]
+    described[0].insert(0, "embedding")
+    described[-1].append("loss")
+    return described
 
 
 def _no_init(weight: torch.Tensor) -> torch.Tensor:

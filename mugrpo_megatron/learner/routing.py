@@ -167,7 +167,7 @@ def make_routing(
 
 
 def gather_flips(parts: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
-    """Shares of an update's `tokens` and of its choices in all `layers` that differ from the replayed routes.
+    """Shares of an update's `tokens` and of its choices in all `layers` with routers that differ from the replay's.
 
     Collective; the same on every rank, of which each holds other rows or layers.
     """

@@ -52,6 +52,15 @@ class Latent:
         return self.key_value + self.rotary
 
 
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage, in order; where they do not divide, the first stages have one more.
+
+    The last stage has the output layer and the loss besides.
+    """
+    each, more = divmod(layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A model's shape: enough to build it in Megatron and to name every tensor of its Hugging Face checkpoint."""

@@ -126,13 +126,8 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
 
 
 def _latent(fields: Fields, family: str, dense: int) -> Architecture:
-    predicted = fields.take("num_nextn_predict_layers", 0)
-    if predicted:
-        raise fields.error(
-            f"num_nextn_predict_layers is {predicted}, but the learner has no layers that predict further tokens; set "
-            "it to 0 to train the model without them (their tensors are left out then)"
-        )
-    for unused in ("auto_map", "head_dim", "qk_head_dim"):  # remote code never runs; the others follow from these
+    # Layers that predict further tokens are left out, remote code never runs, and the sizes follow from others.
+    for unused in ("num_nextn_predict_layers", "auto_map", "head_dim", "qk_head_dim"):
         fields.take(unused, None)
     fields.only("attention_bias", (False,), False)
     fields.only("rope_interleave", (True,), True)

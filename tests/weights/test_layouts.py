@@ -17,6 +17,7 @@ from tests.weights.ranks_work import Layout, logits_of, refused_on_every_rank, r
 
 pytestmark = pytest.mark.process
 
+LATENT_YARN = {**tiny.YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}),
@@ -30,6 +31,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe-raw": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"vocab_size": 131}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": LATENT_YARN, "q_lora_rank": None, "n_shared_experts": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"vocab_size": 131}),
 }
 LAYOUTS: dict[str, Layout] = {
     "tp2": {"tensor": 2},
@@ -57,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed(name: str) -> bool:
-    return "moe" in name or "mixtral" in name
+    return any(family in name for family in ("moe", "mixtral", "deepseek"))
 
 
 def test_an_earlier_export_is_whole_until_the_next_one_is(checkpoints: Path, tmp_path: Path) -> None:

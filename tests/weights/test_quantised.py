@@ -139,4 +139,5 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
     ],
 )
 def test_the_check_knows_where_the_engine_holds_scales(name: str, engines: str) -> None:
-    assert engine_name(name) == engines
+    model = architecture({"model_type": "llama", **models.SIZES})
+    assert engine_name(name, model) == engines
