@@ -138,6 +138,11 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
         rotary=fields.size("qk_rope_head_dim"),
         value=fields.size("v_head_dim"),
     )
+    if sizes.value > sizes.head:  # attention gives values the size of a query's head
+        raise fields.error(
+            f"v_head_dim {sizes.value} is larger than the {sizes.head} dimensions of a query's head, which the "
+            "learner's attention does not support"
+        )
     routed = sigmoid_routing(fields, dense)
     shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
     architecture = decoder(

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from mugrpo_megatron.weights import quantised
 from mugrpo_megatron.weights.buckets import ALIGNMENT, Bucket, Piece, Slot
 from mugrpo_megatron.weights.check import engine_name
+from mugrpo_megatron.weights.families import architecture
 from mugrpo_megatron.weights.quantised import BLOCK, quantise, quantise_bucket, quantised_bucket
 from mugrpo_megatron.weights.table import Entry
+from tests import models
 
 
 def decoded(byte: int) -> float:
