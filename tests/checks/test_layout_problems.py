@@ -79,4 +79,4 @@ def test_impossible_layouts_are_refused(sections: dict[str, Any], world: int, sa
 
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"attention heads.*layers"):
-        check_layout(recipe(parallel={"tensor": 3, "pipeline": 3}), MODEL, 9)
+        check_layout(recipe(parallel={"tensor": 3, "pipeline": 5}), MODEL, 15)

@@ -1,4 +1,4 @@
-"""Latent attention and sigmoid routers train as transformers computes them, in every layout; the routers' bias stays."""
+"""Latent attention and sigmoid routers: gradients, layouts, replay, and the bias of the routers, which stays."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.weights.table import local_parameters, merge
 from tests import models
 from tests.learner.test_experts import two_updates
-from tests.learner.test_routing import replayed
+from tests.learner.test_routing import replay
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
 from tests.weights import tiny
 
 pytestmark = pytest.mark.process
 
+REPLAY = {"learner": {"routing_replay": "learner"}}
 LENGTHS = np.array([14, 9, 1])
 
 
@@ -81,7 +82,7 @@ def whole(model: str) -> dict[str, Any]:
         "biases": [float(each.abs().max()) for each in before.values()],
         "frozen": before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before),
         "updates": (*updates, np.concatenate(token_logprobs(learner, data))),
-        "replayed": replayed(model, {}, None),
+        "replayed": replay(build_learner(recipe(Path(model), **REPLAY), learner.ranks), None),
     }
 
 
@@ -112,9 +113,9 @@ def test_the_bias_of_the_routers_stays(alone: dict[str, Any]) -> None:
 
 
 def test_a_pass_replays_what_was_recorded(alone: dict[str, Any]) -> None:
-    replay = alone["replayed"]
-    first, second = replay["updates"]
-    assert replay["bitwise"]
+    found = alone["replayed"]
+    first, second = found["updates"]
+    assert found["bitwise"]
     assert first["ratio_neg_min"] == first["ratio_neg_max"] == first["ratio_pos_max"] == 1.0
     assert first["routes_flipped"] == 0.0 < second["routes_flipped"] < 1.0
 

@@ -71,9 +71,13 @@ def one_hot(table: np.ndarray) -> np.ndarray:
 
 
 def replayed(model: str, sections: dict[str, dict[str, Any]], table: np.ndarray | None) -> dict[str, Any]:
-    """Record, take two updates that replay `table` (or what was recorded), and tell what happened."""
+    """`replay` of a new learner of the model."""
     sections = {**sections, "learner": {**sections.get("learner", {}), "routing_replay": "learner"}}
-    learner = build_learner(recipe(Path(model), **sections))
+    return replay(build_learner(recipe(Path(model), **sections)), table)
+
+
+def replay(learner: Learner, table: np.ndarray | None) -> dict[str, Any]:
+    """Record, take two updates that replay `table` (or what was recorded), and tell what happened."""
     data = samples()
     logprobs, layers = record_routes(learner, data)
     own = np.stack(list(layers))
@@ -144,9 +148,7 @@ def check_layout(world: int, sections: dict[str, dict[str, Any]], model: str, al
     table, dense = alone["own"], alone["dense"]
     ranks = run_ranks(world, replayed, model, sections, table)
     used = np.any([rank["used"] for rank in ranks], axis=0)
-    np.testing.assert_array_equal(
-        used[dense:], one_hot(table)[dense:], "the ranks together used the routes that they were given"
-    )
+    np.testing.assert_array_equal(used[dense:], one_hot(table)[dense:], "the ranks used the routes they were given")
     for rank in ranks:
         same = (one_hot(rank["own"]) == one_hot(table)).all(-1)
         assert same.mean() > 0.99, "rounding flips a choice at most"
