@@ -140,7 +140,7 @@ def test_a_model_of_deepseek_v3_s_shape_trains(tmp_path: Path) -> None:
     updates = rows(run, "update")
     assert [row["ratio_pos_max"] for row in updates if row["age"] == 0] == [1.0, 1.0]
     synced = [row["checked"] for row in rows(run, "phase") if row["phase"] == "sync"]
-    assert set(synced) == {3 + 4 * 7 + 2 + 3 * 6}  # norms, latents and heads; one dense layer, three with experts
+    assert set(synced) == {3 + 4 * 8 + 2 + 3 * 6}  # norms, latents and heads; one dense layer, three with experts
     before, after = (load_file(one / "model.safetensors") for one in (tmp_path / "model", run / "hf"))
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
