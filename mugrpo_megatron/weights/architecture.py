@@ -114,6 +114,7 @@ class Architecture:
         head_dim, heads = self.transformer["kv_channels"], self.transformer["num_attention_heads"]
         if self.latent:
             return self._other_letters | {
+                "S": self.transformer["moe_shared_expert_intermediate_size"] or 0,
                 "Q": heads * self.latent.head,
                 "C": self.latent.query,
                 "L": self.latent.key_value,
@@ -135,7 +136,6 @@ class Architecture:
             "H": self.transformer["hidden_size"],
             "F": self.transformer["ffn_hidden_size"],
             "M": self.transformer.get("moe_ffn_hidden_size", 0),
-            "S": self.transformer.get("moe_shared_expert_intermediate_size") or 0,
             "E": self.experts,
         }
 

@@ -234,7 +234,7 @@ def work_of(architecture: Architecture, sequence: float) -> Work:
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
     if architecture.experts:
-        width = size["M"] * architecture.transformer["moe_router_topk"] + size["S"]
+        width = size["M"] * architecture.transformer["moe_router_topk"] + size.get("S", 0)
         feed_forward += (layers - dense) * (3 * size["H"] * width + size["H"] * size["E"])
     if architecture.latent:
         queries = (size["H"] + size["Q"]) * size["C"] if size["C"] else size["H"] * size["Q"]

@@ -92,7 +92,7 @@ def _feed_forward(
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
     activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    shared = tokens * b * 3 * size["S"] / tp
+    shared = tokens * b * 3 * size.get("S", 0) / tp
     return activations + shared, b * chosen * 3 * (size["H"] + width)
 
 
