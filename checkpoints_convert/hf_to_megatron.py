@@ -35,7 +35,7 @@ from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge, stor
 PART_BYTES = 256 * 1024**2
 WHOLE = ParallelSection()
 OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "virtual_pipeline": "--vpp", "expert": "--ep"}
-LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+LINEARS = tuple(f"linear_{name}.weight" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2"))
 
 
 def convert(
@@ -110,7 +110,7 @@ def write_entry(
         start += piece.shape[dimension]
     if entry.row.megatron.endswith(LINEARS):
         # Megatron's layers expect an (empty) Transformer Engine state.
-        index, stack = (".".join(map(str, numbers)) for numbers in (place.index, place.stack))
+        index, stack = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.stack or (1,)))
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
 
 

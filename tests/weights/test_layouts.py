@@ -89,8 +89,17 @@ def test_every_rank_is_told_that_an_export_cannot_be_written(checkpoints: Path, 
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = {**LAYOUTS, **EXPERT_LAYOUTS}[name]
-    chosen = [model for model in MODELS if routed(model) or name in LAYOUTS]
-    run_ranks(4, round_trips, [(checkpoints / model, tmp_path / model) for model in chosen], layout)
+    check_round_trips(4, layout, [model for model in MODELS if routed(model) or name in LAYOUTS], checkpoints, tmp_path)
+
+
+@pytest.mark.night
+def test_round_trip_is_bitwise_over_eight_ranks(checkpoints: Path, tmp_path: Path) -> None:
+    layout = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+    check_round_trips(8, layout, [model for model in MODELS if routed(model)], checkpoints, tmp_path)
+
+
+def check_round_trips(world: int, layout: Layout, chosen: list[str], checkpoints: Path, tmp_path: Path) -> None:
+    run_ranks(world, round_trips, [(checkpoints / model, tmp_path / model) for model in chosen], layout)
     for model in chosen:
         expected = load_file(checkpoints / model / "model.safetensors")
         found = load_file(tmp_path / model / "model.safetensors")
