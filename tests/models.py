@@ -35,7 +35,7 @@ LATENT = {
     "routed_scaling_factor": 2.5,
     "topk_method": "noaux_tc",
 }
-"""With SGLang's fields: transformers does not write the last one, nor `moe_layer_freq` and `scoring_func`."""
+"""With fields that SGLang needs and transformers does not know (`checks.engines.UNWRITTEN`)."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         **LATENT,
     },
-    "glm4_moe_lite": {**LATENT, "v_head_dim": 24, "rms_norm_eps": 1e-6},
+    "glm4_moe_lite": {**LATENT, "first_k_dense_replace": 1, "v_head_dim": 24, "rms_norm_eps": 1e-6},
 }
 
 

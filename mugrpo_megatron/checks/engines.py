@@ -23,6 +23,10 @@ DETERMINISTIC_ATTENTION = ("auto", "fa3", "flashinfer", "triton")
 UNTIED = ("mixtral", "qwen3_moe")
 """Model types whose class in SGLang has an output layer of its own, whatever `tie_word_embeddings` says."""
 
+_DEEPSEEK = ("moe_layer_freq", "scoring_func", "topk_method")
+UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "glm4_moe_lite": ("first_k_dense_replace",)}
+"""Fields that SGLang's class of a model type needs and transformers leaves out."""
+
 
 class Case(NamedTuple):
     """What a row looks at."""
@@ -93,11 +97,9 @@ def _latent(case: Case) -> bool:
     return bool(case.model.get("kv_lora_rank"))
 
 
-def _unsaid(case: Case) -> str:
-    """What SGLang's class of DeepSeek-V3 reads from the config and transformers does not write."""
-    if case.model.get("model_type") not in ("deepseek_v3", "kimi_k2"):
-        return ""
-    return ", ".join(name for name in ("moe_layer_freq", "scoring_func", "topk_method") if not case.model.get(name))
+def _unwritten(case: Case) -> str:
+    needed = UNWRITTEN.get(case.model.get("model_type", ""), ())
+    return " and ".join(name for name in needed if case.model.get(name) is None)
 
 
 def _mixtral(case: Case) -> bool:
@@ -196,9 +198,9 @@ GAPS = (
         OURS,
     ),
     Gap(
-        _unsaid,
-        'the model\'s config.json lacks {it}, which SGLang reads: write moe_layer_freq 1, scoring_func "sigmoid" and '
-        'topk_method "noaux_tc", which is what the model is',
+        _unwritten,
+        "the model's config.json lacks {it}, which SGLang reads and transformers does not write: copy it from the "
+        "config.json of the published model",
     ),
     Gap(
         lambda c: _fp8(c) and _latent(c),

@@ -45,16 +45,17 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
-}
-"""Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike."""
-VARIANT = re.compile(r"-(Base|Instruct|Thinking)(-2507)?$")
     "DeepSeek-V3": 671_026_419_200,
+    "DeepSeek-R1": 671_026_419_200,
     "GLM-4.7-Flash": 29_943_393_920,
-    "Kimi-K2-Instruct": 1_026_408_232_448,
-    "Moonlight-16B-A3B-Instruct": 15_960_111_936 - 27 * 64,
+    "Kimi-K2": 1_026_408_232_448,
+    "Moonlight-16B-A3B": 15_960_111_936 - 27 * 64,
 }
-"""Parameters as the models' safetensors files count them, without layers that predict further tokens; Moonlight's also
-hold 64 rotary frequencies in each of 27 layers."""
+"""Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike.
+
+Without layers that predict further tokens; Moonlight's also hold 64 rotary frequencies in each of 27 layers.
+"""
+VARIANT = re.compile(r"-(Base|Instruct|Thinking)(-2507)?$")
 KV_NUMBERS = {
     "DeepSeek-V3": 61 * 576,
     "GLM-4.7-Flash": 47 * 576,
