@@ -184,6 +184,7 @@ def latent_trunk(compressed: bool) -> tuple[Row, ...]:
     """
     ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
     latent = (theirs + "kv_a_proj_with_mqa.weight", "P H")
+    queries: tuple[Row, ...]
     if compressed:
         queries = (
             Row(
