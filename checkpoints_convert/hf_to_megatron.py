@@ -35,7 +35,7 @@ from mugrpo_megatron.weights.table import DIMENSION, Entry, entries, merge, stor
 PART_BYTES = 256 * 1024**2
 WHOLE = ParallelSection()
 OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "virtual_pipeline": "--vpp", "expert": "--ep"}
-LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+LINEARS = tuple(f"linear_{name}.weight" for name in ("qkv", "q_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2"))
 
 
 def convert(
@@ -94,7 +94,8 @@ def write_entry(
     """One whole parameter, cut where tensor parallel ranks will read it."""
     place = stored(entry, architecture)
     whole = merge(entry, [checkpoint.read(name) for name in entry.hf], architecture)
-    whole = narrowed(whole, dtype or whole.dtype, " or ".join(entry.hf))
+    kept = torch.float32 if entry.row.frozen else dtype or whole.dtype
+    whole = narrowed(whole, kept, " or ".join(entry.hf))
     shape = place.stack + tuple(whole.shape)
     dimension = DIMENSION.get(entry.row.split, 0)
     pieces = tensor_parallel if entry.row.split != "none" else 1
@@ -109,7 +110,7 @@ def write_entry(
         start += piece.shape[dimension]
     if entry.row.megatron.endswith(LINEARS):
         # Megatron's layers expect an (empty) Transformer Engine state.
-        index, stack = (".".join(map(str, numbers)) for numbers in (place.index, place.stack))
+        index, stack = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.stack or (1,)))
         writer.object(f"{place.key.removesuffix('weight')}_extra_state/shard_{index}_{stack}", [None])
 
 

@@ -24,8 +24,8 @@ from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide, w
 from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
 
 SHARD_BYTES = 4 * 1024**3
-ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version"}
-"""Config fields that describe how a checkpoint was written, not the model."""
+ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version", "num_nextn_predict_layers"}
+"""Config fields that describe how a checkpoint was written and what is stored besides the model."""
 
 
 def convert(
@@ -114,7 +114,7 @@ def specs_of(
     reader: Reader, entry: Entry, architecture: Architecture, dtype: torch.dtype | None
 ) -> Iterator[TensorSpec]:
     """The Hugging Face tensors of a parameter, in their stored type or cast."""
-    held = dtype or reader.dtype(stored(entry, architecture).key)
+    held = torch.float32 if entry.row.frozen else dtype or reader.dtype(stored(entry, architecture).key)
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         yield TensorSpec(name, shape, held)
 

@@ -21,6 +21,21 @@ SIZES = {
     "attention_dropout": 0.0,
 }
 ROUTED = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "routed_scaling_factor": 2.5,
+    "topk_method": "noaux_tc",
+}
+"""With fields that SGLang needs and transformers does not know (`checks.engines.UNWRITTEN`)."""
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"head_dim": 16},
@@ -28,6 +43,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 16},
     "qwen3_moe": {"head_dim": 8, "moe_intermediate_size": 64, "norm_topk_prob": True, **ROUTED},
     "mixtral": {**ROUTED},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        **LATENT,
+    },
+    "glm4_moe_lite": {**LATENT, "first_k_dense_replace": 1, "v_head_dim": 24, "rms_norm_eps": 1e-6},
 }
 
 
@@ -79,3 +103,6 @@ def _randomise(model: PreTrainedModel, scale: float) -> None:
             parameter.copy_(0.1 * torch.randn_like(parameter))
         else:
             parameter.mul_(scale)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn_like(buffer))

@@ -9,6 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mugrpo_megatron.observe.log import read_rows
@@ -17,7 +19,7 @@ from mugrpo_megatron.train import train
 from tests.forked import started
 from tests.hostile.outcome import refused
 from tests.ranks import run_ranks
-from tests.tiny import mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -118,3 +120,29 @@ def test_layouts_train_alike(model: Path, tmp_path: Path) -> None:
     run_ranks(4, train_as, recipe, timeout_s=600)
     assert rows(tmp_path / "run", "update")[0]["second_moment"] == 0.0
     assert all(row["mismatch_max"] < 1e-4 for row in rows(tmp_path / "run", "stage"))
+
+
+@pytest.mark.slow
+def test_a_model_of_deepseek_v3_s_shape_trains(tmp_path: Path) -> None:
+    """Two stages with replayed routes: every sync is compared tensor by tensor, and the routers' bias stays."""
+    recipe = write_recipe(
+        tmp_path / "recipe.toml",
+        save_model(tmp_path / "model", "deepseek_v3"),
+        tmp_path / "run",
+        learner={"routing_replay": "learner"},
+        engine={"check_weights": "every"},
+        rollout={"behaviour": "learner"},
+        reward=COIN,
+    )
+    mugrpo("train", recipe)
+    run = tmp_path / "run"
+    assert all(row["mismatch_max"] < 1e-4 for row in rows(run, "stage"))
+    updates = rows(run, "update")
+    assert [row["ratio_pos_max"] for row in updates if row["age"] == 0] == [1.0, 1.0]
+    synced = [row["checked"] for row in rows(run, "phase") if row["phase"] == "sync"]
+    assert set(synced) == {3 + 4 * 8 + 2 + 3 * 6}  # norms, latents and heads; one dense layer, three with experts
+    before, after = (load_file(one / "model.safetensors") for one in (tmp_path / "model", run / "hf"))
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert not any("e_score_correction_bias" in name for name in moved)
+    assert {"gate", "kv_b_proj", "q_a_proj", "shared_experts"} <= {part for name in moved for part in name.split(".")}

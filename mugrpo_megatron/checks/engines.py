@@ -23,6 +23,10 @@ DETERMINISTIC_ATTENTION = ("auto", "fa3", "flashinfer", "triton")
 UNTIED = ("mixtral", "qwen3_moe")
 """Model types whose class in SGLang has an output layer of its own, whatever `tie_word_embeddings` says."""
 
+_DEEPSEEK = ("moe_layer_freq", "scoring_func", "topk_method")
+UNWRITTEN = {"deepseek_v3": _DEEPSEEK, "kimi_k2": _DEEPSEEK, "glm4_moe_lite": ("first_k_dense_replace",)}
+"""Fields that SGLang's class of a model type needs and transformers leaves out."""
+
 
 class Case(NamedTuple):
     """What a row looks at."""
@@ -59,7 +63,7 @@ def _rope(case: Case) -> str:
 def _other_yarn(case: Case) -> bool:
     """Whether the config scales attention otherwise than by YaRN's factor alone."""
     scaling, factor = _scaling(case), _scaling(case).get("factor")
-    if _rope(case) != "yarn" or not isinstance(factor, int | float):
+    if _rope(case) != "yarn" or not isinstance(factor, int | float) or _latent(case):
         return False
     return not math.isclose(attention_factor(scaling, factor), attention_factor({}, factor), rel_tol=1e-6)
 
@@ -87,6 +91,15 @@ def _broken_blocks(case: Case) -> str:
 
 def _fp8(case: Case) -> bool:
     return case.recipe.engine.quantization == "fp8"
+
+
+def _latent(case: Case) -> bool:
+    return bool(case.model.get("kv_lora_rank"))
+
+
+def _unwritten(case: Case) -> str:
+    needed = UNWRITTEN.get(case.model.get("model_type", ""), ())
+    return " and ".join(name for name in needed if case.model.get(name) is None)
 
 
 def _mixtral(case: Case) -> bool:
@@ -182,6 +195,17 @@ GAPS = (
         'engine.quantization = "fp8" samples from another policy than the learner\'s, and rollout.behaviour = '
         '"learner" would take it for the learner\'s: set it to "engine", whose ratios are of the policy that sampled, '
         'or keep it and set objective.mismatch = "truncate" or "drop"',
+        OURS,
+    ),
+    Gap(
+        _unwritten,
+        "the model's config.json lacks {it}, which SGLang reads and transformers does not write: copy it from the "
+        "config.json of the published model",
+    ),
+    Gap(
+        lambda c: _fp8(c) and _latent(c),
+        'engine.quantization = "fp8" of a model with latent attention: the sync does not know which of its projections '
+        'SGLang multiplies in fp8; set it to "none"',
         OURS,
     ),
     Gap(

@@ -41,14 +41,14 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
     """Layouts whose sizes divide what they split and the world, whatever else may speak against them."""
     heads, layers = model.get("num_attention_heads") or 1, model.get("num_hidden_layers") or 1
     experts = experts_of(model)
-    for tensor, pipeline in product(divisors(heads), divisors(layers)):
-        if world % (tensor * pipeline):
+    for tensor, pipeline in product(divisors(heads), divisors(world)):
+        if world % (tensor * pipeline) or pipeline > layers:
             continue
         for context in divisors(world // (tensor * pipeline)):
             data = world // (tensor * pipeline * context)
             for expert in divisors(math.gcd(data * context, experts)) if experts else [1]:
                 for virtual in VIRTUAL if pipeline > 1 else (1,):
-                    if layers % (pipeline * virtual):
+                    if virtual > 1 and layers % (pipeline * virtual):
                         continue
                     yield ParallelSection(
                         tensor=tensor,
@@ -196,7 +196,9 @@ def split_problems(
         yield f"{keys['virtual_pipeline']} above 1 needs {keys['pipeline']} of at least 2"
     yield from _shard_problems(keys["tensor"], parallel.tensor, model)
     layers, experts = model.get("num_hidden_layers") or 1, experts_of(model)
-    if layers % (pp * vpp):
+    if pp > layers:
+        yield f"{keys['pipeline']} = {pp} is more than the model's {layers} layers"
+    elif vpp > 1 and layers % (pp * vpp):
         product = f"{keys['pipeline']} x {keys['virtual_pipeline']} = {pp * vpp}"
         yield f"{product} does not divide the model's {layers} layers; choose one of {divisors(layers)}"
     if expert > 1 and not experts:

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from setproctitle import setproctitle
 from mugrpo_megatron.cpu.batched_attention import Batch, attend, plan
 from mugrpo_megatron.cpu.deferred import compiler_deferred, compiling_deferred
 from mugrpo_megatron.cpu.kernels import Kernels, fits, use_large_pages
+from mugrpo_megatron.files.hf_config import read_config
 
 with compiler_deferred():
     from sglang.srt.entrypoints.engine import Engine
@@ -35,6 +37,10 @@ with compiler_deferred():
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.utils import kill_itself_when_parent_died
+
+
+NAME = "torch_native"
+"""SGLang's name of the attention that ours replaces."""
 
 
 class BatchedAttention(TorchNativeAttnBackend):
@@ -138,9 +144,31 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     """Entry point of a scheduler process."""
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
-    register_attention_backend("torch_native")(backend)
+    register_attention_backend(NAME)(backend)
     with compiling_deferred():  # it imports the model's modules
+        if read_config(Path(arguments[0].model_path)).get("kv_lora_rank"):
+            _prepare_latent_attention()
         run_scheduler_process(*arguments)
+
+
+def _prepare_latent_attention() -> None:
+    """Let a model with multi-head latent attention run here; the model is loaded next.
+
+    SGLang prefills it with the keys and values of its heads and decodes with the cached latents. Attention on CPU reads
+    keys from the cache, where only latents are, so both use these; the hook is SGLang's registry. And its rotation for
+    such models on CPU knows YaRN only, though the general one runs there.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register(NAME, lambda attention, batch: AttnForwardMethod.MLA)
+    stretched = factory.get_rope_cpu
+
+    def rotation(*arguments: Any) -> Any:
+        *_, scaling, _, _, _ = arguments
+        return stretched(*arguments) if scaling else factory.get_rope(*arguments[:-1])
+
+    factory.get_rope_cpu = rotation
 
 
 @contextmanager

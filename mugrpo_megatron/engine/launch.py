@@ -76,7 +76,15 @@ BY_PROJECT = {
         ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"), "weight sync"
     ),
     **dict.fromkeys(
-        ("ep_size", "moe_a2a_backend", "ep_num_redundant_experts", "enable_eplb", "init_expert_location"),
+        (
+            "ep_size",
+            "moe_a2a_backend",
+            "ep_num_redundant_experts",
+            "enable_eplb",
+            "init_expert_location",
+            "disable_shared_experts_fusion",
+            "enforce_shared_experts_fusion",
+        ),
         "checking the engine's weights",
     ),
     **dict.fromkeys(("pp_size", "dp_size", "node_rank", "dist_init_addr", "gpu_id_step"), "placing engines"),
@@ -146,6 +154,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         arguments |= FP8 | {"json_model_override_args": json.dumps({"quantization_config": scheme})}
     if recipe.learner.routing_replay == "rollout":
         arguments["enable_return_routed_experts"] = True
+    if config.get("n_shared_experts"):  # SGLang would make some models' shared expert one more routed one
+        arguments["disable_shared_experts_fusion"] = True
     arguments |= _cuda_arguments(recipe, slot.gpu) if cuda else _cpu_arguments(recipe, config, arguments)
     return arguments | recipe.engine.extra
 
@@ -213,8 +223,10 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
             raise UserError(f"config.json has no field {name!r}, so the size of the engine's KV cache is unknown")
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * (4 if dtype == "float32" else 2)
+    numbers = 2 * (config.get("num_key_value_heads") or heads) * head_dim
+    if config.get("kv_lora_rank"):  # latent attention caches what keys and values are computed from
+        numbers = config["kv_lora_rank"] + (config.get("qk_rope_head_dim") or 0)
+    return config["num_hidden_layers"] * numbers * (4 if dtype == "float32" else 2)
 
 
 def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:

@@ -95,6 +95,26 @@ class ModelConfig(TypedDict, total=False):
     decoder_sparse_step: OptionalCount
     mlp_only_layers: list[int] | None
     router_jitter_noise: NotNegative
+    kv_lora_rank: Size
+    q_lora_rank: Size
+    qk_nope_head_dim: Size
+    qk_rope_head_dim: Size
+    qk_head_dim: Size
+    v_head_dim: Size
+    rope_interleave: Flag
+    partial_rotary_factor: Positive
+    n_routed_experts: OptionalCount
+    n_shared_experts: OptionalCount
+    n_group: Heads
+    topk_group: Heads
+    routed_scaling_factor: Positive
+    scoring_func: str | None
+    topk_method: str | None
+    first_k_dense_replace: OptionalCount
+    moe_layer_freq: OptionalCount
+    mlp_layer_types: list[str] | None
+    num_nextn_predict_layers: OptionalCount
+    quantization_config: dict[str, Any] | None
 
 
 FIELDS = TypeAdapter(ModelConfig)
@@ -127,9 +147,7 @@ def checked(config: Any, where: str) -> ModelConfig:
         wrong = [_sentence(dict(one)) for one in error.errors()]
         more = f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise UserError(f"{where}: {'; '.join(wrong[:SHOWN])}{more}") from None
-    experts = (config.get("num_experts") or config.get("num_local_experts") or 1) * (
-        config.get("num_hidden_layers") or 1
-    )
+    experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
         raise UserError(f"{where}: its layers have {experts:,} experts together, more than {MOST_EXPERTS:,}")
     return cast(ModelConfig, config)
@@ -148,7 +166,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 def experts_of(model: Mapping[str, Any]) -> int:
     """Routed experts of each layer of a Hugging Face config; 0 for a dense model."""
-    return model.get("num_experts") or model.get("num_local_experts") or 0
+    return model.get("num_experts") or model.get("num_local_experts") or model.get("n_routed_experts") or 0
 
 
 def check_weights(directory: Path, key: str) -> None:

@@ -8,7 +8,7 @@ support, segments of similar length are padded into a few batched scaled-dot-pro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,11 @@ class Packing(PackedSeqParams):
     def padding(self) -> Padding:
         """Computed by the first layer that needs it; flash attention does not."""
         return _padding(self.lengths, self.cu_seqlens_q.device)
+
+    @cached_property
+    def turned(self) -> Packing:
+        """The packing for queries and keys that are rotated already."""
+        return replace(self, rotation=None)
 
 
 def make_packing(lengths: np.ndarray, device: torch.device, cp_rank: int = 0, cp_size: int = 1) -> Packing:
@@ -182,7 +187,7 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if packed_seq_params.split:
-            query, key = _rotated(query, packed_seq_params), _rotated(key, packed_seq_params)
+            query, key = turn(query, packed_seq_params), turn(key, packed_seq_params)
             out = attend(query, key, value, packed_seq_params.split, self.scale)
         elif takes_flash(query):
             out = _varlen(query, key, value, packed_seq_params, self.scale)
@@ -191,12 +196,13 @@ class PackedAttention(torch.nn.Module):
         return out.flatten(1).unsqueeze(1)
 
 
-def _rotated(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+def turn(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """x [t, heads, d] rotated, each row at its own position."""
     return _Rotate.apply(x, *packing.rotation) if packing.rotation else x
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None) -> torch.Tensor:
-    q, k = _rotated(q, packing), _rotated(k, packing)
+    q, k = turn(q, packing), turn(k, packing)
     cu, longest = packing.cu_seqlens_q, packing.max_seqlen_q
     return flash_attention(q, k, v, cu, cu, (longest, longest), scale)
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mugrpo_megatron.kernels.head import accumulate, gemm_input
 
@@ -30,6 +32,24 @@ class RowParallel(RowParallelLinear):
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         return _product(input, weight, **options)
+
+
+class Replicated(torch.nn.Module):
+    """x W^T without a bias, W whole on every tensor parallel rank.
+
+    Under sequence parallelism a rank has a part of x, and Megatron sums the gradients of W over the ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(outputs, inputs, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., inputs] -> [..., outputs]"""
+        return _Product.apply(x, self.weight, None, False, False) if x.is_cuda else F.linear(x, self.weight)
 
 
 class DirectLayers(LocalSpecProvider):

@@ -19,15 +19,20 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.attention import PackedAttention, Packing
 from mugrpo_megatron.learner.groups import Ranks
+from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.architecture import Architecture, Rope
+from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
 from mugrpo_megatron.weights.rope import frequencies
 from mugrpo_megatron.weights.table import NORMS
 
@@ -53,42 +58,50 @@ def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
 
 
 def block_spec(
-    config: TransformerConfig, backend: BackendSpecProvider, vp_stage: int | None
+    config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage, or of its virtual stage `vp_stage`, and the model's final norm."""
-    count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(config, backend)] * count, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    routed, dense = (layer_spec(config, backend, architecture.latent, experts) for experts in (architecture.experts, 0))
+    specs = [dense if layer < architecture.dense_layers else routed for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def layer_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
+def layer_spec(
+    config: TransformerConfig, backend: BackendSpecProvider, latent: Latent | None, experts: int
+) -> ModuleSpec:
     """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
     fused = backend.fuse_layernorm_and_linear()
-    experts = config.num_moe_experts
-    mlp = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=config.moe_grouped_gemm)
+    mlp = get_mlp_module_spec_for_backend(backend, experts or None, moe_grouped_gemm=config.moe_grouped_gemm)
     if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
         mlp.submodules.activation_func = SwiGLU
-    of_heads = RMSNorm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=IdentityOp if fused else RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=backend.column_parallel_layer_norm_linear() or backend.column_parallel_linear(),
-                    core_attention=PackedAttention,
-                    linear_proj=backend.row_parallel_linear(),
-                    q_layernorm=of_heads,
-                    k_layernorm=of_heads,
-                ),
-            ),
+            input_layernorm=IdentityOp if fused and not latent else RMSNorm,
+            self_attention=latent_spec(latent, backend) if latent else _attention_spec(config, backend),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=IdentityOp if fused and not experts else RMSNorm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             # A norm has one name in checkpoints, fused or not: either backend loads what the other saved.
             sharded_state_dict_keys_map=dict(NORMS),
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig, backend: BackendSpecProvider) -> ModuleSpec:
+    of_heads = RMSNorm if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_layer_norm_linear() or backend.column_parallel_linear(),
+            core_attention=PackedAttention,
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=of_heads,
+            k_layernorm=of_heads,
         ),
     )
 
@@ -256,12 +269,22 @@ def transformer_config(
         **_recompute(recipe),
         **_fp8(recipe),
     }
+    if not interleaved and architecture.layers % ranks.pp_size:
+        settings["pipeline_model_parallel_layout"] = _uneven(architecture.layers, ranks.pp_size)
     if experts:
         settings["moe_token_dispatcher_type"] = "alltoall"
         settings["moe_grouped_gemm"] = grouped_experts
         settings["moe_enable_routing_replay"] = recipe.learner.routing_replay != "off"
         settings["moe_router_padding_for_quantization"] = recipe.learner.fp8 != "none"
     return TransformerConfig(**{**settings, **architecture.transformer})
+
+
+def _uneven(layers: int, stages: int) -> list[list[str]]:
+    """Megatron's description of pipeline stages that differ in their number of layers."""
+    described = [["decoder"] * count for count in stage_layers(layers, stages)]
+    described[0].insert(0, "embedding")
+    described[-1].append("loss")
+    return described
 
 
 def _no_init(weight: torch.Tensor) -> torch.Tensor:
@@ -301,7 +324,7 @@ def _build_chunk(
     return PolicyModel(
         rope=architecture.rope,
         config=config,
-        transformer_layer_spec=block_spec(config, backend, vp_stage),
+        transformer_layer_spec=block_spec(config, backend, architecture, vp_stage),
         pre_process=first,
         post_process=last,
         parallel_output=True,

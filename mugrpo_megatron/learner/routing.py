@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
 from mugrpo_megatron.learner.context import local_rows
@@ -108,8 +109,8 @@ def install(chunks: Sequence[DistributedDataParallel]) -> None:
     Megatron's own list of all replays of the process stays empty: it would keep those of learners that are gone.
     """
     for chunk in chunks:
-        for layer in policy(chunk).decoder.layers:
-            layer.mlp.router.router_replay = LayerRoutes()
+        for router in routers(chunk).values():
+            router.router_replay = LayerRoutes()
     RouterReplay.clear_global_router_replay_instances()
 
 
@@ -123,7 +124,13 @@ def clear(chunks: Sequence[torch.nn.Module]) -> None:
 
 def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
     """A chunk's routers' replays by number of their layer in the whole model, from 0."""
-    return {layer.layer_number - 1: layer.mlp.router.router_replay for layer in policy(chunk).decoder.layers}
+    return {layer: router.router_replay for layer, router in routers(chunk).items()}
+
+
+def routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
+    """A chunk's routers by number of their layer in the whole model, from 0; dense layers have none."""
+    layers = policy(chunk).decoder.layers
+    return {layer.layer_number - 1: layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")}
 
 
 def make_routing(
@@ -160,7 +167,7 @@ def make_routing(
 
 
 def gather_flips(parts: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
-    """Shares of an update's `tokens` and of its choices in all `layers` that differ from the replayed routes.
+    """Shares of an update's `tokens` and of its choices in all `layers` with routers that differ from the replay's.
 
     Collective; the same on every rank, of which each holds other rows or layers.
     """

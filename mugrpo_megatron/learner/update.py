@@ -113,7 +113,8 @@ def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBat
     if not any(sequence.routes for sequence in sequences):
         return {}
     parts = [batch.routing for batch in batches if batch.routing]
-    return gather_flips(parts, _routed_tokens(sequences), learner.architecture.layers, learner.ranks)
+    layers = learner.architecture.layers - learner.architecture.dense_layers
+    return gather_flips(parts, _routed_tokens(sequences), layers, learner.ranks)
 
 
 def _routed_tokens(sequences: Sequence[Tokens]) -> int:

@@ -22,6 +22,43 @@ class Rope:
     """Further arguments of this kind's function in `rope`, after base and dim."""
     attention_factor: float = 1.0
     """Factor of cos and sin (YaRN)."""
+    score_factor: float = 1.0
+    """Factor of the scores of latent attention, whose cos and sin turn only a part of a head (YaRN)."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+
+    query: int
+    """Rank of the queries' projection; 0 where it has no latent."""
+    key_value: int
+    """Rank of the keys' and values' projection, which is what an engine caches."""
+    plain: int
+    """Dimensions of a query's and a key's head that are not rotated."""
+    rotary: int
+    """Rotated dimensions of a head; all heads have the same ones of the key."""
+    value: int
+    """Dimensions of a value's head."""
+
+    @property
+    def head(self) -> int:
+        """Dimensions of a query's and a key's head."""
+        return self.plain + self.rotary
+
+    @property
+    def cached(self) -> int:
+        """Numbers that an engine caches for each token in each layer."""
+        return self.key_value + self.rotary
+
+
+def stage_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each pipeline stage, in order; where they do not divide, the first stages have one more.
+
+    The last stage has the output layer and the loss besides.
+    """
+    each, more = divmod(layers, stages)
+    return [each + (stage < more) for stage in range(stages)]
 
 
 @dataclass(frozen=True)
@@ -36,6 +73,8 @@ class Architecture:
     gpt: Mapping[str, Any]
     """Keyword arguments of `GPTModel`; `vocab_size` is the checkpoint's, the learner pads it."""
     rope: Rope
+    latent: Latent | None = None
+    """None for attention whose keys and values are not compressed."""
 
     @property
     def vocab_size(self) -> int:
@@ -52,8 +91,18 @@ class Architecture:
 
     @property
     def experts(self) -> int:
-        """Routed experts of each layer; 0 for a dense model."""
+        """Routed experts of each layer that has some; 0 for a dense model."""
         return self.transformer.get("num_moe_experts", 0)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without routed experts, which come first."""
+        pattern = self.transformer.get("moe_layer_freq", [])
+        return pattern.count(0) if self.experts else self.layers
+
+    def has(self, row: Row, layer: int) -> bool:
+        """Whether a row of the table is one of this layer's."""
+        return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
 
     @property
     def qk_layernorm(self) -> bool:
@@ -62,15 +111,31 @@ class Architecture:
     @cached_property
     def letters(self) -> dict[str, int]:
         """Sizes for the letters in a row's shapes."""
-        head_dim = self.transformer["kv_channels"]
+        head_dim, heads = self.transformer["kv_channels"], self.transformer["num_attention_heads"]
+        if self.latent:
+            return self._other_letters | {
+                "S": self.transformer["moe_shared_expert_intermediate_size"] or 0,
+                "Q": heads * self.latent.head,
+                "C": self.latent.query,
+                "L": self.latent.key_value,
+                "P": self.latent.cached,
+                "U": heads * (self.latent.plain + self.latent.value),
+                "O": heads * self.latent.value,
+            }
+        return self._other_letters | {
+            "Q": heads * head_dim,
+            "K": self.transformer["num_query_groups"] * head_dim,
+            "D": head_dim,
+        }
+
+    @property
+    def _other_letters(self) -> dict[str, int]:
+        """Those that do not belong to attention."""
         return {
             "V": self.vocab_size,
             "H": self.transformer["hidden_size"],
             "F": self.transformer["ffn_hidden_size"],
             "M": self.transformer.get("moe_ffn_hidden_size", 0),
-            "Q": self.transformer["num_attention_heads"] * head_dim,
-            "K": self.transformer["num_query_groups"] * head_dim,
-            "D": head_dim,
             "E": self.experts,
         }
 

@@ -28,6 +28,8 @@ FUSED = (
     (re.compile(r"\.[qkv]_proj\."), ".qkv_proj."),
     (re.compile(r"\.(gate|up)_proj\."), ".gate_up_proj."),
 )
+COMPRESSED = (re.compile(r"\.(q_a_proj|kv_a_proj_with_mqa)\."), ".fused_qkv_a_proj_with_mqa.")
+"""Of latent attention whose queries have a latent too; the projections of heads are not fused there."""
 
 
 class SummedEngine(Protocol):
@@ -90,7 +92,7 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     """Whether SGLang's CPU engine pads heads or experts to divide them (srt/configs/update_config.py)."""
     uneven_heads = architecture.transformer["num_query_groups"] % size != 0
     uneven_experts = architecture.experts > 0 and architecture.transformer["moe_ffn_hidden_size"] % (32 * size) != 0
-    return size > 1 and (uneven_heads or uneven_experts)
+    return uneven_heads or uneven_experts
 
 
 def expected_checksums(bridge: Bridge, found: list[Sums]) -> list[Sums]:
@@ -120,7 +122,7 @@ def _by_name(bucket: Bucket, flat: torch.Tensor, bridge: Bridge) -> list[Shards]
     parts: defaultdict[str, Shards] = defaultdict(list)
     for piece in bucket.pieces:
         for slot in piece.slots:
-            name = engine_name(slot.name)
+            name = engine_name(slot.name, bridge.architecture)
             whole = slot.view(flat)
             shards = engine_shards(piece.entry, slot.name, whole, bridge.engine_tensor, bridge.architecture)
             parts[name] += [(rank, name, shard) for rank, shard in enumerate(shards)]
@@ -155,8 +157,11 @@ def _difference(expected: list[Sums], found: list[Sums]) -> str:
     return ""
 
 
-def engine_name(hf_name: str) -> str:
+def engine_name(hf_name: str, architecture: Architecture) -> str:
     """The engine's parameter that holds a Hugging Face tensor; a fused one is a concatenation of several."""
+    latent = architecture.latent
+    if latent and ".self_attn." in hf_name:
+        return COMPRESSED[0].sub(COMPRESSED[1], hf_name) if latent.query else hf_name
     for pattern, replacement in FUSED:
         if pattern.search(hf_name):
             return pattern.sub(replacement, hf_name)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.weights.architecture import Architecture, Rope
+from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope
 from mugrpo_megatron.weights.blocks import Row
 
 WITHOUT_EFFECT = frozenset(
@@ -94,16 +94,17 @@ def decoder(
     head_dim: int | None = None,
     rope_theta: float = 10000.0,
     rms_norm_eps: float = 1e-6,
+    latent: Latent | None = None,
     **transformer: Any,
 ) -> Architecture:
     """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
 
-    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. transformer: the
-    family's own arguments of TransformerConfig.
+    head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. latent: sizes of
+    latent attention, which take the place of head_dim. transformer: the family's own arguments of TransformerConfig.
     Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
-    head_dim = fields.take("head_dim", head_dim)
+    head_dim = latent.rotary if latent else fields.take("head_dim", head_dim)
     if not head_dim and hidden % heads:
         raise fields.error(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     head_dim = head_dim or hidden // heads
@@ -121,12 +122,12 @@ def decoder(
         family=family,
         table=table,
         transformer={
-            "num_layers": fields.size("num_hidden_layers"),
+            "num_layers": transformer.get("num_layers") or fields.size("num_hidden_layers"),
             "hidden_size": hidden,
-            "ffn_hidden_size": transformer.get("moe_ffn_hidden_size") or fields.size("intermediate_size"),
+            "ffn_hidden_size": transformer.get("ffn_hidden_size") or fields.size("intermediate_size"),
             "num_attention_heads": heads,
             "num_query_groups": groups,
-            "kv_channels": head_dim,
+            "kv_channels": latent.value if latent else head_dim,
             "normalization": "RMSNorm",
             "layernorm_epsilon": fields.take("rms_norm_eps", rms_norm_eps),
             "gated_linear_unit": True,
@@ -136,7 +137,8 @@ def decoder(
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
             # cos and sin both have YaRN's factor, so a score has its square
-            "softmax_scale": rotary.attention_factor**2 / math.sqrt(head_dim),
+            "softmax_scale": (rotary.score_factor if latent else rotary.attention_factor) ** 2
+            / math.sqrt(latent.head if latent else head_dim),
             **transformer,
         },
         gpt={
@@ -147,6 +149,7 @@ def decoder(
             "share_embeddings_and_output_weights": tied,
         },
         rope=rotary,
+        latent=latent,
     )
     fields.finish()
     return architecture
@@ -169,8 +172,52 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": count,
         "moe_router_topk": chosen,
+        "ffn_hidden_size": ffn,
         "moe_ffn_hidden_size": ffn,
         "moe_router_pre_softmax": not renormalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
+    """DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2), in layers after the first `dense` ones.
+
+    Experts are chosen by sigmoid scores plus a bias, in the groups of experts with the best two; the weights are the
+    chosen scores without it, renormalised and scaled. The bias balanced the experts in pretraining; here it stays.
+    """
+    fields.only("scoring_func", ("sigmoid",), "sigmoid")
+    fields.only("topk_method", ("noaux_tc",), "noaux_tc")
+    fields.only("norm_topk_prob", (True,), True)
+    fields.only("moe_layer_freq", (1,), 1)
+    for unused in ("aux_loss_alpha", "seq_aux", "ep_size"):  # of pretraining and of another implementation
+        fields.take(unused, None)
+    width, layers = fields.size("moe_intermediate_size"), fields.need("num_hidden_layers")
+    count, chosen = fields.size("n_routed_experts"), fields.size("num_experts_per_tok")
+    groups, best = fields.take("n_group", 1), fields.take("topk_group", 1)
+    if not 1 < chosen <= count:
+        raise fields.error(f"num_experts_per_tok {chosen} is not between 2 and the model's {count} experts")
+    if dense >= layers:
+        raise fields.error(f"first_k_dense_replace {dense} leaves no layer of {layers} with routed experts")
+    if groups > 1 and (count % groups or best > groups or chosen // best != 2):
+        raise fields.error(
+            f"n_group {groups} and topk_group {best} with {chosen} of {count} experts: the learner chooses groups by "
+            "two experts each, which needs groups of equal size and num_experts_per_tok of twice topk_group"
+        )
+    return {
+        "num_layers": layers,
+        "num_moe_experts": count,
+        "moe_layer_freq": [0] * dense + [1] * (layers - dense),
+        "moe_router_topk": chosen,
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": width * fields.take("n_shared_experts", 0) or None,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": float(fields.take("routed_scaling_factor", 1.0)),
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": best if groups > 1 else None,
+        "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
@@ -185,7 +232,7 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
     legacy = scaling.take("type", "default")
     kind = scaling.take("rope_type", legacy)
     settings: tuple[Any, ...] = ()
-    factor = 1.0
+    factor = of_scores = 1.0
     if kind == "linear":
         settings = (scaling.need("factor"),)
     elif kind == "llama3":
@@ -196,25 +243,25 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
     elif kind == "yarn":
         original = scaling.take("original_max_position_embeddings", context)
         stretch = float(scaling.take("factor", context / original))
-        factor = attention_factor(
-            {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}, stretch
-        )
+        given = {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        factor, of_scores = attention_factor(given, stretch), mscale(stretch, given["mscale_all_dim"] or 0.0)
         fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":
         raise fields.error(f"rope scaling {kind!r} is unknown; default, linear, llama3 and yarn are supported")
     scaling.finish()
-    return Rope(kind, theta, head_dim, settings, factor)
+    return Rope(kind, theta, head_dim, settings, factor, of_scores)
 
 
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """YaRN's temperature on cos and sin: 0.1 ln(factor) + 1 unless the config names one (equation 22)."""
-
-    def mscale(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return mscale(1.0)
+        return mscale(factor, scaling["mscale"]) / mscale(factor, scaling["mscale_all_dim"])
+    return mscale(factor, 1.0)
+
+
+def mscale(factor: float, weight: float) -> float:
+    """YaRN's temperature for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -12,9 +12,19 @@ import numpy as np
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, checked, read_config
-from mugrpo_megatron.weights.architecture import Architecture
-from mugrpo_megatron.weights.blocks import GATED_MLP, QK_NORM, QKV_BIAS, TRUNK, experts
-from mugrpo_megatron.weights.config import Fields, decoder, routing
+from mugrpo_megatron.weights.architecture import Architecture, Latent
+from mugrpo_megatron.weights.blocks import (
+    GATED_MLP,
+    QK_NORM,
+    QKV_BIAS,
+    ROUTER_BIAS,
+    TRUNK,
+    experts,
+    in_layers,
+    latent_trunk,
+    shared_experts,
+)
+from mugrpo_megatron.weights.config import Fields, decoder, routing, sigmoid_routing
 
 
 def _llama(fields: Fields) -> Architecture:
@@ -95,7 +105,70 @@ def _qwen3_moe(fields: Fields) -> Architecture:
     )
 
 
+def _deepseek_v3(fields: Fields) -> Architecture:
+    """DeepSeek-V3 and R1, and Moonlight: latent attention, sigmoid routing, shared experts, first layers dense.
+
+    Config of transformers' `DeepseekV3ForCausalLM`; Kimi-K2's has the same fields.
+    """
+    return _latent(fields, "deepseek_v3", dense=fields.take("first_k_dense_replace", 3))
+
+
+def _glm4_moe_lite(fields: Fields) -> Architecture:
+    """GLM-4.7-Flash: DeepSeek-V3's shape. Config of transformers' `Glm4MoeLiteForCausalLM`."""
+    fields.only("partial_rotary_factor", (1.0,), 1.0)
+    dense = fields.take("first_k_dense_replace", 1)
+    kinds = fields.take("mlp_layer_types", None)
+    if kinds is not None:
+        dense = kinds.count("dense")
+        if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+            raise fields.error("mlp_layer_types has a dense layer after a sparse one, and the learner builds no such")
+    return _latent(fields, "glm4_moe_lite", dense)
+
+
+def _latent(fields: Fields, family: str, dense: int) -> Architecture:
+    # Layers that predict further tokens are left out, remote code never runs, and the sizes follow from others.
+    for unused in ("num_nextn_predict_layers", "auto_map", "head_dim", "qk_head_dim"):
+        fields.take(unused, None)
+    fields.only("attention_bias", (False,), False)
+    fields.only("rope_interleave", (True,), True)
+    sizes = Latent(
+        query=fields.take("q_lora_rank", 0),
+        key_value=fields.size("kv_lora_rank"),
+        plain=fields.size("qk_nope_head_dim"),
+        rotary=fields.size("qk_rope_head_dim"),
+        value=fields.size("v_head_dim"),
+    )
+    if sizes.value > sizes.head:  # attention gives values the size of a query's head
+        raise fields.error(
+            f"v_head_dim {sizes.value} is larger than the {sizes.head} dimensions of a query's head, which the "
+            "learner's attention does not support"
+        )
+    routed = sigmoid_routing(fields, dense)
+    shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
+    architecture = decoder(
+        fields,
+        family=family,
+        table=(
+            *latent_trunk(compressed=sizes.query > 0),
+            *in_layers("dense", GATED_MLP),
+            *in_layers("routed", experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+            *in_layers("routed", ROUTER_BIAS + shared),
+        ),
+        latent=sizes,
+        **routed,
+    )
+    if architecture.rope.kind not in ("default", "yarn") or architecture.rope.attention_factor != 1:
+        raise fields.error("rope scaling of latent attention is none, or yarn with mscale equal to mscale_all_dim")
+    heads, groups = (architecture.transformer[key] for key in ("num_attention_heads", "num_query_groups"))
+    if heads != groups:
+        raise fields.error(f"num_key_value_heads {groups} is not num_attention_heads {heads}, as latent attention has")
+    return architecture
+
+
 FAMILIES = {
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "kimi_k2": _deepseek_v3,
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
@@ -104,6 +177,20 @@ FAMILIES = {
     "qwen3_moe": _qwen3_moe,
 }
 """`model_type` -> the function that reads the family's config."""
+_SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
+_LINEAR = "linear attention (Gated DeltaNet) over packed rows, which the pinned Megatron does not have"
+CLOSE = {
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "qwen3_next": _LINEAR,
+    "qwen3_5": _LINEAR,
+    "qwen3_5_moe": _LINEAR,
+    "kimi_linear": "linear attention (Kimi Delta Attention), which the pinned Megatron does not have",
+    "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
+    "gpt_oss": "attention sinks and weights in mxfp4",
+    "glm4_moe": "rotation of a part of each head",
+}
+"""`model_type` of models that resemble a family -> what they need beyond it."""
 
 
 def architecture(config: Mapping[str, Any], where: str = "config.json") -> Architecture:
@@ -112,6 +199,14 @@ def architecture(config: Mapping[str, Any], where: str = "config.json") -> Archi
     Raises UserError for a family that has no table, and for any field that is missing, malformed or unknown.
     """
     family = checked(config, where)["model_type"]
+    if family in CLOSE:
+        raise UserError(f"{where}: model_type {family!r} is not supported: it needs {CLOSE[family]}")
+    if config.get("quantization_config"):
+        method = dict(config["quantization_config"]).get("quant_method", "a quantised type")
+        raise UserError(
+            f"{where}: the weights are stored in {method} (quantization_config), and the learner trains bfloat16, "
+            "float16 or float32; convert them and remove the field"
+        )
     if family not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise UserError(f"{where}: model_type {family!r} is not supported; the supported families are {known}")
@@ -136,15 +231,21 @@ class Work:
 
 def work_of(architecture: Architecture, sequence: float) -> Work:
     """Per token of sequences of `sequence` tokens on average."""
-    size, layers = architecture.letters, architecture.layers
-    feed_forward = 3 * size["H"] * size["F"]
+    size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
+    feed_forward = dense * 3 * size["H"] * size["F"]
     if architecture.experts:
-        chosen = architecture.transformer["moe_router_topk"]
-        feed_forward = 3 * size["H"] * size["M"] * chosen + size["H"] * size["E"]
-    attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
+        width = size["M"] * architecture.transformer["moe_router_topk"] + size.get("S", 0)
+        feed_forward += (layers - dense) * (3 * size["H"] * width + size["H"] * size["E"])
+    if architecture.latent:
+        queries = (size["H"] + size["Q"]) * size["C"] if size["C"] else size["H"] * size["Q"]
+        attention = queries + size["H"] * size["P"] + size["L"] * size["U"] + size["O"] * size["H"]
+        scored = size["Q"] + size["O"]
+    else:
+        attention = size["H"] * (size["Q"] + 2 * size["K"]) + size["Q"] * size["H"]
+        scored = 2 * size["Q"]
     return Work(
-        layers=2.0 * layers * (attention + feed_forward),
-        attention=2.0 * layers * 2 * size["Q"] * sequence / 2,
+        layers=2.0 * (layers * attention + feed_forward),
+        attention=2.0 * layers * scored * sequence / 2,
         head=2.0 * size["V"] * size["H"],
     )
 

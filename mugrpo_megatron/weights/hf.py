@@ -45,6 +45,7 @@ CARRIED = (
     "chat_template.json",
 )
 """Files copied unchanged; the config is rewritten, because it names the weights' type."""
+PREDICTED = "num_nextn_predict_layers"
 
 
 @torch.no_grad()
@@ -165,13 +166,18 @@ def _write(
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy tokenizer and generation config, and write the config with the type of the stored weights."""
+    """Copy tokenizer and generation config, and write the config with the type of the stored weights.
+
+    It counts no layers of multi-token prediction, which are not trained and not stored.
+    """
     for name in CARRIED:
         if (like / name).is_file():
             shutil.copyfile(like / name, out / name)
     config: dict[str, Any] = dict(read_config(like))
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")
+    if config.get(PREDICTED):
+        config[PREDICTED] = 0
     write_text(out / CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 

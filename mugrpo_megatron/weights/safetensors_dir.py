@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mugrpo_megatron.weights.table import entries
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that are read."""
 TYPE_NAMES = {
@@ -52,6 +54,7 @@ class HFCheckpoint:
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
     """Find every tensor and compare names and shapes with the architecture; no data is read but a tied output layer's.
 
+    Rotary frequencies and the layers of multi-token prediction are left out.
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
@@ -62,7 +65,7 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
         for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True)
     }
     allowed = set(expected) | ({HEAD} if architecture.tied else set())
-    extra = sorted(set(files) - allowed)
+    extra = sorted(name for name in set(files) - allowed if not _left_out(name, architecture))
     if extra:
         raise UserError(
             f"{directory / files[extra[0]]} has the tensor {extra[0]!r}, which a {architecture.family} model with this "
@@ -86,6 +89,14 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
             f"(tie_word_embeddings); set it to false if the model has an output layer of its own"
         )
     return checkpoint
+
+
+def _left_out(name: str, architecture: Architecture) -> bool:
+    """Whether no model computes with a tensor: rotary frequencies, which follow from the config, and those of further
+    layers, which predict further tokens in DeepSeek-V3 and models of its shape."""
+    layer = LAYER.match(name)
+    beyond = layer is not None and int(layer[1]) >= architecture.layers and architecture.latent is not None
+    return name.endswith(".rotary_emb.inv_freq") or beyond
 
 
 def _scan(directory: Path) -> tuple[dict[str, str], dict[str, tuple[int, ...]], dict[str, torch.dtype]]:

@@ -31,7 +31,7 @@ STORED_NAMES = (
     (re.compile(r"\.local_experts\.\d+\."), ".experts."),
     *((re.compile(re.escape(f".{plain}")), f".{fused}") for plain, fused in NORMS.items()),
 )
-"""How Megatron's `sharded_state_dict` renames parameters: layers and experts become leading dimensions."""
+"""How Megatron's `sharded_state_dict` renames parameters: layers, the first of them, and experts become dimensions."""
 _GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
 
 
@@ -71,7 +71,7 @@ def entries(architecture: Architecture) -> dict[str, Entry]:
     first = rows.index(in_layers[0])
     entries = [Entry(row, 0, 0) for row in rows[:first]]
     for layer in range(architecture.layers):
-        for row in in_layers:
+        for row in (row for row in in_layers if architecture.has(row, layer)):
             copies = architecture.experts if "{expert}" in row.megatron else 1
             entries += [Entry(row, layer, expert) for expert in range(copies)]
     entries += [Entry(row, 0, 0) for row in rows[first:] if row not in in_layers]
@@ -90,9 +90,7 @@ def merge(entry: Entry, tensors: Sequence[torch.Tensor], architecture: Architect
         groups = architecture.transformer["num_query_groups"]
         by_group = [tensor.reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors]
         return torch.cat(by_group, dim=1).flatten(0, 1)
-    if entry.row.form == "gated":
-        return torch.cat(list(tensors), dim=0)
-    return tensors[0]
+    return torch.cat(list(tensors), dim=0) if len(tensors) > 1 else tensors[0]
 
 
 def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list[torch.Tensor]:
@@ -109,6 +107,8 @@ def split(entry: Entry, whole: torch.Tensor, architecture: Architecture) -> list
         return list(whole.chunk(2, dim=0))
     if entry.row.form == "vocab":
         return [whole[: architecture.vocab_size]]
+    if entry.row.form == "stacked":
+        return list(whole.split([shape[0] for shape in entry.hf_shapes(architecture)], dim=0))
     return [whole]
 
 
@@ -154,15 +154,19 @@ class Stored:
 
 
 def stored(entry: Entry, architecture: Architecture) -> Stored:
-    """Key and place of a parameter in a `torch_dist` checkpoint; the same for every layout."""
-    key = entry.megatron
-    for pattern, replacement in STORED_NAMES:
+    """Key and place of a parameter in a `torch_dist` checkpoint; the same for every layout.
+
+    Layers are a dimension only of models in which all have the same parameters.
+    """
+    key, alike = entry.megatron, not (architecture.experts and architecture.dense_layers)
+    for pattern, replacement in STORED_NAMES[0 if alike else 1 :]:
         key = pattern.sub(replacement, key)
+    index, stack = [], []
+    if "{layer}" in entry.row.megatron and alike:
+        index, stack = [entry.layer], [architecture.layers]
     if entry.of_expert:
-        return Stored(key, (entry.layer, entry.expert), (architecture.layers, architecture.experts))
-    if "{layer}" in entry.row.megatron:
-        return Stored(key, (entry.layer,), (architecture.layers,))
-    return Stored(key, (), ())
+        index, stack = [*index, entry.expert], [*stack, architecture.experts]
+    return Stored(key, tuple(index), tuple(stack))
 
 
 def table_name(name: str) -> str:
@@ -186,8 +190,8 @@ def tensor_group(entry: Entry) -> torch.distributed.ProcessGroup:
 
 def local_parameters(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
-) -> Iterator[tuple[Entry, torch.nn.Parameter]]:
-    """This rank's parameters with their entries in the whole model, in the model's order.
+) -> Iterator[tuple[Entry, torch.Tensor]]:
+    """This rank's parameters, and buffers of frozen rows, with their entries in the whole model, in the model's order.
 
     On the last pipeline stage a tied output layer is a copy of the embedding and has the embedding's entry. Parameters
     of adapters have none and are left out.
@@ -201,6 +205,10 @@ def local_parameters(
             if f".{ADAPTER}" in name:
                 continue
             yield table[whole_name(chunk, name, architecture)], parameter
+        for name, buffer in chunk.named_buffers():
+            entry = table.get(whole_name(chunk, name, architecture))
+            if entry and entry.row.frozen:
+                yield entry, buffer
 
 
 def whole_name(chunk: torch.nn.Module, name: str, architecture: Architecture) -> str:

@@ -282,7 +282,7 @@ def test_spoiled_checkpoint_is_refused(hf: Path, tmp_path: Path, capsys: pytest.
     ("options", "sentence"),
     [
         (["--tp", "3"], "--tp = 3 does not divide the model's 4 attention heads"),
-        (["--pp", "3"], "--pp x --vpp = 3 does not divide the model's 4 layers"),
+        (["--pp", "5"], "--pp = 5 is more than the model's 4 layers"),
         (["--vpp", "2"], "--vpp above 1 needs --pp of at least 2"),
         (["--ep", "2"], "--ep = 2 but the model has no experts"),
     ],

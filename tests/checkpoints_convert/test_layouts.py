@@ -22,6 +22,7 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
 }
 LAYOUTS: dict[str, Layout] = {
     "tp1": {},
@@ -56,7 +57,7 @@ def test_conversion_loads_in_every_layout(checkpoints: Path, tmp_path: Path, lay
         assert_same(checkpoints / name, tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.night)])
 def test_training_checkpoint_becomes_hugging_face(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = {"tensor": 2, "pipeline": 2, "sequence": True}
     run_ranks(4, save_training_checkpoint, checkpoints / name, tmp_path / "saved", layout)

@@ -15,6 +15,7 @@ from mugrpo_megatron.checks.engines import (
 )
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe import Recipe
+from tests import models
 
 MODEL = {
     "num_attention_heads": 28,
@@ -47,6 +48,21 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
 )
 def test_possible_engines_pass(sections: dict[str, Any]) -> None:
     assert list(engine_problems(recipe(**sections), MODEL)) == []
+
+
+def test_fields_that_transformers_does_not_write_are_asked_for() -> None:
+    model = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
+    assert list(engine_problems(recipe(), model)) == []
+    (said,) = engine_problems(recipe(), {**model, "scoring_func": None, "topk_method": None})
+    assert "lacks scoring_func and topk_method, which SGLang reads" in said
+    (said,) = engine_problems(recipe(), {**model, "model_type": "glm4_moe_lite", "first_k_dense_replace": None})
+    assert "lacks first_k_dense_replace" in said
+
+
+def test_latent_attention_is_not_quantised() -> None:
+    model = {**models.SIZES, **models.FAMILIES["deepseek_v3"], "model_type": "deepseek_v3"}
+    said = list(engine_problems(recipe(**FP8, **BFLOAT16), model))
+    assert any("of a model with latent attention" in one for one in said)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,8 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             3,
             r"parallel.tensor = 3 does not divide the model's 4 attention heads.*\[1, 2, 4\]",
         ),
-        ({"parallel": {"pipeline": 3}}, 3, r"does not divide the model's 4 layers"),
+        ({"parallel": {"pipeline": 5}}, 5, r"parallel.pipeline = 5 is more than the model's 4 layers"),
+        ({"parallel": {"pipeline": 3, "virtual_pipeline": 2}}, 3, r"= 6 does not divide the model's 4 layers"),
         ({"parallel": {"tensor": 2}}, 3, r"needs a multiple of 2 ranks but 3 run"),
         ({"parallel": {"sequence": True}}, 1, r"parallel.sequence = true needs parallel.tensor"),
         ({"parallel": {"virtual_pipeline": 2}}, 1, r"virtual_pipeline above 1 needs parallel.pipeline"),
@@ -78,4 +79,4 @@ def test_impossible_layouts_are_refused(sections: dict[str, Any], world: int, sa
 
 def test_every_problem_is_reported_at_once() -> None:
     with pytest.raises(UserError, match=r"attention heads.*layers"):
-        check_layout(recipe(parallel={"tensor": 3, "pipeline": 3}), MODEL, 9)
+        check_layout(recipe(parallel={"tensor": 3, "pipeline": 5}), MODEL, 15)

@@ -30,8 +30,8 @@ def asking(**sizes: int | bool) -> Recipe:
     ("sizes", "model", "world", "near"),
     [
         ({"tensor": 3}, DENSE, 8, "tensor = 4, sequence = true"),
-        ({"pipeline": 5}, DENSE, 5, "nearest layout that 5 ranks can run: context = 5"),
-        ({"pipeline": 5}, DENSE, 20, "nearest layout that 20 ranks can run: pipeline = 4"),
+        ({"pipeline": 13}, DENSE, 13, "nearest layout that 13 ranks can run: context = 13"),
+        ({"pipeline": 20}, DENSE, 20, "nearest layout that 20 ranks can run: pipeline = 10"),
         ({"pipeline": 2, "virtual_pipeline": 4}, DENSE, 2, "pipeline = 2, virtual_pipeline = 2"),
         ({"virtual_pipeline": 2}, DENSE, 2, "nearest layout that 2 ranks can run: every size 1"),
         ({"tensor": 2}, EXPERTS, 2, "tensor = 2, sequence = true"),

@@ -35,10 +35,10 @@ def two_updates(
     return first, second, np.concatenate(token_logprobs(learner, data))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.night)])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("experts")
-    models.save_model(directory, "qwen3_moe", vocab_size=VOCAB, moe_intermediate_size=16, num_hidden_layers=2)
+    models.save_model(directory, request.param, vocab_size=VOCAB, moe_intermediate_size=16, num_hidden_layers=2)
     return str(directory)
 
 

@@ -170,7 +170,7 @@ def test_swiglu_is_fused_on_cuda(checkpoints: Path, family: str) -> None:
     sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size"), 1)
     ranks: Any = SimpleNamespace(device=torch.device("cuda"), **sizes)
     config = transformer_config(recipe(checkpoints / family), model, ranks, grouped_experts=False)
-    mlp = layers.layer_spec(config, LocalSpecProvider()).submodules.mlp.submodules
+    mlp = layers.layer_spec(config, LocalSpecProvider(), None, config.num_moe_experts or 0).submodules.mlp.submodules
     if not model.experts:
         assert mlp.activation_func is SwiGLU
     assert config.use_te_activation_func == (not model.experts), "Megatron takes the spec's activation"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +13,21 @@ from mugrpo_megatron.weights.families import model_flops, read_architecture, wor
 from tests.models import save_model
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_forward_flop_are_those_that_torch_counts(tmp_path: Path, family: str) -> None:
-    model = save_model(tmp_path, family)
+@pytest.mark.parametrize(
+    ("family", "changes"), [("qwen2", {}), ("llama", {}), ("deepseek_v3", {}), ("deepseek_v3", {"q_lora_rank": None})]
+)
+def test_forward_flop_are_those_that_torch_counts(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    model = save_model(tmp_path, family, **changes)
     architecture = read_architecture(tmp_path)
     tokens = 24
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(tokens)[None])
     work = work_of(architecture, tokens)
+    chosen = architecture.transformer.get("moe_router_topk", 0)
+    routed = (architecture.layers - architecture.dense_layers) * chosen * architecture.letters["M"]
+    layers = work.layers - 2 * 3 * architecture.letters["H"] * routed  # torch does not count the experts' products
     # Eager attention computes the full square, and torch counts it; causal attention needs half.
-    assert counter.get_total_flops() == pytest.approx(tokens * (work.layers + 2 * work.attention + work.head), rel=0.01)
+    assert counter.get_total_flops() == pytest.approx(tokens * (layers + 2 * work.attention + work.head), rel=0.01)
 
 
 def test_a_token_of_a_mixture_pays_for_its_experts_and_the_router(tmp_path: Path) -> None:

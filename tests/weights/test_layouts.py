@@ -17,6 +17,7 @@ from tests.weights.ranks_work import Layout, logits_of, refused_on_every_rank, r
 
 pytestmark = pytest.mark.process
 
+LATENT_YARN = {**tiny.YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}),
@@ -30,6 +31,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "qwen3_moe-raw": ("qwen3_moe", {"norm_topk_prob": False, "tie_word_embeddings": True}),
     "mixtral": ("mixtral", {"vocab_size": 131}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": LATENT_YARN, "q_lora_rank": None, "n_shared_experts": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"vocab_size": 131}),
 }
 LAYOUTS: dict[str, Layout] = {
     "tp2": {"tensor": 2},
@@ -57,7 +61,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def routed(name: str) -> bool:
-    return "moe" in name or "mixtral" in name
+    return any(family in name for family in ("moe", "mixtral", "deepseek"))
 
 
 def test_an_earlier_export_is_whole_until_the_next_one_is(checkpoints: Path, tmp_path: Path) -> None:
@@ -85,8 +89,17 @@ def test_every_rank_is_told_that_an_export_cannot_be_written(checkpoints: Path, 
 @pytest.mark.parametrize("name", [*LAYOUTS, *EXPERT_LAYOUTS])
 def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = {**LAYOUTS, **EXPERT_LAYOUTS}[name]
-    chosen = [model for model in MODELS if routed(model) or name in LAYOUTS]
-    run_ranks(4, round_trips, [(checkpoints / model, tmp_path / model) for model in chosen], layout)
+    check_round_trips(4, layout, [model for model in MODELS if routed(model) or name in LAYOUTS], checkpoints, tmp_path)
+
+
+@pytest.mark.night
+def test_round_trip_is_bitwise_over_eight_ranks(checkpoints: Path, tmp_path: Path) -> None:
+    layout = {"tensor": 2, "pipeline": 2, "expert": 2, "sequence": True}
+    check_round_trips(8, layout, [model for model in MODELS if routed(model)], checkpoints, tmp_path)
+
+
+def check_round_trips(world: int, layout: Layout, chosen: list[str], checkpoints: Path, tmp_path: Path) -> None:
+    run_ranks(world, round_trips, [(checkpoints / model, tmp_path / model) for model in chosen], layout)
     for model in chosen:
         expected = load_file(checkpoints / model / "model.safetensors")
         found = load_file(tmp_path / model / "model.safetensors")

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from mugrpo_megatron.weights import quantised
 from mugrpo_megatron.weights.buckets import ALIGNMENT, Bucket, Piece, Slot
 from mugrpo_megatron.weights.check import engine_name
+from mugrpo_megatron.weights.families import architecture
 from mugrpo_megatron.weights.quantised import BLOCK, quantise, quantise_bucket, quantised_bucket
 from mugrpo_megatron.weights.table import Entry
+from tests import models
 
 
 def decoded(byte: int) -> float:
@@ -139,4 +141,5 @@ def test_a_bucket_becomes_what_an_fp8_checkpoint_has() -> None:
     ],
 )
 def test_the_check_knows_where_the_engine_holds_scales(name: str, engines: str) -> None:
-    assert engine_name(name) == engines
+    model = architecture({"model_type": "llama", **models.SIZES})
+    assert engine_name(name, model) == engines

@@ -10,9 +10,12 @@ import pytest
 from mugrpo_megatron.recipe import Recipe
 from tests import models
 from tests.ranks import run_ranks
+from tests.weights import tiny
 from tests.weights.engine_work import feed_engine
 
 pytestmark = pytest.mark.process
+
+YARN = {**tiny.YARN, "mscale": 1.0, "mscale_all_dim": 1.0}
 
 LARGEST_PARAMETER = 16 * 1024
 """Bytes: smaller buckets than the embedding, so that some hold a single oversized tensor."""
@@ -34,7 +37,13 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "engine_tensor"),
-    [("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}, 1), ("qwen3", {}, 2)],
+    [
+        ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}, 1),
+        ("qwen3", {}, 2),
+        ("deepseek_v3", {}, 1),
+        pytest.param("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}, 1, marks=pytest.mark.night),
+        pytest.param("glm4_moe_lite", {}, 1, marks=pytest.mark.night),
+    ],
 )
 def test_engine_computes_with_the_learners_weights(
     tmp_path: Path, family: str, changes: dict[str, Any], engine_tensor: int

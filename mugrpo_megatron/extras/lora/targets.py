@@ -58,8 +58,13 @@ def linear_kinds(architecture: Architecture) -> tuple[str, ...]:
 def target_kinds(architecture: Architecture, targets: Targets) -> tuple[str, ...]:
     """The kinds that `lora.targets` names, in the table's order.
 
-    Raises UserError for a name that is none, and for all layers of a mixture of experts.
+    Raises UserError for a name that is none, for all layers of a mixture of experts, and for latent attention.
     """
+    if architecture.latent:
+        raise UserError(
+            f"lora: adapters do not fit {architecture.family}, whose latents are projected whole on every rank and "
+            "whose layers are of two kinds; leave [lora] out and train the weights"
+        )
     known = linear_kinds(architecture)
     if targets == "all-linear":
         if architecture.experts:

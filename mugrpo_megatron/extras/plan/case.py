@@ -17,7 +17,7 @@ from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import read_config_file
 from mugrpo_megatron.files.hub import download_config, model_name
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 from mugrpo_megatron.weights.blocks import Row
 from mugrpo_megatron.weights.families import architecture
 
@@ -150,15 +150,17 @@ def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -
 
     A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
     """
-    layers = architecture.layers // layout.pipeline
+    counts = stage_layers(architecture.layers, layout.pipeline)
+    first = sum(counts[:pp_stage])
+    layers = range(first, first + counts[pp_stage])
     last = pp_stage == layout.pipeline - 1
     dense = experts = vocabulary = 0
     for row in architecture.table:
-        size = _numel(row, architecture, layout.tensor)
+        size, copies = _numel(row, architecture, layout.tensor), sum(architecture.has(row, layer) for layer in layers)
         if "{expert}" in row.megatron:
-            experts += layers * (architecture.experts // layout.expert) * size
+            experts += copies * (architecture.experts // layout.expert) * size
         elif "{layer}" in row.megatron:
-            dense += layers * size
+            dense += copies * size
         elif row.megatron.startswith("embedding"):
             vocabulary += size if pp_stage == 0 else 0
         elif row.megatron.startswith("output_layer"):

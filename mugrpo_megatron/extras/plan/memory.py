@@ -11,7 +11,7 @@ from mugrpo_megatron.extras.plan.case import Case, Layout, RankParameters, rank_
 from mugrpo_megatron.extras.plan.hardware import GIB, replicas_of_engines
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths
 from mugrpo_megatron.recipe.systems import BLOCK, BUCKET_BYTES
-from mugrpo_megatron.weights.architecture import Architecture
+from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 
 FLOAT = 4
 PADDED = 1.0
@@ -46,14 +46,21 @@ class LayerBytes:
 
 
 def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsize: int, cuda: bool) -> LayerBytes:
-    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size."""
+    """One layer on `tokens` tokens of this rank: a packed row divided by the context parallel size.
+
+    With experts, of a model that has some; its first layers may have none and then keep less.
+    """
     size = architecture.letters
     tp, b = layout.tensor, itemsize
     stream = tokens / (tp if layout.sequence else 1)
     heads = architecture.transformer["num_attention_heads"] / tp
-    q, k = size["Q"] / tp, size["K"] / tp
+    q, k = size["Q"] / tp, size.get("K", 0) / tp
     norms = 2 * stream * FLOAT
-    if cuda:
+    if architecture.latent:
+        # Query, key, value and output have a query's size of heads; on CPU padded and in float32.
+        attention = 4 * q * b if cuda else PADDED * 5 * q * FLOAT
+        attention = tokens * (attention + FLOAT * heads)
+    elif cuda:
         # v is a view of the projection's output and keeps all of it; rotated q and k are copies; flash keeps lse.
         attention = tokens * (b * (q + 2 * k) + b * (q + k) + FLOAT * heads)
     else:
@@ -65,6 +72,10 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
         attention += 0 if cuda else tokens * b * (q + 2 * k)
     projections = tokens * b * (q + 2 * k + q)
     rest = stream * b * size["H"] * 3 + norms + tokens * b * q
+    if architecture.latent:
+        projections = tokens * b * 4 * q
+        latents = 2 * (size["C"] + size["L"]) + architecture.latent.rotary
+        rest = stream * b * (size["H"] * 3 + latents) + norms + tokens * b * size["O"] / tp
     feed_forward, working = _feed_forward(architecture, layout, tokens, stream, b, cuda)
     return LayerBytes(stream * b * size["H"], attention, projections, rest + feed_forward, working)
 
@@ -81,7 +92,8 @@ def _feed_forward(
     width = size["M"] / tp
     products = 3 if cuda else 5  # fc1's output and fc2's input; on CPU also silu(gate) and the product before weighting
     activations = chosen * b * (size["H"] + products * width) + stream * architecture.experts * (2 * FLOAT + 1)
-    return activations, b * chosen * 3 * (size["H"] + width)
+    shared = tokens * b * 3 * size.get("S", 0) / tp
+    return activations + shared, b * chosen * 3 * (size["H"] + width)
 
 
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
@@ -222,7 +234,7 @@ def learner_memory(case: Case, batch: Batch, pp_stage: int) -> LearnerMemory:
     tokens = batch.length // layout.context
     layer = layer_bytes(architecture, layout, tokens, b, case.cuda)
     in_flight = micro_batches_in_flight(layout, pp_stage, batch.micro_batches)
-    layers = architecture.layers // layout.pipeline
+    layers = stage_layers(architecture.layers, layout.pipeline)[pp_stage]
     loss = 0.0
     if pp_stage == layout.pipeline - 1:
         loss = loss_bytes(architecture, layout, tokens, recipe.learner.chunk_tokens(case.cuda), b, case.cuda)
@@ -259,6 +271,11 @@ class EngineMemory:
         return self.weights + self.cache + self.work
 
 
+def cache_shares(architecture: Architecture, tensor: int) -> int:
+    """Parts into which an engine's ranks split the cache: above them, ranks hold copies, as of every latent."""
+    return 1 if architecture.latent else min(tensor, architecture.transformer["num_query_groups"])
+
+
 def engine_weight_bytes(case: Case) -> float:
     """Bytes of an engine's weights over all of its ranks: in fp8, one for each and a float32 scale for each block.
 
@@ -275,7 +292,7 @@ def engine_memory(case: Case) -> EngineMemory:
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
     whole = engine_weight_bytes(case)
     weights = whole / tp * replicas_of_engines(recipe, case.cluster, whole)
-    sharing = min(tp, case.architecture.transformer["num_query_groups"])
+    sharing = cache_shares(case.architecture, tp)
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
     limit = recipe.engine.max_total_tokens or float("inf")
     if case.cuda:

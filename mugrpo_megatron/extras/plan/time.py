@@ -11,7 +11,7 @@ from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
-from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
+from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of, cache_shares
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.families import work_of
@@ -25,7 +25,7 @@ def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
     assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
     lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)
-    sharing = min(share, case.architecture.transformer["num_query_groups"])  # above that ranks hold copies
+    sharing = cache_shares(case.architecture, share)
     cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
     work = work_of(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
@@ -131,7 +131,8 @@ def communication_seconds(case: Case) -> float:
     times = 2 * (3 if layout.recompute == "full" else 2)
     # An all-reduce, or a reduce-scatter and an all-gather, moves a rank's share of the tensor twice.
     reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
-    gathered = times * _others(layout.context) * tokens * layout.context * size["K"] / layout.tensor * b
+    width = size["Q"] if architecture.latent else size["K"]
+    gathered = times * _others(layout.context) * tokens * layout.context * width / layout.tensor * b
     seconds = reduced / case.assumptions.inside + gathered / _link(layout.tensor * layout.context, case)
     if architecture.experts:
         chosen = architecture.transformer["moe_router_topk"]

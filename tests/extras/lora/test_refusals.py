@@ -62,6 +62,11 @@ def test_experts_have_none(tmp_path: Path) -> None:
     assert command(*dry(tmp_path, moe, {**LORA, "targets": ["q_proj", "o_proj"]})).code == 0
 
 
+def test_latent_attention_has_none(tmp_path: Path) -> None:
+    latent = save_model(tmp_path / "latent", "deepseek_v3")
+    refused(*dry(tmp_path, latent, {**LORA, "targets": ["o_proj"]}), says="adapters do not fit deepseek_v3")
+
+
 def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def edit(directory: Path) -> None:
         path = directory / "adapter_config.json"

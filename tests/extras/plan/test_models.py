@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
+from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import find_model, parameters
 from mugrpo_megatron.recipe import Recipe
@@ -44,9 +45,25 @@ PUBLISHED = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "DeepSeek-V3": 671_026_419_200,
+    "DeepSeek-R1": 671_026_419_200,
+    "GLM-4.7-Flash": 29_943_393_920,
+    "Kimi-K2": 1_026_408_232_448,
+    "Moonlight-16B-A3B": 15_960_111_936 - 27 * 64,
 }
-"""Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike."""
+"""Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike.
+
+Without layers that predict further tokens; Moonlight's also hold 64 rotary frequencies in each of 27 layers.
+"""
 VARIANT = re.compile(r"-(Base|Instruct|Thinking)(-2507)?$")
+KV_NUMBERS = {
+    "DeepSeek-V3": 61 * 576,
+    "GLM-4.7-Flash": 47 * 576,
+    "Kimi-K2-Instruct": 61 * 576,
+    "Moonlight-16B-A3B-Instruct": 27 * 576,
+    "Qwen3-30B-A3B": 48 * 2 * 4 * 128,
+}
+"""Numbers that an engine caches for a token: of latent attention 512 + 64 in each layer (arXiv 2412.19437, 4.2)."""
 
 
 def named(name: str) -> Recipe:
@@ -66,6 +83,11 @@ def test_an_entry_like_another_has_its_keys_and_its_own() -> None:
         "tie_word_embeddings": False,
     }
     assert not any("like" in entry for entry in table.values())
+
+
+@pytest.mark.parametrize("name", sorted(KV_NUMBERS))
+def test_the_cache_of_a_token_is_the_published_one(name: str) -> None:
+    assert kv_bytes_per_token(bundled()[name], "bfloat16") == 2 * KV_NUMBERS[name]
 
 
 def test_a_config_alone_is_enough_and_wins_over_the_table(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""Multi-head latent attention over packed sequences (arXiv 2405.04434, section 2.1; DeepSeek-V3, GLM-4.7-Flash).
+
+Queries, keys and values are projected to a latent and from there to heads; a key's rotated part comes straight from the
+input and is the same for all heads. Megatron's own module rotates by the row's index, not by each segment's positions,
+and needs Transformer Engine to be built. This one has its parameters, but for the projections to latents, which are one
+product as in SGLang. Every tensor parallel rank computes the latents whole and its own heads of the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import Attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mugrpo_megatron.learner.attention import PackedAttention, Packing, turn
+from mugrpo_megatron.learner.linear import Replicated
+from mugrpo_megatron.learner.operators import RMSNorm
+from mugrpo_megatron.weights.architecture import Latent
+
+
+@dataclass
+class LatentSubmodules:
+    """The classes that it is built from; the names are those that Megatron's `Attention` reads."""
+
+    linear_up: type
+    """Column parallel: from a latent to heads."""
+    linear_proj: type
+    core_attention: type = PackedAttention
+
+
+class LatentAttention(Attention):
+    """Causal attention inside each segment; [t, 1, hidden] -> the same, t divided by TP under sequence parallelism."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: LatentSubmodules, layer_number: int, sizes: Latent, **options: Any
+    ) -> None:
+        super().__init__(config, submodules, layer_number, attention_type="self", **options)
+        self.sizes, hidden, heads = sizes, config.hidden_size, config.num_attention_heads
+        if sizes.query:
+            self.linear_qkv_down_proj = Replicated(config, hidden, sizes.query + sizes.cached)
+            self.q_layernorm = RMSNorm(config, sizes.query, config.layernorm_epsilon)
+            self.linear_q_up_proj = self._up(submodules, sizes.query, heads * sizes.head)
+        else:
+            self.linear_kv_down_proj = Replicated(config, hidden, sizes.cached)
+            self.linear_q_proj = self._up(submodules, hidden, heads * sizes.head)
+        self.kv_layernorm = RMSNorm(config, sizes.key_value, config.layernorm_epsilon)
+        self.linear_kv_up_proj = self._up(submodules, sizes.key_value, heads * (sizes.plain + sizes.value))
+
+    def _up(self, submodules: LatentSubmodules, inputs: int, outputs: int) -> torch.nn.Module:
+        return build_module(
+            submodules.linear_up,
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.pg_collection.tp,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None, *, packed_seq_params: Packing, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output and its bias, which is None."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
+        # Flash attention has one size of heads: values get zeros, which come out as zeros.
+        value = F.pad(value, (0, self.sizes.head - self.sizes.value))
+        attend = self._checkpointed_attention_forward if self._recomputes else self.core_attention
+        out = attend(query, key, value, attention_mask, packed_seq_params=packed_seq_params.turned)
+        out = out.unflatten(-1, (-1, self.sizes.head))[..., : self.sizes.value].flatten(-2)
+        return self.linear_proj(out)
+
+    @property
+    def _recomputes(self) -> bool:
+        return self.checkpoint_core_attention and self.training
+
+    def get_query_key_value_tensors(  # type: ignore[override]
+        self, hidden: torch.Tensor, packing: Packing
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated query and key [t, 1, heads, head], value [t, 1, heads, value]; of this rank's heads and all rows."""
+        sizes = self.sizes
+        if sizes.query:
+            down = self.linear_qkv_down_proj(hidden)
+            of_query, latent, rotary = down.split([sizes.query, sizes.key_value, sizes.rotary], dim=-1)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(of_query))
+        else:
+            latent, rotary = self.linear_kv_down_proj(hidden).split([sizes.key_value, sizes.rotary], dim=-1)
+            query, _ = self.linear_q_proj(hidden)
+        both, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        key, value = both.unflatten(-1, (-1, sizes.plain + sizes.value)).split([sizes.plain, sizes.value], dim=-1)
+        plain, turning = query.unflatten(-1, (-1, sizes.head)).split([sizes.plain, sizes.rotary], dim=-1)
+        query = torch.cat([plain, _turned(turning, packing)], dim=-1)
+        shared = _turned(self._of_all_rows(rotary).unsqueeze(2), packing)
+        return query, torch.cat([key, shared.expand(-1, -1, key.shape[2], -1)], dim=-1), value
+
+    def _of_all_rows(self, rotary: torch.Tensor) -> torch.Tensor:
+        """The part of the keys that heads share; in backward the ranks' gradients, each from its heads, are summed."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True)
+        return copy_to_tensor_model_parallel_region(rotary)
+
+
+def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
+    """The attention of a layer, with the backend's linear layers."""
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"sizes": sizes, "attn_mask_type": AttnMaskType.causal},
+        submodules=LatentSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear()),
+    )
+
+
+def _turned(x: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """[t, 1, heads, d], whose neighbouring dimensions form pairs, rotated; pairs are then half a head apart."""
+    return turn(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)
