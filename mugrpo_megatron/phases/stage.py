@@ -290,6 +290,7 @@ def _described(chosen: Chosen, recipe: Recipe) -> Sequence[Probed]:
             advantage=advantage,
             tokens=[text[int(token)] for token in sample.response_ids],
             behaviour_logprobs=sample.behaviour_logprobs,
+            mask=None if sample.loss_mask is None else sample.loss_mask.tolist(),
         )
         for update, sample, advantage in chosen
     ]

@@ -39,7 +39,7 @@ def test_every_scope_drops_what_its_definition_says(
     advantage = torch.tensor([a for _, a in responses], dtype=dtype)[segments.ids]
     expected = [dropped_by_definition(*response) for response in responses]
     for scope in SCOPES:
-        verdict = veto(log_ratio, advantage, segments, ObjectiveSection(veto=scope), initial_state(segments))
+        verdict = veto(log_ratio, advantage, segments, ObjectiveSection(veto=scope), initial_state(segments, config))
         parts = (~verdict.keep).split(segments.lengths.tolist())
         assert [set(part.nonzero()[:, 0].tolist()) for part in parts] == [sets[scope] for sets in expected]
         first = [min(sets["trigger"], default=NEVER) for sets in expected]
@@ -60,7 +60,7 @@ def test_the_scopes_differ_where_there_is_more_than_one_trigger() -> None:
 def test_a_ratio_of_the_threshold_itself_is_not_a_trigger() -> None:
     segments = make_segments(torch.tensor([2]), torch.ones(1))
     log_ratio = torch.tensor([math.log(1e-4), 0.0], dtype=torch.float64)
-    found = veto(log_ratio, -torch.ones(2), segments, ObjectiveSection(veto="response"), initial_state(segments))
+    found = veto(log_ratio, -torch.ones(2), segments, ObjectiveSection(veto="response"), initial_state(segments, config))
     assert found.keep.all()
 
 
@@ -70,5 +70,5 @@ def test_a_threshold_below_the_clamp_of_the_losses_still_has_its_say(log_ratio: 
     segments = make_segments(torch.tensor([3]), torch.ones(1))
     row = torch.tensor([0.0, log_ratio, 0.0], dtype=torch.float64)
     config = ObjectiveSection(veto="trigger", trigger_ratio=1e-9)
-    found = veto(row, -torch.ones(3), segments, config, initial_state(segments))
+    found = veto(row, -torch.ones(3), segments, config, initial_state(segments, config))
     assert found.keep.tolist() == [True, False, True]
