@@ -228,9 +228,10 @@ class HostProcess:
 
         Waits at most SLICE_S.
         """
-        ready = wait([self._channel, *others], min(timeout_s, SLICE_S))
+        own = self._channel.fileno()
+        ready = wait([own, *others], min(timeout_s, SLICE_S))
         self._while_waiting(doing)
-        return self._channel in ready
+        return own in ready
 
     def _while_waiting(self, doing: str) -> None:
         if doing == STARTING:

@@ -39,7 +39,9 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str) -> None:
         self._tokenizer, self._template, self._parser = tokenizer, template, parser
 
-    def ids(self, messages: Sequence[Message], tools: Sequence[Any], before: Sequence[Message], so_far: Trajectory) -> list[int]:
+    def ids(
+        self, messages: Sequence[Message], tools: Sequence[Any], before: Sequence[Message], so_far: Trajectory
+    ) -> list[int]:
         """Token ids of the request; `before` are the messages that `so_far` holds, its last turn included.
 
         Raises Broken where they differ from the first of `messages`, and ValueError for a chat that cannot be rendered.

@@ -54,7 +54,9 @@ def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) 
     async def play(problem: Problem, model: Model) -> dict[str, Any]:
         metadata = problem.row.get("metadata")
         sample = Sample(
-            prompt=model.prompt, label=problem.gold, metadata=dict(metadata if isinstance(metadata, dict) else problem.row)
+            prompt=model.prompt,
+            label=problem.gold,
+            metadata=dict(metadata if isinstance(metadata, dict) else problem.row),
         )
         args = SimpleNamespace(**options["args"])
         returned = await function(args=args, sample=sample, sampling_params=dict(model.sampling))

@@ -69,7 +69,10 @@ class Episodes:
                     self._flush()
                     answers = self._engine.answers_among(self._pool.connections, 1.0)
                     now = time.monotonic()
-                    self.busy_s, self.total_s = self.busy_s + (now - last) * bool(self._asked), self.total_s + now - last
+                    self.busy_s, self.total_s = (
+                        self.busy_s + (now - last) * bool(self._asked),
+                        self.total_s + now - last,
+                    )
                     last = now
                     if answers is None and self._asked and now - heard > silence_s:
                         answers = list(self._engine.answers())  # raises, with what the engine's processes do

@@ -110,7 +110,9 @@ class Pool:
         shared = [one for one in open_ if not any(other.alone for other in one.episodes.values())]
         if episode.alone:
             idle = [one for one in open_ if one.ready and not one.episodes]
-            return idle[0] if idle else self._start() if len(open_) <= self._limit else None
+            if not idle and len(open_) <= self._limit:
+                self._start()
+            return idle[0] if idle else None
         if len(shared) < self._limit:
             self._start()
             shared.append(self.processes[-1])
@@ -155,7 +157,11 @@ class Pool:
         for process in list(self.processes):
             silent = self._silent_s if process.ready else START_TIMEOUT_S
             if now - process.heard > silent and (process.episodes or not process.ready):
-                yield process, None, f"it blocked its process for {silent:g} s: await, or make its tools plain functions"
+                yield (
+                    process,
+                    None,
+                    f"it blocked its process for {silent:g} s: await, or make its tools plain functions",
+                )
                 continue
             for episode in list(process.episodes.values()):
                 if now - episode.began > self._section.seconds:

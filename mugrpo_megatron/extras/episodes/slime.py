@@ -1,6 +1,6 @@
 """What functions of slime's convention import: a file of slime's runs here once its three imports name this module.
 
-    from mugrpo_megatron.extras.episodes.slime import GenerateState, Sample, post
+from mugrpo_megatron.extras.episodes.slime import GenerateState, Sample, post
 """
 
 from __future__ import annotations

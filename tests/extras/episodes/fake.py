@@ -56,7 +56,7 @@ class FakeEngine:
         return [(one.key, [self._response(one)]) for one in work]
 
     def _response(self, work: Work) -> Response:
-        text = self._says(TOKENIZER.decode(work.ids))
+        text = self._says(str(TOKENIZER.decode(work.ids)))
         ids = TOKENIZER.encode(text, add_special_tokens=False)
         if not any(text.endswith(stop) for stop in (*self._sampling.stop, *work.stop)):
             ids.append(EOS)
