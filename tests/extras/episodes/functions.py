@@ -62,7 +62,7 @@ async def sleeps(problem: Any, model: Any) -> float:
 
 async def sleeps_in_a_thread(problem: Any, model: Any) -> float:
     await model.generate(model.prompt_ids)
-    await model.call(time.sleep, **{}) if False else await model.call(_sleep, seconds=float(problem.row["seconds"]))
+    await model.call(_sleep, seconds=float(problem.row["seconds"]))
     await model.generate([*model.ids, 7])
     return 1.0
 
@@ -86,7 +86,11 @@ async def never_ends(problem: Any, model: Any) -> None:
         ids = [*model.ids, 7]
 
 
-HOSTILE = ("raises", "hangs", "hangs_the_loop", "ten_megabytes", "wrong_type", "forks", "exits", "returns_text")
+async def raises_after_text(problem: Any, model: Any) -> float:
+    turn = await model.generate(model.prompt_ids)
+    if turn.text:
+        raise RuntimeError("a text")
+    return 1.0
 
 
 async def hostile(problem: Any, model: Any) -> Any:

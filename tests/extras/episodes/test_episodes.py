@@ -152,3 +152,147 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
     [one] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
     assert one.episode and one.finish_reason == "length" and len(one.ids) in (63, 64)
     assert one.episode.mask[-1]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("asks_nothing", "it ended without asking the model"),
+        ("asks_twice_at_once", "asks the model one thing after another"),
+    ],
+)
+def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
+    for one in played(recipe_of(model, function, retries=0), lambda context: "abc", ["1"])["1"]:
+        assert one.episode and one.episode.failed and why in one.episode.why
+        assert one.episode.parts["lost"] == 1.0 and not one.episode.mask.any()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("plain", "is a plain function: write async def"),
+        ("unknown", "takes \\(task, policy\\): name its parameters as in async \\(problem, model\\)"),
+        ("nowhere", "cannot be loaded"),
+    ],
+)
+def test_a_function_that_cannot_be_taken_ends_the_command_with_one_sentence(
+    model: Path, function: str, why: str
+) -> None:
+    with pytest.raises(UserError, match=why):
+        played(recipe_of(model, function), lambda context: "abc", ["1"])
+
+
+def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
+    """Every kind beside good ones: what it costs is one sentence, and the others' groups are whole."""
+    kinds = (
+        "raises",
+        "hangs",
+        "hangs_the_loop",
+        "ten_megabytes",
+        "wrong_type",
+        "forks",
+        "exits",
+        "returns_text",
+        "good",
+    )
+    recipe = recipe_of(model, "hostile", retries=0, seconds=2.0)
+    found = played(recipe, lambda context: "abc", kinds, n=1)
+    whys = {kind: one.episode.why if one.episode and one.episode.failed else "" for kind, [one] in found.items()}
+    assert list(whys) == sorted(whys, key=list(whys).index)
+    assert whys.pop("good") == whys.pop("forks") == ""
+    expected = {
+        "raises": "ValueError: invalid literal for int() with base 10: 'x' (functions.py:",
+        "hangs": "it took longer than 2 s",
+        "hangs_the_loop": "it blocked its process for 2 s",
+        "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
+        "wrong_type": "TypeError: 'object' object is not iterable",
+        "exits": "its process died (exit code 3)",
+        "returns_text": "TypeError: tests.extras.episodes.functions:hostile returned 'well done', a str and not a number",
+    }
+    assert whys.keys() == expected.keys()
+    for kind, sentence in expected.items():
+        assert sentence in whys[kind], kind
+
+
+def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
+    """Of two responses one always breaks its prefix: the group keeps the other."""
+    says = iter(["abcd", "", "abcd", "abcd"])
+    recipe = recipe_of(model, "raises_after_text", retries=2)
+    [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
+    failed, kept = sorted((first, second), key=lambda one: not (one.episode and one.episode.failed))
+    assert failed.episode and failed.episode.failed and failed.episode.parts == {"retries": 2.0, "lost": 0.5}
+    assert kept.episode and not kept.episode.failed and kept.episode.parts["lost"] == 0.5
+
+
+def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> None:
+    recipe = recipe_of(model, "hostile", retries=0, max_failure_share=0.1)
+    with pytest.raises(UserError, match=r"2 of \d+ episodes failed, the last one on test:\d: ValueError: invalid"):
+        played(recipe, lambda context: "abc", ["raises"], n=4)
+
+
+@pytest.mark.parametrize("function", ["sleeps", "sleeps_in_a_thread"])
+def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, function: str) -> None:
+    """Thirty-two tools are awaited together while the engine has room for two at a time."""
+    recipe = recipe_of(model, function, at_once=32)
+    questions = [str(place) for place in range(16)]
+    found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
+    waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own if one.episode]
+    assert len(waits) == 32 and min(waits) >= 1.0
+
+
+def test_what_a_tool_has_started_dies_with_its_process(model: Path) -> None:
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    played(recipe_of(model, "hostile", retries=0), lambda context: "abc", ["forks"])
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+def searches(context: str) -> str:
+    return "It is Paris." if "<information>" in context else "<search>capital of France</search>"
+
+
+def test_slimes_convention_runs(model: Path) -> None:
+    function = "tests.extras.episodes.slime_search"
+    longer = recipe_of(model, f"{function}:generate")
+    longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
+    [one] = played(longer, searches, ["6?"], n=1)["6?"]
+    assert one.episode and not one.episode.failed, one.episode
+    given = "<information>Paris</information>"
+    text = f"<search>capital of France</search><|im_end|>{given}It is Paris.<|im_end|>"
+    assert TOKENIZER.decode(one.ids) == text
+    assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
+    assert one.episode.reward == 0.0, "the label 6 is not in the response"
+    assert (one.logprobs[one.episode.mask] < 0).all()
+
+    broken = longer.model_copy(
+        update={
+            "rollout": longer.rollout.model_copy(update={"function": f"{function}:loses_a_token"}),
+            "episodes": longer.episodes.model_copy(update={"retries": 0}),
+        }
+    )
+    [one] = played(broken, searches, ["6?"], n=1)["6?"]
+    assert one.episode and one.episode.failed
+    assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in one.episode.why
+
+
+def echoes(context: str) -> str:
+    """Calls the tool twice, the second time where it raises, then speaks."""
+    turns = context.count("<|im_start|>tool")
+    if turns == 2:
+        return context.split("<|im_start|>tool\n")[2].split("<|im_end|>")[0]
+    return f'<tool_call>\n{{"name": "echo", "arguments": {{"message": "{("hello", "stop")[turns]}"}}}}\n</tool_call>'
+
+
+def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
+    recipe = chat_recipe("tests.extras.episodes.trl_environments:EchoEnvironment")
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_response_tokens": 512})})
+    [one] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
+    assert one.episode and not one.episode.failed, one.episode
+    prompt = TOKENIZER.decode(one.episode.prompt_ids)
+    assert prompt == "<|im_start|>user\nTry. Echo it.<|im_end|>\n<|im_start|>assistant\n"
+    text = TOKENIZER.decode(one.ids)
+    assert "<|im_start|>tool\nhello<|im_end|>" in text
+    assert text.endswith('{"error": "ValueError: Game over."}<|im_end|>')
+    assert one.episode.reward == 0.5
+    assert (one.episode.parts["calls"], one.episode.parts["failed_calls"], one.episode.parts["turns"]) == (2, 1, 3)
