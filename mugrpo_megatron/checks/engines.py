@@ -112,8 +112,8 @@ GAPS = (
     ),
     Gap(
         lambda c: c.recipe.rollout.function and c.recipe.learner.routing_replay == "rollout",
-        'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and an '
-        'episode has several; set it to "learner"',
+        'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and '
+        'an episode has several; set it to "learner"',
         OURS,
     ),
     Gap(

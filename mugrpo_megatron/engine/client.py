@@ -253,7 +253,7 @@ class Engine:
         return groups.unpack()
 
     def answers_among(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
-        """`answers`, but waits a moment only, at most `timeout_s`, and no longer than until one of `others` is readable.
+        """`answers`, but waits a moment only, and no longer than `timeout_s` or until one of `others` is readable.
 
         None where the engine has sent nothing; a message of it may hold no answer.
         """

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.recipe import ObjectiveSection
 
-
 TURN = 3
 """Tokens of every turn, where turns count."""
 

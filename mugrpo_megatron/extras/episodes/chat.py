@@ -63,7 +63,7 @@ class Chat:
         return so_far.context + self._encode(whole[end if closed else end - len(self._closing) :])
 
     def _end(self, earlier: str, so_far: Trajectory) -> tuple[int, bool]:
-        """Where the assistant's last turn ends in the rendered text, its closing token included; whether it was sampled."""
+        """Where the last turn ends in the rendered text, its closing token included; whether that was sampled."""
         place = earlier.rfind(self._closing)
         if place < 0 or earlier[place + len(self._closing) :].strip():
             raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
@@ -157,6 +157,6 @@ def _arguments(text: str) -> Any:
 def _different(given: Sequence[Message], before: Sequence[Message], turn: int) -> str:
     place = next((k for k, (one, other) in enumerate(zip(given, before, strict=False)) if one != other), len(given))
     return (
-        f"message {place} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on the "
-        "messages as they were returned, and add to them"
+        f"message {place} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
+        "the messages as they were returned, and add to them"
     )

@@ -322,7 +322,7 @@ class Episodes:
         episode.group.responses[episode.number] = response
 
     def _stop(self, process: Process, episode: Episode | None, why: str) -> None:
-        """End an episode that took too long, or a process: what it ran is begun again, and blamed where it was alone."""
+        """End an episode that took too long, or a process: its episodes are begun again, one that was alone fails."""
         if episode is not None:
             self._pool.cancel(process, episode)
             self._fail(episode, why)

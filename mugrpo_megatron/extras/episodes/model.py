@@ -87,7 +87,7 @@ class Model:
         return str(await self.ask("decode", ids=list(map(int, ids))))
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a tool: a plain function in a thread of its own, so that it delays no other episode; raises what it does."""
+        """Run a tool: a plain function in a thread, so that it delays no other episode; raises what it raises."""
         self.calls += 1
         try:
             return await self.apart(tool, **arguments)

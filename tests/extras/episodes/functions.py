@@ -23,7 +23,7 @@ async def calculator(problem: Any, model: Any) -> None:
     while True:
         turn = await model.generate(ids, stop=["="])
         if not turn.text.endswith("="):
-            return None
+            return
         result = await model.call(add, terms=turn.text[:-1].split(" ")[-1])
         ids = [*model.ids, *await model.encode(f"{result} ")]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mugrpo_megatron.engine.wire import Sampling
@@ -83,9 +82,12 @@ def test_sampled_tokens_have_mask_1_and_their_logprobs_in_place(model: Path) -> 
             assert one.logprobs[one.episode.mask].tolist() == [*range(-1, -first - 1, -1), *range(-1, -second - 1, -1)]
             assert not one.logprobs[~one.episode.mask].any()
             assert one.episode.prompt_ids.tolist() == TOKENIZER.encode(question)
-            assert one.episode.parts["turns"] == 2 and one.episode.parts["calls"] == 1
-            assert one.episode.reward is None and one.ids[one.episode.last_turn :].tolist()[-1] == EOS
-            assert one.finish_reason == "stop" and one.weight_version == 7
+            assert one.episode.parts["turns"] == 2
+            assert one.episode.parts["calls"] == 1
+            assert one.episode.reward is None
+            assert one.ids[one.episode.last_turn :].tolist()[-1] == EOS
+            assert one.finish_reason == "stop"
+            assert one.weight_version == 7
 
 
 TOOLS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
@@ -127,30 +129,38 @@ def test_a_chat_with_tools_continues_what_was_sampled(chat_recipe: Callable[...,
     given = "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
     assert TOKENIZER.decode(one.ids) == f"{call}<|im_end|>{given}6<|im_end|>"
     assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
-    assert one.episode.reward == 1.0 and one.episode.parts["words"] == 1.0
-    assert one.episode.parts["calls"] == 1 and one.episode.parts["failed_calls"] == 0
+    assert one.episode.reward == 1.0
+    assert one.episode.parts["words"] == 1.0
+    assert one.episode.parts["calls"] == 1
+    assert one.episode.parts["failed_calls"] == 0
 
 
 def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
     model: Path, chat_recipe: Callable[..., Recipe]
 ) -> None:
     [one] = played(recipe_of(model, "tokenizes_again", retries=0), lambda context: "abcde", ["1"], n=1)["1"]
-    assert one.episode and one.episode.failed
+    assert one.episode
+    assert one.episode.failed
     assert one.episode.why == (
         "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
         "before; pass on the ids, or the messages, as they were returned"
     )
     [one] = played(chat_recipe("edits_messages", retries=0), lambda context: "abc", ["1"], n=1)["1"]
-    assert one.episode and one.episode.failed
+    assert one.episode
+    assert one.episode.failed
     assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in one.episode.why
 
 
 def test_limits_end_an_episode_as_cut(model: Path) -> None:
     [one] = played(recipe_of(model, "never_ends", turns=3), lambda context: "abcdef", ["1"], n=1)["1"]
-    assert one.episode and one.episode.parts["turns"] == 3 and one.finish_reason == "length"
+    assert one.episode
+    assert one.episode.parts["turns"] == 3
+    assert one.finish_reason == "length"
     assert TOKENIZER.decode(one.ids) == "ab(ab(ab"
     [one] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
-    assert one.episode and one.finish_reason == "length" and len(one.ids) in (63, 64)
+    assert one.episode
+    assert one.finish_reason == "length"
+    assert len(one.ids) in (63, 64)
     assert one.episode.mask[-1]
 
 
@@ -163,8 +173,11 @@ def test_limits_end_an_episode_as_cut(model: Path) -> None:
 )
 def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
     for one in played(recipe_of(model, function, retries=0), lambda context: "abc", ["1"])["1"]:
-        assert one.episode and one.episode.failed and why in one.episode.why
-        assert one.episode.parts["lost"] == 1.0 and not one.episode.mask.any()
+        assert one.episode
+        assert one.episode.failed
+        assert why in one.episode.why
+        assert one.episode.parts["lost"] == 1.0
+        assert not one.episode.mask.any()
 
 
 @pytest.mark.parametrize(
@@ -220,8 +233,12 @@ def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model
     recipe = recipe_of(model, "raises_after_text", retries=2)
     [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
     failed, kept = sorted((first, second), key=lambda one: not (one.episode and one.episode.failed))
-    assert failed.episode and failed.episode.failed and failed.episode.parts == {"retries": 2.0, "lost": 0.5}
-    assert kept.episode and not kept.episode.failed and kept.episode.parts["lost"] == 0.5
+    assert failed.episode
+    assert failed.episode.failed
+    assert failed.episode.parts == {"retries": 2.0, "lost": 0.5}
+    assert kept.episode
+    assert not kept.episode.failed
+    assert kept.episode.parts["lost"] == 0.5
 
 
 def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> None:
@@ -237,7 +254,8 @@ def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, f
     questions = [str(place) for place in range(16)]
     found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
     waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own if one.episode]
-    assert len(waits) == 32 and min(waits) >= 1.0
+    assert len(waits) == 32
+    assert min(waits) >= 1.0
 
 
 def test_what_a_tool_has_started_dies_with_its_process(model: Path) -> None:
@@ -272,7 +290,8 @@ def test_slimes_convention_runs(model: Path) -> None:
         }
     )
     [one] = played(broken, searches, ["6?"], n=1)["6?"]
-    assert one.episode and one.episode.failed
+    assert one.episode
+    assert one.episode.failed
     assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in one.episode.why
 
 
