@@ -346,10 +346,10 @@ TABLE: tuple[Plan, ...] = (
          (("reward/episode.turns", "turns", "blue"), ("reward/episode.calls", "calls", "teal")),
          "Turns of the model and calls of tools, mean of each update's episodes.", smooth=True, looks={"zero": True}),
     Plan(EPISODES, "failures", "Failures",
-         (("reward/episode.failed_calls", "calls that failed", "yellow"), ("reward/episode.retries", "retries", "orange"),
+         (("reward/episode.failed_calls", "failed calls", "yellow"), ("reward/episode.retries", "retries", "orange"),
           ("reward/episode.lost", "episodes dropped", "red")),
-         "For each episode: calls that raised, how often it was begun again, and the share of its group that failed and "
-         "was dropped.", smooth=True, looks={"zero": True}),
+         "For each episode: calls that raised, how often it was begun again, and the share of its group that was "
+         "dropped.", smooth=True, looks={"zero": True}),
     Plan(EPISODES, "tool_seconds", "Waiting for tools", (("reward/episode.tool_seconds", "seconds", "violet"),),
          "Seconds that an episode waited for the user's function and its tools, while the engine worked on others.",
          smooth=True, looks={"zero": True, "unit": "s"}),

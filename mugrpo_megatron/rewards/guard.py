@@ -1,8 +1,8 @@
 """The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
 
-Started by `calls.start_guarded`, one to a worker, as the leader of a session of its own. Processes whose parent has ended
-become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when the
-verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
+Started by `calls.start_guarded`, one to a worker, as the leader of a session of its own. Processes whose parent has
+ended become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when
+the verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
 """
 
 from __future__ import annotations

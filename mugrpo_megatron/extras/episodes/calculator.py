@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from mugrpo_megatron.data.arithmetic import problems
-from mugrpo_megatron.extras.episodes.model import Model
+from mugrpo_megatron.extras.episodes.turns import Model
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.files.outputs import check_output
 from mugrpo_megatron.samples import Problem

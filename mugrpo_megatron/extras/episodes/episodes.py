@@ -22,7 +22,7 @@ from mugrpo_megatron.engine.client import Engine, PromptSource
 from mugrpo_megatron.engine.wire import Sampling, Work
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.chat import Chat
-from mugrpo_megatron.extras.episodes.pool import Episode, Group, Pool, Process
+from mugrpo_megatron.extras.episodes.processes import Episode, Group, Pool, Process
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 from mugrpo_megatron.observe.environment import usable_cores
 from mugrpo_megatron.recipe import Recipe

@@ -11,7 +11,7 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from mugrpo_megatron.extras.episodes.model import current
+from mugrpo_megatron.extras.episodes.turns import current
 
 
 @dataclass

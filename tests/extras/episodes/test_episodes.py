@@ -220,7 +220,7 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
         "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
         "wrong_type": "TypeError: 'object' object is not iterable",
         "exits": "its process died (exit code 3)",
-        "returns_text": "TypeError: tests.extras.episodes.functions:hostile returned 'well done', a str and not a number",
+        "returns_text": "functions:hostile returned 'well done', a str and not a number",
     }
     assert whys.keys() == expected.keys()
     for kind, sentence in expected.items():
@@ -275,7 +275,8 @@ def test_slimes_convention_runs(model: Path) -> None:
     longer = recipe_of(model, f"{function}:generate")
     longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
     [one] = played(longer, searches, ["6?"], n=1)["6?"]
-    assert one.episode and not one.episode.failed, one.episode
+    assert one.episode
+    assert not one.episode.failed, one.episode.why
     given = "<information>Paris</information>"
     text = f"<search>capital of France</search><|im_end|>{given}It is Paris.<|im_end|>"
     assert TOKENIZER.decode(one.ids) == text
@@ -307,7 +308,8 @@ def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
     recipe = chat_recipe("tests.extras.episodes.trl_environments:EchoEnvironment")
     recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_response_tokens": 512})})
     [one] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
-    assert one.episode and not one.episode.failed, one.episode
+    assert one.episode
+    assert not one.episode.failed, one.episode.why
     prompt = TOKENIZER.decode(one.episode.prompt_ids)
     assert prompt == "<|im_start|>user\nTry. Echo it.<|im_end|>\n<|im_start|>assistant\n"
     text = TOKENIZER.decode(one.ids)

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from mugrpo_megatron.extras.episodes import model as models
+from mugrpo_megatron.extras.episodes import turns
 from mugrpo_megatron.extras.episodes.conventions import Play, play_of
-from mugrpo_megatron.extras.episodes.model import Model, current
+from mugrpo_megatron.extras.episodes.turns import Model, current
 from mugrpo_megatron.recipe.functions import told
 from mugrpo_megatron.samples import Problem
 
@@ -114,7 +114,7 @@ class _Worker:
         except asyncio.CancelledError:
             self._send({"ended": key, "open": model.open})
         except BaseException as error:  # SystemExit too: it would end the other episodes
-            own = (__file__, models.__file__, asyncio.__file__)
+            own = (__file__, turns.__file__, asyncio.__file__)
             self._send({"failed": key, "why": told(error, *own), "open": model.open})
         finally:
             self._episodes.pop(key, None)
