@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.episodes.turns import Model
 from mugrpo_megatron.extras.episodes.slime import Sample
+from mugrpo_megatron.extras.episodes.turns import Model
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem

@@ -127,3 +127,11 @@ def plain(problem: Any, model: Any) -> float:
 
 async def unknown(task: Any, policy: Any) -> float:
     return 1.0
+
+
+async def slow_calls(problem: Any, model: Any) -> float:
+    """Two turns with a tool of a second between them."""
+    await model.generate(model.prompt_ids, max_tokens=4)
+    await model.call(_sleep, seconds=1.0)
+    turn = await model.generate([*model.ids, *await model.encode(" 7 ")])
+    return float(sum(turn.ids) % 2)
