@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,14 +67,25 @@ class Process:
     cancelled: dict[int, float] = field(default_factory=dict)
     """Keys of episodes that have yet to end, and by when."""
     retiring: bool = False
+    outbox: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
 
-    def send(self, message: Mapping[str, Any]) -> bool:
-        """False when it is dead, or does not read."""
-        try:
-            self.worker.send(json.dumps(message).encode())
-        except OSError:
-            return False
-        return True
+    def __post_init__(self) -> None:
+        # Both ends write as they please: one that waited for the other to read would wait for ever.
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Returns at once; whether it is dead is found when it is read."""
+        self.outbox.put(json.dumps(message).encode())
+
+    def _write(self) -> None:
+        with suppress(OSError):  # it is dead, or was silent for so long that it is about to be killed
+            while text := self.outbox.get():
+                self.worker.send(text)
+
+    def kill(self) -> None:
+        """End it, and all that it has started."""
+        self.outbox.put(b"")
+        self.worker.kill()
 
 
 class Pool:
@@ -90,7 +104,7 @@ class Pool:
         for process in self.processes:
             process.worker.end()
         for process in self.processes:
-            process.worker.kill()
+            process.kill()
         self.processes.clear()
 
     def place(self, start: Any) -> None:
@@ -103,7 +117,7 @@ class Pool:
                 continue
             process.episodes[episode.key] = episode
             episode.began = episode.free_since = time.monotonic()
-            process.send(start(episode))  # a dead one is found when it is read
+            process.send(start(episode))
 
     def _process_for(self, episode: Episode) -> Process | None:
         open_ = [one for one in self.processes if not one.retiring]
@@ -179,7 +193,7 @@ class Pool:
     def discard(self, process: Process) -> list[Episode]:
         """Kill a process; its episodes."""
         self.processes.remove(process)
-        process.worker.kill()
+        process.kill()
         return list(process.episodes.values())
 
     def _ended(self, process: Process, key: int, still_open: int) -> None:

@@ -317,3 +317,13 @@ def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
     assert text.endswith('{"error": "ValueError: Game over."}<|im_end|>')
     assert one.episode.reward == 0.5
     assert (one.episode.parts["calls"], one.episode.parts["failed_calls"], one.episode.parts["turns"]) == (2, 1, 3)
+
+
+def test_a_thousand_episodes_begin_at_once(model: Path) -> None:
+    """More messages than the sockets hold, in both directions: neither end waits for the other to read."""
+    row = {"seconds": 0.0, "text": "x" * 4000}
+    found = played(
+        recipe_of(model, "sleeps", at_once=1024), lambda context: "abc", list(map(str, range(128))), n=8, row=row
+    )
+    assert sum(len(own) for own in found.values()) == 1024
+    assert not any(one.episode.failed for own in found.values() for one in own if one.episode)
