@@ -50,10 +50,7 @@ def serve(socket: int, text: str) -> None:
         connection.send_bytes(json.dumps({"refused": str(error)}).encode())
         return
     connection.send_bytes(b'{"ready": true}')
-    try:
-        asyncio.run(_Worker(connection, play).run())
-    except OSError:  # the parent is gone, or this is a tool's fork
-        os._exit(1)
+    asyncio.run(_Worker(connection, play).run())
 
 
 class _Worker:
@@ -95,7 +92,7 @@ class _Worker:
                 raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
             future = self._asked[key] = asyncio.get_running_loop().create_future()
             try:
-                self._connection.send_bytes(text)
+                self._write(text)
                 return await future
             finally:
                 self._asked.pop(key, None)
@@ -120,4 +117,10 @@ class _Worker:
             self._episodes.pop(key, None)
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._connection.send_bytes(json.dumps(message).encode())
+        self._write(json.dumps(message).encode())
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._connection.send_bytes(text)
+        except OSError:  # the parent is gone, or this is a tool's fork
+            os._exit(1)
