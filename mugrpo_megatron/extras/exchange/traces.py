@@ -1,9 +1,15 @@
-"""Traces of agents as rows of rollouts: OpenEnv's `TrainingTrace`, schema 1, read without OpenEnv.
+"""Traces of agents as rows of rollouts, read without their libraries: OpenEnv's and those of verifiers.
 
-A row is a trace (`schema_version`, `turns`), or has one in its column `trace` beside a reward, a gold or a group. A
-turn is one call of an engine (openenv/core/harness/training.py): `prompt_token_ids`, `completion_token_ids`,
-`per_token_logps` of the completion, and a `loss_mask` over prompt and completion. Each turn that is trained on has to
-continue the one before, token by token; turns with a mask of zeros are of other conversations, or context.
+A row is a trace, or has one in its column `trace` beside a reward, a gold or a group.
+
+OpenEnv's `TrainingTrace`, schema 1 (openenv/core/harness/training.py): `turns`, each one call of an engine with
+`prompt_token_ids`, `completion_token_ids`, `per_token_logps` of the completion, and a `loss_mask` over both. A turn
+that is trained on continues the one before, token by token; turns with a mask of zeros are context, or of other
+conversations.
+
+verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py): `nodes`, each with its `parent`, the `token_ids` that
+it adds, a `mask` over them, and `logprobs` of those in the mask. One branch is read; sampling masks are not in its
+JSON.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 SCHEMA = 1
+NODE = ("token_ids", "mask", "logprobs")
 LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
 
 
@@ -21,6 +28,8 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for a trace that is not one.
     """
     trace = row.get("trace", row)
+    if isinstance(trace, Mapping) and {"version", "nodes", "task"} <= trace.keys():
+        return _of_verifiers(row, trace)
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
@@ -51,6 +60,32 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
         mask += [0] * len(between) + one["loss_mask"][len(asked) :]
     rest = {name: value for name, value in row.items() if name not in ("trace", "turns", "schema_version")}
     return {**rest, "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs, "loss_mask": mask}
+
+
+def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
+    if trace["version"] != SCHEMA:
+        raise ValueError(f"a trace of version {trace['version']!r}, and {SCHEMA} is read")
+    nodes = _list(trace["nodes"], "nodes")
+    ids: list[Any] = []
+    mask: list[Any] = []
+    logprobs: list[Any] = []
+    for place, node in enumerate(nodes):
+        if not isinstance(node, Mapping) or node.get("parent") != (place - 1 if place else None):
+            raise ValueError(f"node {place} of the trace does not follow the one before: one branch is read")
+        own, inside, given = (_list(node.get(name), f"{name} of node {place}") for name in NODE)
+        if len(inside) != len(own) or len(given) != sum(map(bool, inside)):
+            raise ValueError(f"node {place} of the trace has {len(own)} token_ids, {len(inside)} values of its mask")
+        values = iter(given)
+        ids, mask = ids + own, mask + inside
+        logprobs += [next(values) if one else 0.0 for one in inside]
+    if not any(mask):
+        raise ValueError("a trace whose masks leave no token to train on")
+    first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
+    reward = {"reward": sum(one["score"] * one["weight"] for one in rewards)} if rewards else {}
+    rest = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
+    response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
+    return {**reward, **rest, "prompt_ids": ids[:first], **response}
 
 
 def _turn(place: int, turn: Any) -> dict[str, list[Any]]:

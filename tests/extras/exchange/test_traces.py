@@ -73,3 +73,49 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
 def test_what_is_no_trace_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         flattened({**TWO, **change})
+
+
+def node(parent: int | None, ids: list[int], mask: list[bool] | None = None, **more: Any) -> dict[str, Any]:
+    inside = [False] * len(ids) if mask is None else mask
+    own = {"token_ids": ids, "mask": inside, "logprobs": [-0.5 * (n + 1) for n in range(sum(inside))]}
+    return {"parent": parent, "message": {"role": "user", "content": ""}, "sampled": any(inside), **own, **more}
+
+
+NODES = [
+    node(None, [1, 2]),
+    node(0, [6, 3, 4], [False, True, True]),
+    node(1, [9]),
+    node(2, [9, 5], [False, True]),
+    node(3, [8]),
+]
+VERIFIERS = {
+    "version": 1,
+    "task": {"type": "T", "data": {}},
+    "nodes": NODES,
+    "rewards": {"right": {"score": 1.0, "weight": 2.0}, "none": None, "short": {"score": 0.5, "weight": 1.0}},
+}
+
+
+def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
+    assert flattened(VERIFIERS) == {
+        "reward": 2.5,
+        "prompt_ids": [1, 2, 6],
+        "response_ids": [3, 4, 9, 9, 5],
+        "logprobs": [-0.5, -1.0, 0.0, 0.0, -0.5],
+        "loss_mask": [True, True, False, False, True],
+    }
+    assert flattened({"trace": VERIFIERS, "reward": 7.0})["reward"] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"version": 2}, "a trace of version 2, and 1 is read"),
+        ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
+        ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
+        ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),
+    ],
+)
+def test_what_is_no_trace_of_verifiers_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        flattened({**VERIFIERS, **change})
