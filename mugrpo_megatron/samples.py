@@ -76,6 +76,35 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Episode:
+    """What is known of a response that a user's function has put together (`rollout.function`)."""
+
+    prompt_ids: np.ndarray
+    """int32 [P]: what the model was given before its first token."""
+    mask: np.ndarray
+    """bool [R]: the tokens that the model sampled; the others are its environment's, with logprobs of 0."""
+    reward: float | None = None
+    """What the function returned; None where the verifier scores the last turn."""
+    why: str = ""
+    """A sentence about the reward, or why the episode failed."""
+    failed: bool = False
+    """Such an episode has no turn that counts: an evaluation scores it 0, and training leaves it out."""
+    parts: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Numbers by name: turns, calls, seconds, and what else the function returned."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether the verifier has nothing to score."""
+        return self.failed or self.reward is not None
+
+    @property
+    def last_turn(self) -> int:
+        """Place of the first token of the last turn."""
+        others = np.flatnonzero(~self.mask)
+        return int(others[-1]) + 1 if len(others) else 0
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """One sampled continuation of a prompt, as the engine returned it."""
 
@@ -92,10 +121,18 @@ class Response:
     for."""
     kept: np.ndarray | None = None
     """int32 [R, k]: the tokens that could be sampled at each place, -1 where fewer than k, if the engine was asked."""
+    episode: Episode | None = None
+    """Where a user's function has put it together."""
 
     def __post_init__(self) -> None:
         if len(self.ids) != len(self.logprobs):
             raise EngineFailure(f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} logprobs")
+
+
+def turns_in(mask: np.ndarray) -> np.ndarray:
+    """int64 [tokens inside]: the number, from 0, of the run of tokens inside the mask that each of them is in."""
+    begins = mask & ~np.concatenate([[False], mask[:-1]])
+    return np.cumsum(begins)[mask] - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +196,12 @@ class Sample:
     def trained(self, values: np.ndarray) -> np.ndarray:
         """Those of a value for each response token that belong to the tokens trained on."""
         return values if self.loss_mask is None else values[self.loss_mask]
+
+    @property
+    def turns(self) -> np.ndarray:
+        """int64 [T]: the turn of each token trained on, from 0; a turn is a run of them in the loss mask."""
+        mask = np.ones(len(self.response_ids), dtype=bool) if self.loss_mask is None else self.loss_mask
+        return turns_in(mask)
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,7 @@ from mugrpo_megatron.algorithm.anchor import kl_estimate
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
+from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
@@ -63,6 +64,7 @@ def metrics(
     clipped: Tensor,
     keep: Tensor,
     first_trigger: Tensor,
+    config: ObjectiveSection,
     anchor: Tensor | None = None,
 ) -> dict[str, float]:
     """Diagnostics of T tokens of N responses, on the mask before the veto. Arguments as in `TokenLosses`.
@@ -94,8 +96,9 @@ def metrics(
             values["kl_anchor"] = kl_estimate(logprobs.double(), anchor, "k3").mean()
             values["kl_anchor_k1"] = kl_estimate(logprobs.double(), anchor, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
-    values |= _trigger_summary(first_trigger, advantages, segments)
-    values |= trigger_metrics(log_ratio, advantages, segments)
+    if segments.responses:
+        values |= _trigger_summary(first_trigger.view(segments.responses, -1).amin(1), advantages, segments)
+    values |= trigger_metrics(log_ratio, advantages, segments, config)
     return dict(zip(values, torch.stack([value.double() for value in values.values()]).tolist(), strict=True))
 
 

@@ -30,7 +30,7 @@ def keep_mask(
         state: of the veto, if the tokens continue earlier ones of the same responses.
     """
     log_ratio = log_ratio.detach()
-    verdict = veto(log_ratio, advantage, segments, config, initial_state(segments) if state is None else state)
+    verdict = veto(log_ratio, advantage, segments, config, initial_state(segments, config) if state is None else state)
     keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
     if config.sequence_mask is not None:
         keep = keep & ~_off_policy(log_ratio, advantage, segments, config.sequence_mask)

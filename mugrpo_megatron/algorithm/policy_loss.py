@@ -77,7 +77,7 @@ def policy_loss(
     """
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
-    state = initial_state(segments)
+    state = initial_state(segments, config)
     losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference, anchor)
     loss = losses.loss.sum()
     if config.entropy_coef:
@@ -93,6 +93,7 @@ def policy_loss(
         clipped=losses.clipped,
         keep=losses.keep,
         first_trigger=losses.state.first_trigger,
+        config=config,
         anchor=anchor,
     )
     return loss, metrics | own_metrics(losses.tokens, config)

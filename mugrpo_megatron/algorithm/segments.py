@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +28,9 @@ class Segments:
     """float [N]: weight of a token of the response in the loss, including the update's denominators."""
     correction: Tensor | None = None
     """float [T]: another factor of each token's loss, e.g. for the engine mismatch; None is 1."""
+    turns: Tensor | None = None
+    """int64 [T]: the turn of each token in its response, from 0, below `most_turns`; None where all are in one."""
+    most_turns: int = 1
 
     @property
     def responses(self) -> int:
@@ -33,8 +38,17 @@ class Segments:
 
     def part(self, tokens: slice) -> Segments:
         """Some tokens of the same responses, such as those of one chunk."""
-        correction = None if self.correction is None else self.correction[tokens]
-        return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], correction=correction)
+        return replace(
+            self,
+            ids=self.ids[tokens],
+            positions=self.positions[tokens],
+            correction=None if self.correction is None else self.correction[tokens],
+            turns=None if self.turns is None else self.turns[tokens],
+        )
+
+    def of_turns(self) -> Tensor:
+        """int64 [T]: the turn of each token among the N * `most_turns` places that the responses have for turns."""
+        return self.ids if self.turns is None else self.ids * self.most_turns + self.turns
 
 
 def make_segments(
@@ -50,6 +64,14 @@ def make_segments(
     return Segments(ids, positions, lengths, weights, correction)
 
 
+def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
+    """The segments of whole responses with the turn of each token, int64 [tokens] for every response."""
+    flat = np.concatenate([np.empty(0, dtype=np.int64), *turns])
+    return replace(
+        segments, turns=torch.from_numpy(flat).to(segments.ids.device), most_turns=int(flat.max(initial=0)) + 1
+    )
+
+
 def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
     """Segments of the whole responses `chosen` int64 [n], in this order, and int64 [t] indices of their tokens.
 
@@ -58,7 +80,12 @@ def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = No
     part = make_segments(segments.lengths[chosen], segments.weights[chosen], tokens=tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]
     places = starts[part.ids] + part.positions
-    return part if segments.correction is None else replace(part, correction=segments.correction[places]), places
+    return replace(
+        part,
+        correction=None if segments.correction is None else segments.correction[places],
+        turns=None if segments.turns is None else segments.turns[places],
+        most_turns=segments.most_turns,
+    ), places
 
 
 def response_sum(values: Tensor, segments: Segments) -> Tensor:

@@ -11,6 +11,9 @@ The tokens after κ stand on a prefix that the policy would no longer produce, a
     suffix_non_trigger   H_κ = S_κ − T       the tokens after the first trigger that are not triggers
     response             S_seq               the whole response
 
+With `objective.veto_reach = "turn"`, every turn of an episode is judged as if it were a response of its own: κ is the
+first trigger of the turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
+
 Triggers depend only on a response's tokens so far, so a pass in token order needs no more than `VetoState` from one
 chunk to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
 """
@@ -36,7 +39,8 @@ class VetoState:
     """What a response's earlier tokens mean for its later ones."""
 
     first_trigger: Tensor
-    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one."""
+    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one; of each turn where the reach is one:
+    [N * most_turns], as `Segments.of_turns` counts them."""
     log_ratio_sum: Tensor
     """float64 [N]: sum of the log-ratios so far."""
 
@@ -50,9 +54,16 @@ class Veto:
     state: VetoState
 
 
-def initial_state(segments: Segments) -> VetoState:
+def initial_state(segments: Segments, config: ObjectiveSection) -> VetoState:
     """Nothing seen of any response."""
-    return VetoState(torch.full_like(segments.lengths, NEVER), torch.zeros_like(segments.lengths, dtype=torch.float64))
+    turns = segments.most_turns if config.veto_reach == "turn" else 1
+    first = segments.lengths.new_full((segments.responses * turns,), NEVER)
+    return VetoState(first, torch.zeros_like(segments.lengths, dtype=torch.float64))
+
+
+def reached(segments: Segments, config: ObjectiveSection) -> Tensor:
+    """int64 [T]: the response of each token, or its turn, in which a trigger acts on it."""
+    return segments.of_turns() if config.veto_reach == "turn" else segments.ids
 
 
 def veto(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, state: VetoState) -> Veto:
@@ -68,8 +79,9 @@ def veto(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: Objec
     threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
     triggers = (advantage < 0) & (measure < threshold)
     candidates = torch.where(triggers, segments.positions, NEVER)
-    first = state.first_trigger.scatter_reduce(0, segments.ids, candidates, "amin")
-    keep = _SCOPES[config.veto](triggers, segments.positions, first[segments.ids])
+    within = reached(segments, config)
+    first = state.first_trigger.scatter_reduce(0, within, candidates, "amin")
+    keep = _SCOPES[config.veto](triggers, segments.positions, first[within])
     return Veto(keep, VetoState(first, before.index_add(0, segments.ids, log_ratio.double())))
 
 
@@ -117,7 +129,9 @@ TRIGGER_METRICS: tuple[tuple[str, str, str], ...] = tuple(
 """Name, unit and meaning of every metric of `trigger_metrics`."""
 
 
-def trigger_metrics(log_ratio: Tensor, advantages: Tensor, segments: Segments) -> dict[str, Tensor]:
+def trigger_metrics(
+    log_ratio: Tensor, advantages: Tensor, segments: Segments, config: ObjectiveSection
+) -> dict[str, Tensor]:
     """`TRIGGER_METRICS` by name, float64 [], of T tokens of N whole responses.
 
     Without negative responses their shares are left out; without tokens, all metrics. One pass over tokens finds those
@@ -134,19 +148,22 @@ def trigger_metrics(log_ratio: Tensor, advantages: Tensor, segments: Segments) -
     places = (negative[segments.ids] & (log_ratio < bounds[0])).nonzero()[:, 0]
     below = log_ratio[places, None] < bounds
     positions = torch.where(below, segments.positions[places, None], NEVER)
-    response = segments.ids[places]
-    first = positions.new_full((segments.responses, len(THRESHOLDS)), NEVER)
-    first = first.scatter_reduce(0, response[:, None].expand_as(positions), positions, "amin")
+    within = reached(segments, config)
+    first = initial_state(segments, config).first_trigger[:, None].expand(-1, len(THRESHOLDS))
+    first = first.scatter_reduce(0, within[places, None].expand_as(positions), positions, "amin")
     triggered = first != NEVER
-    lengths = segments.lengths[:, None]
-    triggers, responses = below.sum(0).double(), triggered.sum(0).double()
-    suffix = torch.where(triggered, lengths - 1 - first, 0).sum(0).double()
+    nothing = positions.new_zeros(len(first))
+    lengths = nothing.index_add(0, within, torch.ones_like(within))[:, None]
+    last = nothing.scatter_reduce(0, within, segments.positions, "amax")[:, None]
+    triggers, firsts = below.sum(0).double(), triggered.sum(0).double()
+    suffix = torch.where(triggered, last - first, 0).sum(0).double()
     dropped = {
         "trigger": triggers,
         "suffix": suffix,
-        "suffix_non_trigger": suffix - (triggers - responses),
+        "suffix_non_trigger": suffix - (triggers - firsts),
         "response": torch.where(triggered, lengths, 0).sum(0).double(),
     }
+    responses = triggered.view(segments.responses, -1, len(THRESHOLDS)).any(1).sum(0).double()
     shares = {f"dropped_{scope}": tokens / len(log_ratio) for scope, tokens in dropped.items()}
     if (negatives := segments.lengths * negative).any():
         shares["trigger_tokens"] = triggers / negatives.sum()

@@ -124,6 +124,12 @@ GAPS = (
         OURS,
     ),
     Gap(
+        lambda c: c.recipe.rollout.function and c.recipe.learner.routing_replay == "rollout",
+        'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and '
+        'an episode has several; set it to "learner"',
+        OURS,
+    ),
+    Gap(
         lambda c: c.recipe.engine.replicas > 1 and c.recipe.engine.tensor > 1,
         "engine.replicas = {engine.replicas} with engine.tensor = {engine.tensor}: replicas are of engines with one "
         "rank; leave one of the two out",

@@ -236,11 +236,13 @@ def _check_tracking(recipe: Recipe) -> None:
 
 
 def _check_rewards(recipe: Recipe) -> None:
-    """The users' reward functions are named right; they are loaded in the verifier's workers alone."""
+    """The users' functions of rewards and episodes are named right; they are loaded in workers alone."""
     section = recipe.reward
     for name, one in section.table.items():
         if one.function not in (MATH, CODE):
             check_function(f"reward.functions.{name}" if section.functions else "reward.function", one.function)
+    if recipe.rollout.function:
+        check_function("rollout.function", recipe.rollout.function)
 
 
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:

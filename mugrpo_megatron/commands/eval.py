@@ -113,6 +113,7 @@ def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Pro
         "reward": recipe.reward.model_dump(mode="json", exclude={"workers"}),
         "problems": sums_by_set(problems),
         "reward files": {name: source_sum(one.function) for name, one in recipe.reward.table.items()},
+        "episodes": recipe.rollout.function and [recipe.rollout.function, source_sum(recipe.rollout.function)],
         "template file": file_sum(recipe.data.chat_template),
     }
 
@@ -134,6 +135,7 @@ class Record:
             "problems",
             "reward files",
             "template file",
+            "episodes",
         } - before.keys()  # begun by a version that did not write them
         differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.segments import make_segments, with_turns
 from mugrpo_megatron.algorithm.veto import initial_state, veto
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, check_weights, read_config
@@ -63,9 +63,9 @@ class LaterPolicy:
             for sample, logprobs in zip(samples, self._logprobs(samples), strict=True)
         ]
         lengths = torch.tensor([len(ratio) for ratio in ratios])
-        segments = make_segments(lengths, torch.ones(len(lengths)))
+        segments = with_turns(make_segments(lengths, torch.ones(len(lengths))), [sample.turns for sample in samples])
         per_token = torch.from_numpy(np.asarray(advantages, dtype=np.float32))[segments.ids]
-        log_ratio, start = torch.cat(ratios), initial_state(segments)
+        log_ratio, start = torch.cat(ratios), initial_state(segments, objective)
         keep = veto(log_ratio, per_token, segments, objective, start).keep
         triggers = ~veto(log_ratio, per_token, segments, objective.model_copy(update={"veto": "trigger"}), start).keep
         split = [part.split(lengths.tolist()) for part in (log_ratio, triggers, ~keep)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
@@ -19,12 +19,15 @@ from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.environment import group_memory
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.samples import Prompt, Response
 
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
 PROMPTS_PER_MESSAGE = 64
+EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
+"""What answers prompts with a user's function (`rollout.function`) instead of one response."""
 
 PromptSource = Callable[[int, int], list[Prompt]]
 """(prompts in flight in the engine, prompts that it decodes together) -> the next prompts, possibly empty."""
@@ -63,6 +66,9 @@ class Engine:
         self._asleep: set[Tag] = set()
         self.record = LoadRecord()
         """Readings of the engine's load in the last generation."""
+        self.version = 0
+        """That responses are tagged with."""
+        self._episodes: Any = None
 
     @classmethod
     def start(
@@ -120,6 +126,8 @@ class Engine:
         It is killed as well when the run was asked to stop.
         """
         patience_s = 0.0
+        if self._episodes is not None:
+            self._episodes.close()
         if self._host is not None and self._ready and self._host.alive and not self._cancelled():
             with suppress(EngineFailure):  # it has just died, which ends it too
                 self._host.send(("stop", None), STOP_SECONDS, "stop")
@@ -170,6 +178,7 @@ class Engine:
     def set_version(self, version: int) -> None:
         """End a weight sync: flush the prefix cache, and tag every later response with `version`."""
         self._call("set_version", version)
+        self.version = version
 
     def health(self) -> int:
         """The weight version that the engine serves; EngineFailure when it does not answer."""
@@ -197,28 +206,65 @@ class Engine:
     def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
         """`generate` from a source that several engines share: `take` is called whenever groups have finished.
 
-        Ends when no prompt is in flight and `take` returns none.
+        Ends when no prompt is in flight and `take` returns none. With `rollout.function` a response is an episode.
         """
-        self.wait_ready()
-        self._send(("generate", sampling), "generate")
-        self.record = LoadRecord()
+        if self._recipe.rollout.function:
+            if self._episodes is None:
+                self._episodes = load_function("rollout.function", EPISODES)(self._recipe, self)
+            yield from self._episodes.generate(take, n, sampling)
+            return
         in_flight: dict[int, Prompt] = {}
-        slots = max(1, int(self._arguments["max_running_requests"]) // n)
+        slots = self.slots(n)
         keys = count()
-        try:
+        with self.answering(sampling):
             while True:
                 while prompts := take(len(in_flight), slots):
                     work = [Work(next(keys), prompt.ids, n, prompt.index) for prompt in prompts]
                     in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
-                    self._send(("prompts", work), "generate")
+                    self.ask(work)
                 if not in_flight:
                     return
-                groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
-                for key, responses in groups.unpack():
+                for key, responses in self.answers():
                     yield in_flight.pop(key), responses
+
+    def slots(self, n: int) -> int:
+        """Groups of `n` responses that are decoded together."""
+        return max(1, int(self._arguments["max_running_requests"]) // n)
+
+    @contextmanager
+    def answering(self, sampling: Sampling) -> Iterator[None]:
+        """The block may `ask` and take `answers`; its end aborts what is in flight."""
+        self.wait_ready()
+        self._send(("generate", sampling), "generate")
+        self.record = LoadRecord()
+        try:
+            yield
         finally:
             if self._host is not None:
                 self._close_generation()
+
+    def ask(self, work: list[Work]) -> None:
+        """Have the engine answer prompts; returns at once."""
+        self._send(("prompts", work), "generate")
+
+    def answers(self) -> Iterator[tuple[int, list[Response]]]:
+        """The next groups that are finished, by the keys that they were asked with; waits for them."""
+        groups: Groups = self._receive("groups", self._section.request_timeout_s, "generate")
+        return groups.unpack()
+
+    def answers_among(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
+        """`answers`, but waits a moment only, and no longer than `timeout_s` or until one of `others` is readable.
+
+        None where the engine has sent nothing; a message of it may hold no answer.
+        """
+        with self._used() as host:
+            if not host.wait(others, timeout_s, "generate"):
+                return None
+            kind, value = host.receive(self._section.request_timeout_s, "generate")
+        if kind == "progress":
+            self.record.add(value)
+            return []
+        return list(value.unpack())
 
     def _close_generation(self) -> None:
         """Abort what is in flight, and drop the groups that the host has sent before it hears of it."""

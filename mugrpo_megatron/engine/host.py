@@ -180,10 +180,13 @@ class Generation:
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""
+        parameters = self._parameters
+        if work.max_tokens is not None:
+            parameters = {**parameters, "max_new_tokens": work.max_tokens, "stop": [*self._sampling.stop, *work.stop]}
         if self._sampling.stream is None:
-            return self._parameters
+            return parameters
         own = seeds(self._sampling.stream, self._version, work)
-        return [{**self._parameters, "sampling_seed": seed} for seed in own]
+        return [{**parameters, "sampling_seed": seed} for seed in own]
 
     async def _report(self) -> None:
         """Tell the client whenever there are more tokens than before; SGLang reports unfinished requests in steps."""

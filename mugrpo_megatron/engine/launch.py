@@ -137,7 +137,9 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "node_rank": slot.node,
         "context_length": min(limits + LENGTH_MARGIN, positions),
         "max_running_requests": engine.max_running_requests,
-        "skip_tokenizer_init": not recipe.rollout.stop,  # only texts that end a response need one
+        "skip_tokenizer_init": not (
+            recipe.rollout.stop or recipe.rollout.function
+        ),  # texts that end a response need one
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "sleep_on_idle": True,

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,16 @@ class HostProcess:
             failure = self._failed(f"the engine failed during {doing}: {value}")
             raise failure if kind == "error" else EngineRefused(str(failure), value)
         return kind, value
+
+    def wait(self, others: Sequence[Any], timeout_s: float, doing: str) -> bool:
+        """Whether a message has come; False once one of `others` (with a `fileno`) is readable, or after `timeout_s`.
+
+        Waits at most SLICE_S.
+        """
+        own = self._channel.fileno()
+        ready = wait([own, *others], min(timeout_s, SLICE_S))
+        self._while_waiting(doing)
+        return own in ready
 
     def _while_waiting(self, doing: str) -> None:
         if doing == STARTING:

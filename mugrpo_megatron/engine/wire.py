@@ -105,8 +105,12 @@ class Work:
     key: int
     ids: list[int]
     n: int
-    place: int = 0
-    """The prompt's index in the stage or the held-out set."""
+    place: int | str = 0
+    """The prompt's index in the stage or the held-out set; of an episode, its number and its turn as well."""
+    max_tokens: int | None = None
+    """Fewer than the call's `Sampling.max_tokens`."""
+    stop: tuple[str, ...] = ()
+    """Texts that end its responses, besides the call's."""
 
 
 @dataclass(frozen=True, slots=True)

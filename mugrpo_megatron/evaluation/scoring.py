@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,6 +43,8 @@ class ScoredGroup:
 
 
 LOOK_EVERY_S = 0.2
+EPISODE = "episode."
+"""Begins the names of an episode's numbers among a score's components."""
 
 
 class Scorer:
@@ -57,10 +59,20 @@ class Scorer:
         for prompt, responses in groups:
             ids = [response.ids.tolist() for response in responses]
             texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-            pending = self._submit(prompt.problem, texts, ids)
+            answers, answer_ids = self._answers(responses, texts, ids)
+            pending = self._submit(prompt.problem, answers, answer_ids)
             self._waiting.append((prompt, responses, texts, pending))
             while self._waiting and self._waiting[0][-1].done():
                 yield self._next()
+
+    def _answers(
+        self, responses: list[Response], texts: list[str], ids: list[list[int]]
+    ) -> tuple[list[str], list[list[int]]]:
+        """What the verifier reads, as text and as ids: of an episode the last turn, unless it has its score."""
+        if all(response.episode is None for response in responses):
+            return texts, ids
+        turns = [r.ids[r.episode.last_turn :].tolist() for r in responses if r.episode and not r.episode.settled]
+        return self._tokenizer.batch_decode(turns, skip_special_tokens=True), turns
 
     def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]]) -> Pending:
         n = len(texts)
@@ -86,7 +98,22 @@ class Scorer:
 
     def _next(self) -> ScoredGroup:
         prompt, responses, texts, pending = self._waiting.popleft()
-        return ScoredGroup(prompt, responses, texts, pending.result())
+        verdicts = iter(pending.result())
+        return ScoredGroup(prompt, responses, texts, [score_of(response, verdicts) for response in responses])
+
+
+def score_of(response: Response, verdicts: Iterator[Score]) -> Score:
+    """The next of the verifier's verdicts, or what the episode says of itself; with the episode's numbers."""
+    episode = response.episode
+    if episode is None:
+        return next(verdicts)
+    parts = {f"{EPISODE}{name}": value for name, value in episode.parts.items()}
+    if not episode.settled:
+        score = next(verdicts)
+        return replace(score, components={**score.components, **parts})
+    if episode.reward is not None:
+        parts = {"episode": episode.reward, **parts}
+    return Score(episode.reward or 0.0, "", episode.why, 0.0, components=parts)
 
 
 def scored(

@@ -138,7 +138,7 @@ def _one_pass(
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
-    state = initial_state(objective.segments)
+    state = initial_state(objective.segments, objective.config)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part], of(kept, part))
         value, slope, state = _loss_and_slope(objective.part(part), logprobs[part], state)
@@ -161,7 +161,7 @@ def _two_passes(
     logprobs, entropy, lse = torch.empty(3, len(targets), dtype=torch.float32, device=hidden.device)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse[part] = scan(head, hidden[part], targets[part], of(kept, part))
-    value, slope, _ = _loss_and_slope(objective, logprobs, initial_state(objective.segments))
+    value, slope, _ = _loss_and_slope(objective, logprobs, initial_state(objective.segments, objective.config))
     bonus, _ = _bonus(objective, entropy)
     if gradients is not None:
         for part in head.chunks(len(targets)):

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from mugrpo_megatron.algorithm.advantages import informative
 from mugrpo_megatron.algorithm.masks import mismatch_correction, response_weights
-from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses
+from mugrpo_megatron.algorithm.segments import Segments, make_segments, select_responses, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics
 from mugrpo_megatron.kernels.fused_loss import fused_policy_loss
 from mugrpo_megatron.kernels.head import HeadLayout
@@ -110,11 +110,14 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
     if recipe.objective.mismatch != "none":
         engine = _flat([s.trained(s.engine_logprobs) for s in samples if s.engine_logprobs is not None], device)
         correction = mismatch_correction(behaviour, engine, recipe.objective)
+    segments = make_segments(lengths, weights, correction, tokens=len(behaviour))
+    if recipe.objective.veto_reach == "turn":
+        segments = with_turns(segments, [s.turns for s in samples])
     return Objective(
         recipe.objective,
         behaviour,
         torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
-        make_segments(lengths, weights, correction, tokens=len(behaviour)),
+        segments,
         _reference(samples, recipe.objective, device),
         _anchor(samples, recipe.objective, device),
     )

@@ -82,14 +82,27 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     """Log-probabilities float32 [R] of every response under the current weights at the rollout's temperature.
 
     Collective; every rank gets all. Packs `samples` as `update` does: for the samples of one update the values are
-    bitwise those that `update` computes, so its importance ratios are exactly 1. A loss mask is not applied.
+    bitwise those that `update` computes, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
-        sequences = [sequence_of(sample) for sample in samples]
+        sequences = [sequence_of(sample, masked=True) for sample in samples]
         batches = pack_share(learner, sequences, plan_update(learner, sequences))
         values = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
-    return [part.numpy() for part in logprobs.split([s.trained for s in sequences])]
+    return _in_place(logprobs, sequences, samples)
+
+
+def _in_place(logprobs: torch.Tensor, sequences: Sequence[Tokens], samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The trained tokens' values float32 [T] as those of each response [R], 0 outside its loss mask."""
+    parts = [part.numpy() for part in logprobs.split([sequence.trained for sequence in sequences])]
+    responses = []
+    for part, sample in zip(parts, samples, strict=True):
+        if sample.loss_mask is not None:
+            whole = np.zeros(len(sample.response_ids), dtype=np.float32)
+            whole[sample.loss_mask] = part
+            part = whole
+        responses.append(part)
+    return responses
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
@@ -99,13 +112,13 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
     Collective, every layer of the iterator too. A pass that replays these routes computes the same values bitwise.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
-        sequences = [sequence_of(sample) for sample in samples]
+        sequences = [sequence_of(sample, masked=True) for sample in samples]
         batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes=True)
         values = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
     parts = [batch.routing for batch in batches if batch.routing]
     layers = gather_routes(parts, _routed_tokens(sequences), learner.architecture.layers, learner.routed, learner.ranks)
-    return [part.numpy() for part in logprobs.split([s.trained for s in sequences])], layers
+    return _in_place(logprobs, sequences, samples), layers
 
 
 def _flips(learner: Learner, sequences: Sequence[Tokens], batches: list[MicroBatch]) -> dict[str, float]:

@@ -186,6 +186,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
     Metric("eval", "truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
     Metric("eval", "unparsed/SET", "fraction", "Responses in which `math` found no answer."),
+    Metric("eval", "called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
     Metric("eval", "passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
     Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
     Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),

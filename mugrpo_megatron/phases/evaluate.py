@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
-from mugrpo_megatron.evaluation.scoring import ScoredGroup, mean_at_k, measure_of, scored
+from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
@@ -29,6 +29,8 @@ class Answers:
     truncated: int
     unparsed: int
     """Responses in which no answer was found."""
+    called: float
+    """Responses in which the model called a tool."""
     kept: Example | None
     """The first response, if it is one that is kept."""
 
@@ -118,6 +120,8 @@ def _log(run: Run, cursor: Cursor, names: Sequence[str], answers: ByPlace, bar: 
         sets[name] = SetFigures(mean_at_k(own, measure), len(own), len(own[0]))
         responses = len(own) * len(own[0])
         shares |= {f"truncated/{name}": sum(each.truncated for each in of_set) / responses}
+        if run.recipe.rollout.function:
+            shares |= {f"called/{name}": sum(each.called for each in of_set) / responses}
         if measure == "accuracy":
             if run.recipe.reward.finds_answers:
                 shares |= {f"unparsed/{name}": sum(each.unparsed for each in of_set) / responses}
@@ -177,6 +181,7 @@ def _answers(group: ScoredGroup, keep: bool) -> Answers:
         tokens=group.tokens,
         truncated=sum(response.finish_reason == "length" for response in group.responses),
         unparsed=sum(not score.extracted for score in group.scores),
+        called=sum(score.components.get(f"{EPISODE}called", 0.0) for score in group.scores),
         kept=_kept(group) if keep else None,
     )
 

@@ -139,11 +139,12 @@ def _record_stage(run: Run, learner: Learner, stage: StageStore, cursor: Cursor)
 def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
     """By how much engine and learner differ; empty for responses that were imported without logprobs."""
     with run.log.phase("logprobs", cursor.stage):
-        own = np.concatenate(token_logprobs(learner, samples))
-    engines = np.concatenate([sample.behaviour_logprobs for sample in samples])
-    if np.isnan(engines).any():
+        own = token_logprobs(learner, samples)
+    learners = np.concatenate([sample.trained(logprobs) for sample, logprobs in zip(samples, own, strict=True)])
+    engines = np.concatenate([sample.trained(sample.behaviour_logprobs) for sample in samples])
+    if not len(engines) or np.isnan(engines).any():
         return {}
-    distance = np.abs(engines - own)
+    distance = np.abs(engines - learners)
     return {
         "mismatch_mean": float(distance.mean()),
         "mismatch_p99": float(np.quantile(distance, 0.99)),
@@ -290,6 +291,7 @@ def _described(chosen: Chosen, recipe: Recipe) -> Sequence[Probed]:
             advantage=advantage,
             tokens=[text[int(token)] for token in sample.response_ids],
             behaviour_logprobs=sample.behaviour_logprobs,
+            mask=None if sample.loss_mask is None else sample.loss_mask.tolist(),
         )
         for update, sample, advantage in chosen
     ]

@@ -219,6 +219,8 @@ class ObjectiveSection(Section):
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
     """A token of a negative response whose ratio is below this is a trigger; 1e-4, the paper's illustration, is
     our reading of its runs."""
+    veto_reach: Literal["turn", "response"] = "response"
+    """How far a trigger acts in an episode of several turns: to the end of its turn, or of the response."""
     trigger: Literal["token", "prefix_mean"] = "token"
     """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
     renormalise: bool = False

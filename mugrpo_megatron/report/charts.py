@@ -40,8 +40,8 @@ MAX_LINES_BY_AGE = 8
 
 LEARNING, SAMPLES, VETO, HEALTH = "Learning", "Samples", "The veto, token by token", "Off-policy health"
 TRIGGERS, PAPER, OPTIMIZATION = "Triggers by threshold", "The paper's figures", "Optimization"
-RESPONSES, COST = "Responses", "Time and memory"
-SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, VETO, TRIGGERS, PAPER, COST)
+RESPONSES, EPISODES, COST = "Responses", "Episodes", "Time and memory"
+SECTIONS = (LEARNING, SAMPLES, HEALTH, OPTIMIZATION, RESPONSES, EPISODES, VETO, TRIGGERS, PAPER, COST)
 """The page's sections with charts, in order."""
 
 
@@ -193,6 +193,12 @@ def _unparsed(material: Material) -> Iterable[Series]:
     yield from each_set(material.run.evals, "unparsed", "{set}, held out")
 
 
+def _called(material: Material) -> Iterable[Series]:
+    values = over_updates(material.buckets, "reward/episode.called")
+    yield Series("training", "orange", "update", values, smooth=True)
+    yield from each_set(material.run.evals, "called", "{set}, held out")
+
+
 def _by_phase(material: Material, value: Callable[[Sequence[Row]], float | None], labels: Sequence[Curve]) -> Any:
     """One curve for each of some phases, with a value for all parts of a stage's phase together."""
     parts: dict[tuple[str, int], list[Row]] = {}
@@ -332,6 +338,21 @@ TABLE: tuple[Plan, ...] = (
          (("mismatch_max", "max", "red"), ("mismatch_p99", "p99", "orange"), ("mismatch_mean", "mean", "blue")),
          "|log π_engine − log π_learner| per token with the same weights, in nats.", over="stage",
          looks={"scale": "log", "unit": "nats"}),
+
+    Plan(EPISODES, "called", "Episodes with a call", _called,
+         "Share of the responses in which the model called a tool: of each update's, and of the held-out ones.",
+         looks=PERCENT),
+    Plan(EPISODES, "turns", "Turns and calls",
+         (("reward/episode.turns", "turns", "blue"), ("reward/episode.calls", "calls", "teal")),
+         "Turns of the model and calls of tools, mean of each update's episodes.", smooth=True, looks={"zero": True}),
+    Plan(EPISODES, "failures", "Failures",
+         (("reward/episode.failed_calls", "failed calls", "yellow"), ("reward/episode.retries", "retries", "orange"),
+          ("reward/episode.lost", "episodes dropped", "red")),
+         "For each episode: calls that raised, how often it was begun again, and the share of its group that was "
+         "dropped.", smooth=True, looks={"zero": True}),
+    Plan(EPISODES, "tool_seconds", "Waiting for tools", (("reward/episode.tool_seconds", "seconds", "violet"),),
+         "Seconds that an episode waited for the user's function and its tools, while the engine worked on others.",
+         smooth=True, looks={"zero": True, "unit": "s"}),
 
     Plan(VETO, "atlas_ratio", "Ratio by age", lambda m: probes.ratio_series(m.followed),
          "Quantiles of π/β over the tokens of {negative}, the same ones at every age.",

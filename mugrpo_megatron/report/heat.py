@@ -17,6 +17,8 @@ from mugrpo_megatron.report.probes import Followed, verdicts
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """A ratio is one letter: level n is 10^(n / STEPS + LOWEST)."""
 STEPS, LOWEST = 8, -6
+OTHERS = "."
+"""The letter of a token that the model did not sample: a tool's, between two turns."""
 MOST_STAGES, EACH = 4, 3
 """At most so many stages, and responses of each."""
 WINDOW = 128
@@ -63,7 +65,7 @@ def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:
         "start": start,
         "ages": list(one.ages),
         "tokens": [visible(token.replace("\n", "⏎"))[:PIECE] for token in response.tokens[start:end]],
-        "cells": ["".join(map(_letter, row[start:end])) for row in one.log_ratio],
+        "cells": [_cells(row, one.trained)[start:end] for row in one.log_ratio],
         "triggers": [np.flatnonzero(row[start:end]).tolist() for row in triggers],
         "dropped": [_spans(row[start:end]) for row in dropped],
     }
@@ -76,6 +78,11 @@ def _window(one: Followed, triggers: np.ndarray) -> tuple[int, int]:
     centre = int(last.argmax()) if last.any() else int(one.log_ratio[-1].argmin())
     start = max(0, min(centre - WINDOW // 3, length - WINDOW))
     return start, min(length, start + WINDOW)
+
+
+def _cells(log_ratio: np.ndarray, trained: np.ndarray) -> str:
+    """A letter for each token: its ratio, or OTHERS where the model did not sample it."""
+    return "".join(_letter(ratio) if inside else OTHERS for ratio, inside in zip(log_ratio, trained, strict=True))
 
 
 def _letter(log_ratio: float) -> str:

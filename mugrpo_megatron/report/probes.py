@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from mugrpo_megatron.algorithm.segments import make_segments
+from mugrpo_megatron.algorithm.segments import make_segments, with_turns
 from mugrpo_megatron.algorithm.veto import THRESHOLDS, initial_state, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.curves import Series, Values, rounded
 from mugrpo_megatron.report.details import Details
+from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.stages.probe import Probe, Probed
 
-VETO_KEYS = ("name", "veto", "trigger", "trigger_ratio")
+VETO_KEYS = ("name", "veto", "veto_reach", "trigger", "trigger_ratio")
 QUANTILES = ((0.99, "red"), (0.9, "orange"), (0.5, "blue"), (0.1, "teal"), (0.01, "violet"))
 AXIS = "probe"
 
@@ -35,6 +36,12 @@ class Followed:
     """float32 [A, R]: log of the learner's over the behaviour probability."""
     early: int = 0
     """Updates before the stage's start at which it was sampled: 0 unless the stage was generated ahead."""
+
+    @property
+    def trained(self) -> np.ndarray:
+        """bool [R]: the tokens that are trained on."""
+        mask = self.response.mask
+        return np.ones(len(self.response.tokens), dtype=bool) if mask is None else np.array(mask, dtype=bool)
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -86,15 +93,17 @@ def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:
 
 def verdicts(one: Followed, objective: ObjectiveSection) -> tuple[np.ndarray, np.ndarray]:
     """Triggers and dropped tokens, bool [A, R] each, under the run's veto at each age."""
-    rows, tokens = one.log_ratio.shape
-    segments = make_segments(torch.full((rows,), tokens), torch.ones(rows))
-    log_ratio = torch.from_numpy(one.log_ratio.reshape(-1))
+    inside, turns = one.trained, turns_in(one.trained)
+    rows, tokens = len(one.log_ratio), int(inside.sum())
+    segments = with_turns(make_segments(torch.full((rows,), tokens), torch.ones(rows)), [turns] * rows)
+    log_ratio = torch.from_numpy(one.log_ratio[:, inside].reshape(-1))
     advantage = torch.full_like(log_ratio, one.response.advantage)
-    start = initial_state(segments)
-    dropped = ~veto(log_ratio, advantage, segments, objective, start).keep
+    start = initial_state(segments, objective)
     alone = objective.model_copy(update={"veto": "trigger"})
-    triggers = ~veto(log_ratio, advantage, segments, alone, start).keep
-    return triggers.reshape(rows, tokens).numpy(), dropped.reshape(rows, tokens).numpy()
+    marks = np.zeros((2, *one.log_ratio.shape), dtype=bool)
+    for own, section in zip(marks, (alone, objective), strict=True):
+        own[:, inside] = ~veto(log_ratio, advantage, segments, section, start).keep.reshape(rows, tokens).numpy()
+    return marks[0], marks[1]
 
 
 # ---------------------------------------------------------------- curves over age, of the negative responses

@@ -12,6 +12,7 @@ from mugrpo_megatron.observe.results import difference, mean_of, sets_in, shown
 from mugrpo_megatron.observe.rundata import RunData
 from mugrpo_megatron.report.charts import (
     COST,
+    EPISODES,
     HEALTH,
     LEARNING,
     OPTIMIZATION,
@@ -37,6 +38,7 @@ def verdicts(run: RunData, summary: Mapping[str, Any]) -> dict[str, str]:
         HEALTH: _health(run),
         OPTIMIZATION: _optimization(run, summary),
         RESPONSES: _responses(run.stages),
+        EPISODES: _episodes(run.stages),
         VETO: _veto(run),
         TRIGGERS: trigger_remark(run),
         PAPER: paper_remark(run),
@@ -109,6 +111,21 @@ def _health(run: RunData) -> str:
             f"{kind}: ESS ends at {share_text(ess[-1])} of the tokens, {share_text(min(ess))} at the least",
             f"the veto and other masks drop {share_text(drops)} of the tokens, the clip holds {share_text(holds)}",
             f"a stage has moved {max(nats):.2g} {limit}nats a response at most" if nats else "",
+        ]
+    )
+
+
+def _episodes(stages: Sequence[Row]) -> str:
+    """Means over the stages, each of its responses."""
+    names = ("turns", "called", "failed_calls", "lost", "tool_seconds")
+    turns, called, failed, lost, seconds = (_mean(stages, f"reward/episode.{name}") for name in names)
+    if turns is None:
+        return ""
+    return _joined(
+        [
+            f"{turns:.3g} turns an episode; {share_text(called or 0.0)} call a tool",
+            f"{failed or 0.0:.3g} calls an episode fail, {share_text(lost or 0.0)} of the episodes were dropped",
+            f"each waits {seconds or 0.0:.3g} s for its tools",
         ]
     )
 

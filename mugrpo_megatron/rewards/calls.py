@@ -10,10 +10,11 @@ import struct
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from mugrpo_megatron.errors import RewardFailure
@@ -72,7 +73,7 @@ DEATH_SECONDS = 10.0
 """Killed processes are waited for this long; one that hangs in the kernel must not hang the run."""
 _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import mugrpo_megatron; del sys.path[0]; "
-    "from mugrpo_megatron.rewards.guard import main; main()"
+    "from mugrpo_megatron.rewards.guard import main; main(sys.argv.pop(1))"
 )
 """Finds this package where the parent has found it, and everything else without the current directory (`-P`)."""
 
@@ -116,14 +117,7 @@ class WorkerProcess:
 
 
 def start_worker(section: RewardSection, key: str) -> WorkerProcess:
-    """Start a worker of `section.function`, which the recipe has at `key`, and its guard.
-
-    No fork of a process with threads, no second import of its main module.
-    """
-    ours, theirs = socket.socketpair()
-    limit = struct.pack("ll", int(section.timeout_s) + 1, 0)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    """Start a worker of `section.function`, which the recipe has at `key`, and its guard."""
     options = {
         "key": key,
         "function": section.function,
@@ -134,13 +128,29 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
         "code": section.code.model_dump(),
         "format_pattern": section.format_pattern if section.format_weight else None,
     }
-    root = str(Path(__file__).parents[2])
+    return start_guarded("mugrpo_megatron.rewards.worker", options, section.timeout_s)
+
+
+def start_guarded(
+    worker: str, options: Mapping[str, Any], timeout_s: float, environment: Mapping[str, str] = MappingProxyType({})
+) -> WorkerProcess:
+    """Start the module `worker`, whose `serve` gets a socket and the options as JSON, and its guard.
+
+    No fork of a process with threads, no second import of its main module. A message that it does not read for
+    `timeout_s`, or writes for so long, raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    limit = struct.pack("ll", int(timeout_s) + 1, 0)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    command = [sys.executable, "-P", "-c", _COMMAND, str(Path(__file__).parents[2]), worker]
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _COMMAND, root, str(os.getpid()), str(theirs.fileno()), json.dumps(options)],
+            [*command, str(os.getpid()), str(theirs.fileno()), json.dumps(options)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            env={**os.environ, **environment},
         )
     return WorkerProcess(process, Connection(ours.detach()))
 

@@ -1,8 +1,8 @@
 """The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
 
-Started by rewards/calls.py, one to a worker, as the leader of a session of its own. Processes whose parent has ended
-become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when the
-verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
+Started by `calls.start_guarded`, one to a worker, as the leader of a session of its own. Processes whose parent has
+ended become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when
+the verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -23,8 +24,11 @@ scheduler sends to every process long before the run has to end."""
 WAITED_FOR = (END, signal.SIGCHLD)
 
 
-def main() -> None:
-    """`guard.main()` with sys.argv = [..., PARENT_PID, SOCKET_FD, OPTIONS]; exits as the worker does."""
+def main(worker: str) -> None:
+    """With sys.argv = [..., PARENT_PID, SOCKET_FD, OPTIONS]; `serve` of the module `worker` gets the last two.
+
+    Exits as the worker does.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _ignore)
@@ -33,16 +37,14 @@ def main() -> None:
     kernel.prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != int(sys.argv[-3]):
         return
-    worker = os.fork()
-    if worker == 0:
+    child = os.fork()
+    if child == 0:
         kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-        from mugrpo_megatron.rewards.worker import serve  # the guard itself stays small
-
-        serve(int(sys.argv[-2]), sys.argv[-1])
+        import_module(worker).serve(int(sys.argv[-2]), sys.argv[-1])  # here: the guard itself stays small
         return
     os.close(int(sys.argv[-2]))
-    code = wait_for(worker)
+    code = wait_for(child)
     kill_descendants()
     os._exit(code)
 

@@ -252,6 +252,7 @@ def own_files(recipe: Recipe) -> dict[str, str]:
         **rewards,
         "objective.surrogate": objective.surrogate,
         "objective.diagnostics": objective.diagnostics or "",
+        "rollout.function": recipe.rollout.function or "",
     }
     sums = {key: source_sum(name) for key, name in named.items()}
     sums["data.chat_template"] = file_sum(recipe.data.chat_template)

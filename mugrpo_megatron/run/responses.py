@@ -23,28 +23,32 @@ def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 
 
 def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
-    """A scored group as rows of the stage store."""
+    """A scored group as rows of the stage store; failed episodes are none, unless all of the group are: then one."""
+    failed = [response.episode is not None and response.episode.failed for response in group.responses]
+    chosen = [place for place, one in enumerate(failed) if not one] or [0]
+    responses, texts = [group.responses[place] for place in chosen], [group.texts[place] for place in chosen]
     problem = group.prompt.problem
     prompt_ids = np.asarray(group.prompt.ids, dtype=np.int32)
     limit = recipe.rollout.max_response_tokens
     scores = [
-        shaped(score, len(response.ids), limit, recipe.reward)
-        for response, score in zip(group.responses, group.scores, strict=True)
+        shaped(group.scores[place], len(response.ids), limit, recipe.reward)
+        for place, response in zip(chosen, responses, strict=True)
     ]
     rewards = np.array([score.reward for score in scores])
     advantages = group_advantages(rewards, np.zeros(len(rewards), dtype=np.int64), recipe.objective)
     gold, row = as_text(problem.gold), as_text(problem.row) if problem.row else ""
-    scored = zip(group.responses, group.texts, scores, advantages.tolist(), strict=True)
+    scored = zip(responses, texts, scores, advantages.tolist(), strict=True)
     return [
         Sample(
             group=group.prompt.index,
             problem=problem.id,
-            prompt_ids=prompt_ids,
+            prompt_ids=prompt_ids if response.episode is None else response.episode.prompt_ids,
             response_ids=response.ids,
             behaviour_logprobs=response.logprobs,
             reward=score.reward,
             weight_version=response.weight_version,
             finish_reason=response.finish_reason,
+            loss_mask=None if response.episode is None else response.episode.mask,
             routes=None if response.routes is None else HeldRoutes(response.routes),
             kept=response.kept,
             text=as_text(text),

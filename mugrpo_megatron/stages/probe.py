@@ -33,6 +33,7 @@ SCHEMA = pa.schema(
         "advantage": pa.float64(),
         "tokens": pa.list_(pa.string()),
         "behaviour_logprobs": pa.list_(pa.float32()),
+        "mask": pa.list_(pa.bool_()),
     }
 )
 LOGPROBS = pa.schema({"logprobs": pa.list_(pa.float32())})
@@ -52,6 +53,8 @@ class Probed:
     """[R]: each token as text."""
     behaviour_logprobs: np.ndarray
     """float32 [R]"""
+    mask: list[bool] | None = None
+    """[R]: the tokens that are trained on; None for all."""
 
 
 @dataclass(frozen=True, slots=True)

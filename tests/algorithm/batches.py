@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.masks import response_weights
-from mugrpo_megatron.algorithm.segments import Segments, make_segments
+from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
+from tests.algorithm.oracle import TURN
 
 LONGEST = 16
 
@@ -33,7 +35,8 @@ class Batch:
         return torch.tensor([len(row) for row in self.logprobs], dtype=torch.int64)
 
     def segments(self, config: ObjectiveSection) -> Segments:
-        return make_segments(self.lengths, response_weights(self.lengths, config, constant_length=LONGEST))
+        segments = make_segments(self.lengths, response_weights(self.lengths, config, constant_length=LONGEST))
+        return with_turns(segments, [np.arange(length) // TURN for length in self.lengths.tolist()])
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """float64 log-probabilities (a leaf), behaviour [T], advantages [N]."""
@@ -95,6 +98,9 @@ VARIANTS: list[dict[str, object]] = [
     {"veto": "suffix", "trigger_ratio": 0.5},
     {"veto": "suffix_non_trigger", "trigger_ratio": 0.5},
     {"veto": "response", "trigger_ratio": 0.5},
+    {"veto": "suffix", "trigger_ratio": 0.5, "veto_reach": "turn"},
+    {"veto": "suffix_non_trigger", "trigger": "prefix_mean", "trigger_ratio": 0.5, "veto_reach": "turn"},
+    {"veto": "response", "trigger_ratio": 0.5, "veto_reach": "turn"},
     {"veto": "suffix", "trigger": "prefix_mean"},
     {"veto": "trigger", "trigger": "prefix_mean", "trigger_ratio": 0.5},
     {"veto": "suffix_non_trigger", "renormalise": True, "trigger_ratio": 0.5},

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from mugrpo_megatron.recipe import ObjectiveSection
 
+TURN = 3
+"""Tokens of every turn, where turns count."""
+
 
 @dataclass
 class Answer:
@@ -203,18 +206,19 @@ def veto(logs: list[float], a: float, config: ObjectiveSection) -> list[bool]:
     everything = set(range(len(logs)))
     measures = logs if config.trigger == "token" else [math.fsum(logs[: t + 1]) / (t + 1) for t in everything]
     below = {t for t in everything if config.trigger_ratio > 0 and measures[t] < math.log(config.trigger_ratio)}
-    triggers = below if a < 0 else set()
-    if not triggers:
-        return [True] * len(logs)
-    kappa = min(triggers)
-    suffix = {t for t in everything if t > kappa}
-    dropped = {
-        "none": set(),
-        "trigger": triggers,
-        "suffix": suffix,
-        "suffix_non_trigger": suffix - triggers,
-        "response": everything,
-    }[config.veto]
+    dropped: set[int] = set()
+    length = TURN if config.veto_reach == "turn" else max(len(logs), 1)
+    for turn in (everything & set(range(start, start + length)) for start in range(0, len(logs), length)):
+        triggers = below & turn if a < 0 else set()
+        if triggers:
+            suffix = {t for t in turn if t > min(triggers)}
+            dropped |= {
+                "none": set(),
+                "trigger": triggers,
+                "suffix": suffix,
+                "suffix_non_trigger": suffix - triggers,
+                "response": turn,
+            }[config.veto]
     return [t not in dropped for t in range(len(logs))]
 
 

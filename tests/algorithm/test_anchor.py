@@ -87,7 +87,7 @@ def test_the_veto_drops_no_penalty() -> None:
     segments, anchor = batch.segments(config), batch.anchor_for(config)
     losses = token_losses(
         logprobs, behaviour, advantages, segments, config, neutral_statistics(logprobs.device),
-        initial_state(segments), anchor=anchor,
+        initial_state(segments, config), anchor=anchor,
     )  # fmt: skip
     assert anchor is not None
     assert not losses.keep[:5].any()

@@ -115,9 +115,9 @@ def test_chunks_that_carry_the_state_equal_the_whole(batch: Batch, config: Objec
     logprobs, behaviour, advantages = batch.tensors()
     segments, reference, anchor = batch.segments(config), batch.reference_for(config), batch.anchor_for(config)
     statistics = update_statistics(logprobs.detach(), behaviour, advantages, segments, config)
-    start_state = initial_state(segments)
+    start_state = initial_state(segments, config)
     whole = token_losses(logprobs, behaviour, advantages, segments, config, statistics, start_state, reference, anchor)
-    state, losses, kept = initial_state(segments), [flat([])], [torch.zeros(0, dtype=torch.bool)]
+    state, losses, kept = initial_state(segments, config), [flat([])], [torch.zeros(0, dtype=torch.bool)]
     for start in range(0, len(logprobs), chunk):
         stop = min(start + chunk, len(logprobs))
         part = token_losses(
@@ -209,7 +209,7 @@ def test_the_clip_binds_tokens_that_have_left_the_reference() -> None:
         segments,
         config,
         neutral_statistics(ratio.device),
-        initial_state(segments),
+        initial_state(segments, config),
         reference.repeat(2),
     )
     expected = [-0.6, -0.7, -0.25, -0.05, -0.3, 0.6, 0.75, 0.3, 0.05, 0.35]
@@ -274,7 +274,7 @@ def test_scopes_of_the_veto(scope: str, kept: list[int]) -> None:
         segments,
         config,
         neutral_statistics(ratio.device),
-        initial_state(segments),
+        initial_state(segments, config),
     )
     assert losses.keep.int().tolist() == kept + [1] * 5
     assert losses.state.first_trigger.tolist()[0] == 1

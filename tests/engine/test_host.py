@@ -162,3 +162,15 @@ def test_each_response_has_its_own_seed_where_there_is_a_stream(
     else:
         assert [one["sampling_seed"] for one in asked] == seeds(stream, 4, work)
         assert {one["max_new_tokens"] for one in asked} == {SAMPLING.max_tokens}
+
+
+def test_a_prompt_may_have_a_limit_and_stop_texts_of_its_own(ends: tuple[Channel, Channel]) -> None:
+    engine = StubEngine()
+    engine.answers.set()
+    with generating(engine, ends, replace(SAMPLING, stop=("a",))) as client:
+        client.send(("prompts", [Work(0, [1], 1, max_tokens=3, stop=("b",)), Work(1, [1], 1)]))
+        assert client.receive(PATIENCE_S)[0] == "groups"
+        client.send(("close", None))
+    limited, plain = (one["sampling_params"] for one in engine.asked)
+    assert (limited["max_new_tokens"], limited["stop"]) == (3, ["a", "b"])
+    assert (plain["max_new_tokens"], plain["stop"]) == (SAMPLING.max_tokens, ["a"])

@@ -14,7 +14,7 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.rewards.items import Pending, Score
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.samples import Problem, Prompt, Response
+from mugrpo_megatron.samples import Episode, Problem, Prompt, Response
 
 TOKENIZER = build_arithmetic_tokenizer()
 
@@ -111,3 +111,26 @@ def test_a_reward_function_can_see_the_row_the_chat_and_the_tokens(verifier: Slo
         ([row] * 2, [messages] * 2, {"answers": ["2"] * 2, "sources": ["hard_sums"] * 2, "ids": ids}),
         ([{}] * 2, ["2+2?"] * 2, {"answers": ["4"] * 2, "sources": ["sums"] * 2, "ids": ids}),
     ]
+
+
+def test_of_an_episode_the_last_turn_is_scored_and_nothing_of_one_that_has_its_score(
+    verifier: Slow, scorer: Scorer
+) -> None:
+    prompt, responses = group(0, "ask? 7 seven", "own", "broken")
+    none = np.array([], dtype=np.int32)
+    mask = np.array([True] * 4 + [False] * 3 + [True] * 6)
+    whole = [np.ones(len(one.ids), dtype=bool) for one in responses]
+    outcomes = [
+        Episode(none, mask, parts={"turns": 2.0}),
+        Episode(none, whole[1], 0.5, "own"),
+        Episode(none, whole[2], None, "broken", failed=True),
+    ]
+    episodes = [replace(one, episode=outcome) for one, outcome in zip(responses, outcomes, strict=True)]
+    assert not list(scorer.during([(prompt, episodes)]))
+    [(_, texts, golds)] = verifier.submitted
+    assert (texts, golds) == (["seven"], ["gold 0"])
+    verifier.finish(0)
+    [found] = scorer.rest()
+    assert found.texts == ["ask? 7 seven", "own", "broken"]
+    assert [(one.reward, one.why) for one in found.scores] == [(5.0, ""), (0.5, "own"), (0.0, "broken")]
+    assert found.scores[0].components == {"episode.turns": 2.0}

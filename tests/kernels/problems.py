@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mugrpo_megatron.algorithm.masks import response_weights
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
-from mugrpo_megatron.algorithm.segments import Segments, make_segments
+from mugrpo_megatron.algorithm.segments import Segments, make_segments, with_turns
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
 from mugrpo_megatron.recipe import ObjectiveSection
 from mugrpo_megatron.recipe.objective import PRESETS
@@ -31,6 +32,10 @@ OBJECTIVES |= {
     f"veto={scope}, trigger={trigger}": ObjectiveSection(veto=scope, trigger=trigger)
     for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
     for trigger in ("token", "prefix_mean")
+}
+OBJECTIVES |= {
+    f"veto={scope} of a turn": ObjectiveSection(veto=scope, veto_reach="turn")
+    for scope in ("suffix_non_trigger", "suffix", "response")
 }
 OBJECTIVES |= {
     f"{name}, reference": ObjectiveSection(name=name, clip_centre="reference", reference_every=4)
@@ -125,6 +130,7 @@ def make_problem(
     advantages = torch.randn(len(lengths), generator=generator)
     advantages[-2:] = torch.tensor([-1.5, -0.5])
     segments = make_segments(sizes, response_weights(sizes, config, constant_length=32))
+    segments = with_turns(segments, [np.arange(length) // 6 for length in lengths])
     problem = Problem(hidden, weight, targets, noise, advantages, segments, config)
     logprobs = materialised_scores(problem)[0]
     problem = replace(problem, behaviour=(logprobs - noise).float())

@@ -19,7 +19,7 @@ from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.packing import Tokens, pack
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.samples import Sample
-from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.learner.tiny import advantages, left_behind, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 
@@ -145,6 +145,51 @@ def test_masks_are_the_same_in_every_layout(parallel: dict[str, Any], tmp_path: 
     [alone] = run_ranks(1, of_half, model, {})
     for rank in run_ranks(2, of_half, model, parallel):
         assert rank == pytest.approx(alone, rel=1e-4)
+
+
+def in_turns(data: list[Sample]) -> list[Sample]:
+    """The samples as episodes: turns of three tokens with two of a tool between them, which has logprobs of 0."""
+    masks = [np.arange(len(s.response_ids)) % 5 < 3 for s in data]
+    return [
+        replace(s, loss_mask=mask, behaviour_logprobs=np.where(mask, s.behaviour_logprobs, np.float32(0)))
+        for s, mask in zip(data, masks, strict=True)
+    ]
+
+
+def of_turns(model: str, parallel: dict[str, Any], veto: dict[str, Any], budget: int) -> dict[str, float]:
+    """A stage's first update on the learner's own logprobs, then one on stale ones, whose triggers lie in all turns."""
+    sections: dict[str, Any] = {"optimizer": STILL, "parallel": parallel, "objective": veto}
+    learner = build_learner(recipe(Path(model), **sections))
+    data = in_turns(samples())
+    own = token_logprobs(learner, data)
+    fresh = [replace(s, behaviour_logprobs=logprobs) for s, logprobs in zip(data, own, strict=True)]
+    metrics = update(learner, fresh, advantages(len(data)))
+    stale = in_turns(left_behind(samples()))
+    loss, norm = updated(learner, stale, budget)
+    exact = {name: metrics[name] for name in ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_max", "kl_k3")}
+    return exact | {"fresh loss": metrics["loss"], "loss": loss, "norm": norm, "tokens": metrics["tokens"]}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("reach", ["turn", "response"])
+def test_the_ratio_over_turns_is_exactly_1_at_first_and_losses_are_the_same_in_every_layout(
+    reach: str, tmp_path: Path
+) -> None:
+    model, veto = str(save_model(tmp_path / "model")), {"veto": "suffix", "veto_reach": reach}
+    [alone] = run_ranks(1, of_turns, model, {}, veto, 4096)
+    [packed] = run_ranks(1, of_turns, model, {}, veto, 48)
+    layouts = [{"tensor": 2, "sequence": True}, {"context": 2}, {"pipeline": 2}] if reach == "turn" else []
+    found = [rank for parallel in layouts for rank in run_ranks(2, of_turns, model, parallel, veto, 160)]
+    for one in (alone, packed, *found):
+        assert {one[name] for name in ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_max")} == {1.0}
+        assert one["kl_k3"] == 0
+        assert one["tokens"] == sum(int(mask_of(s).sum()) for s in in_turns(samples()))
+        assert (one["loss"], one["norm"], one["fresh loss"]) == pytest.approx(
+            (alone["loss"], alone["norm"], alone["fresh loss"]), rel=1e-4, abs=1e-7
+        )
+    if reach == "turn":
+        [whole] = run_ranks(1, of_turns, model, {}, veto | {"veto_reach": "response"}, 4096)
+        assert whole["norm"] != pytest.approx(alone["norm"], rel=1e-3)
 
 
 def of_nothing(model: str) -> dict[str, float]:

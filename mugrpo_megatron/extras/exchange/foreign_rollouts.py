@@ -1,7 +1,8 @@
 """Rollouts that another program wrote: rows of a file as groups of responses to one prompt.
 
 A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or one of
-`columns.RESPONSES` as text or messages). TRL's `log_completions` files are such rows.
+`columns.RESPONSES` as text or messages). TRL's `log_completions` files are such rows; traces of agents become such
+(`traces.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.exchange.traces import flattened
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def read_rollouts(
             raise UserError(f"{place}: {row}")
         try:
             _check_text(row)
-            rollout = _foreign(kept_row(row), place, tokenizer, template, limits)
+            rollout = _foreign(kept_row(flattened(row)), place, tokenizer, template, limits)
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
         key = row["group"] if row.get("group") is not None else [row.get("step"), rollout.prompt_ids.tolist()]

@@ -50,6 +50,9 @@ class HeatGrid {
     this.root.addEventListener("pointerleave", () => showTip(null, null));
   }
 
+  /** The colour of a cell: none where a tool has written the token, between two turns. */
+  color(row, column) { return this.response.cells[row][column] === "." ? "transparent" : shade(this.power(row, column)); }
+
   power(row, column) { return this.map.levels.indexOf(this.response.cells[row][column]) / this.map.steps + this.map.lowest; }
 
   isDropped(row, column) { return this.response.dropped[row].some(([first, last]) => first <= column && column <= last); }
@@ -73,7 +76,7 @@ class HeatGrid {
       const y = head + row * ROW;
       svg("text", { x: LABELS - 7, y: y + 11, "text-anchor": "end" }, root).textContent = row ? String(age) : "age 0";
       for (let k = 0; k < count; k++) {
-        svg("rect", { x: LABELS + k * width, y, width: Math.max(width - (width > 5 ? 1 : 0), 0.8), height: ROW - 1, style: `fill:${shade(this.power(row, k))}` }, root);
+        svg("rect", { x: LABELS + k * width, y, width: Math.max(width - (width > 5 ? 1 : 0), 0.8), height: ROW - 1, style: `fill:${this.color(row, k)}` }, root);
       }
       for (const [first, last] of response.dropped[row]) {
         svg("line", { x1: LABELS + first * width, x2: LABELS + (last + 1) * width - 1, y1: y + ROW / 2, y2: y + ROW / 2, class: "dropped" }, root);
@@ -95,7 +98,7 @@ class HeatGrid {
     this.text.replaceChildren(label, ...this.response.tokens.map((token, k) => {
       const node = document.createElement("span");
       node.textContent = token;
-      node.style.background = shade(this.power(row, k));
+      node.style.background = this.color(row, k);
       if (this.isDropped(row, k)) node.classList.add("dropped");
       if (this.response.triggers[row].includes(k)) node.classList.add("trigger");
       return node;
@@ -113,6 +116,7 @@ class HeatGrid {
       ...(this.response.triggers[row].includes(column) ? ["trigger"] : []),
       ...(this.isDropped(row, column) ? ["dropped"] : []),
     ];
+    if (this.response.cells[row][column] === ".") return showTip(event, `${this.response.tokens[column]} · not sampled`);
     showTip(event, [`${this.response.tokens[column]} · ratio ≈ ${number(+(10 ** this.power(row, column)).toPrecision(2))} at age ${this.response.ages[row]}`, ...state].join(" · "));
   }
 }

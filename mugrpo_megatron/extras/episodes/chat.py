@@ -1,0 +1,162 @@
+"""Chats as token ids: the first prompt whole, and of later requests only what follows the sampled turn.
+
+The template renders the chat twice, with and without the new messages; the difference, from the end of the assistant's
+turn on, is all that is tokenized. A template that renders earlier turns differently once later ones are there breaks
+the prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.prompts import Template
+from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+
+Message = Mapping[str, Any]
+
+FORMATS = (
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<｜tool▁calls▁begin｜>", "deepseekv3"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "qwen25"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3"),
+)
+"""What a template that writes tool calls contains -> the name of SGLang's parser; the first counts."""
+
+
+class Chat:
+    """Renders chats and parses what the model says, by one tokenizer's template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: Template, parser: str) -> None:
+        self._tokenizer, self._template, self._parser = tokenizer, template, parser
+
+    def ids(
+        self, messages: Sequence[Message], tools: Sequence[Any], before: Sequence[Message], so_far: Trajectory
+    ) -> list[int]:
+        """Token ids of the request; `before` are the messages that `so_far` holds, its last turn included.
+
+        Raises Broken where they differ from the first of `messages`, and ValueError for a chat that cannot be rendered.
+        """
+        if not so_far.turns:
+            return self._encode(self._render(messages, tools, True))
+        common = list(messages[: len(before)])
+        if common != list(before) or len(messages) == len(before):
+            so_far.check(self._encode(self._render(messages, tools, True)), self.shown)
+            raise Broken(_different(common, before, so_far.turns))
+        whole, earlier = self._render(messages, tools, True), self._render(before, tools, False)
+        end, closed = self._end(earlier, so_far)
+        if not whole.startswith(earlier[:end]):
+            so_far.check(self._encode(whole), self.shown)
+            raise Broken(
+                f"the chat template renders turn {so_far.turns} differently once turn {so_far.turns + 1} is there; "
+                "name a template that does not with data.chat_template"
+            )
+        return so_far.context + self._encode(whole[end if closed else end - len(self._closing) :])
+
+    def _end(self, earlier: str, so_far: Trajectory) -> tuple[int, bool]:
+        """Where the last turn ends in the rendered text, its closing token included; whether that was sampled."""
+        place = earlier.rfind(self._closing)
+        if place < 0 or earlier[place + len(self._closing) :].strip():
+            raise ValueError(f"the chat template does not end the assistant's turn with {self._closing!r}")
+        return place + len(self._closing), so_far.ids[-1] == self._tokenizer.eos_token_id
+
+    @cached_property
+    def _closing(self) -> str:
+        return str(self._tokenizer.eos_token)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool) -> str:
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    [dict(message) for message in messages],
+                    tools=list(tools) or None,
+                    chat_template=self._template.text,
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **self._template.arguments,
+                )
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"the chat template refuses the messages ({error})") from None
+
+    def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
+        """The assistant's message in what was sampled, with its `tool_calls` where it makes any."""
+        text = str(self._tokenizer.decode(self._spoken(ids), skip_special_tokens=not tools))
+        if not tools:
+            return {"role": "assistant", "content": text}
+        content, calls = self._parse(text, tools)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _spoken(self, ids: Sequence[int]) -> list[int]:
+        return list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
+
+    def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
+        from sglang.srt.entrypoints.openai.protocol import Tool  # seconds, for those that give tools alone
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], self.parser)
+        if not parser.has_tool_call(text):
+            return text, []
+        try:
+            content, found = parser.parse_non_stream(text)
+        except Exception:  # the model may write anything, and a parser trip over it
+            return text, []
+        return content, [
+            {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.parameters)}}
+            for call in found
+        ]
+
+    @cached_property
+    def parser(self) -> str:
+        """The name of SGLang's parser; ValueError where the template's format is not known."""
+        if self._parser != "auto":
+            return self._parser
+        template = self._template.text or str(self._tokenizer.chat_template)
+        name = next((name for mark, name in FORMATS if mark in template), None)
+        if name is None:
+            raise ValueError("the chat template's format of tool calls is not known: name it with episodes.tool_parser")
+        return name
+
+    def shown(self, ids: list[int]) -> str:
+        """Token ids as text, special tokens included."""
+        return str(self._tokenizer.decode(ids))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def encode(self, text: str, so_far: Trajectory | None = None) -> list[int]:
+        """Token ids of a text; of one that begins with what `so_far` holds, only the rest is tokenized."""
+        if so_far and so_far.turns and text.startswith(said := self.shown(so_far.context)):
+            return so_far.context + self._encode(text[len(said) :])
+        return self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _different(given: Sequence[Message], before: Sequence[Message], turn: int) -> str:
+    place = next((k for k, (one, other) in enumerate(zip(given, before, strict=False)) if one != other), len(given))
+    return (
+        f"message {place} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
+        "the messages as they were returned, and add to them"
+    )

@@ -1,0 +1,107 @@
+"""The forms of `rollout.function`, told apart by the names of their parameters: ours, slime's, and TRL's classes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from numbers import Real
+from types import SimpleNamespace
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.slime import Sample
+from mugrpo_megatron.extras.episodes.turns import Model
+from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.rewards.callers import verdict_of
+from mugrpo_megatron.samples import Problem
+
+Play = Callable[[Problem, Model], Awaitable[dict[str, Any]]]
+"""Runs one episode; the result is a JSON object: reward, why, parts, and slime's tokens."""
+FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
+
+
+def play_of(name: str, options: Mapping[str, Any]) -> Play:
+    """The function `module:function` as a `Play`; UserError for one that cannot be taken."""
+    function = load_function("rollout.function", name)
+    if hasattr(function, "reset"):
+        return _trl(function, name)
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise UserError(f"rollout.function {name!r} has no signature that could be read ({error})") from None
+    for known, make in ((("problem", "model"), _ours), (("args", "sample", "sampling_params"), _slime)):
+        needed = [key for key, one in parameters.items() if one.default is one.empty and one.kind < one.VAR_POSITIONAL]
+        if set(known) <= parameters.keys() and set(needed) <= set(known):
+            if not inspect.iscoroutinefunction(function):
+                raise UserError(f"rollout.function {name!r} is a plain function: write async def, and await the model")
+            return make(function, name, options)
+    raise UserError(f"rollout.function {name!r} takes ({', '.join(parameters)}): name its parameters as in {FORMS}")
+
+
+def _result(returned: Any, name: str) -> dict[str, Any]:
+    verdict = verdict_of(returned, name, may_skip=True)
+    return {"reward": verdict.reward, "why": verdict.why, "parts": dict(verdict.parts)}
+
+
+def _ours(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
+    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+        return _result(await function(problem=problem, model=model), name)
+
+    return play
+
+
+def _slime(function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> Play:
+    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+        metadata = problem.row.get("metadata")
+        sample = Sample(
+            prompt=model.prompt,
+            label=problem.gold,
+            metadata=dict(metadata if isinstance(metadata, dict) else problem.row),
+        )
+        args = SimpleNamespace(**options["args"])
+        returned = await function(args=args, sample=sample, sampling_params=dict(model.sampling))
+        if not isinstance(returned, Sample):
+            raise TypeError(f"{name} returned a {type(returned).__name__} where one Sample belongs")
+        if returned.status in (Sample.Status.ABORTED, Sample.Status.FAILED):
+            raise RuntimeError(f"{name} returned a sample of status {returned.status.value}")
+        own = {
+            "tokens": list(map(int, returned.tokens)),
+            "loss_mask": None if returned.loss_mask is None else list(map(int, returned.loss_mask)),
+            "cut": returned.status is Sample.Status.TRUNCATED,
+        }
+        return {**_result(returned.reward, name), **own}
+
+    return play
+
+
+def _trl(factory: Callable[[], Any], name: str) -> Play:
+    async def play(problem: Problem, model: Model) -> dict[str, Any]:
+        environment = await model.apart(factory)
+        tools = [
+            method
+            for attribute, method in inspect.getmembers(environment, inspect.ismethod)
+            if not attribute.startswith("_") and attribute != "reset"
+        ]
+        messages = [dict(message) for message in model.messages]
+        row = problem.row or {"question": problem.question, "answer": problem.gold}
+        observation = await model.apart(environment.reset, **_taken(environment.reset, {"prompt": messages, **row}))
+        if observation is not None:
+            messages[-1]["content"] += observation
+        while True:
+            message = await model.chat(messages, tools)
+            messages.append(message)
+            if not message.get("tool_calls"):
+                break
+            messages += await model.answer(message, tools)
+        reward = getattr(environment, "reward", None)
+        return _result(reward if isinstance(reward, Real) else None, name)
+
+    return play
+
+
+def _taken(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns that a function takes: all of them, unless it names some."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in parameters}

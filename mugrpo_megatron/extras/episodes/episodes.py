@@ -1,0 +1,349 @@
+"""Answers prompts with episodes: the loop of an engine's leader between the engine and the processes of the function.
+
+One loop waits for both. An engine that has room gets further episodes from the prompt queue: those that wait for tools
+do not count, so slow tools do not idle it. Everything that has to be right is here: the record of the tokens, the chat
+template, the limits. The processes only run the user's code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mugrpo_megatron.data.prompts import messages_to_render, template_of, with_question_asked
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.client import Engine, PromptSource
+from mugrpo_megatron.engine.wire import Sampling, Work
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.chat import Chat
+from mugrpo_megatron.extras.episodes.processes import Episode, Group, Pool, Process
+from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
+from mugrpo_megatron.observe.environment import usable_cores
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Episode as Outcome
+from mugrpo_megatron.samples import Prompt, Response
+
+FIRST = 16
+"""The share of failures is of at least so many episodes."""
+CHARS_A_TOKEN = 64
+"""A text of more characters for each token that is left is not tokenized: it cannot fit."""
+
+
+class Episodes:
+    """The episodes of one engine; `generate` is `Engine.generate_from`."""
+
+    def __init__(self, recipe: Recipe, engine: Engine) -> None:
+        self._recipe, self._engine, self._section = recipe, engine, recipe.episodes
+        self._tokenizer = load_tokenizer(recipe.model.directory)
+        self._template = template_of(recipe.data)
+        self._chat = Chat(self._tokenizer, self._template, recipe.episodes.tool_parser)
+        limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
+        self._pool = Pool(str(recipe.rollout.function), self._args(), recipe.episodes, limit)
+        self._keys = itertools.count()
+        self._finished, self._dropped = 0, 0
+        self.busy_s, self.total_s = 0.0, 0.0
+        """With a request in the engine, and in all."""
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+
+    def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[tuple[Prompt, list[Response]]]:
+        """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
+        self._sampling, self._n = sampling, n
+        self._groups: dict[int, Group] = {}
+        self._asked: dict[int, Episode] = {}
+        self._work: list[Work] = []
+        heard = last = time.monotonic()
+        silence_s = self._recipe.engine.request_timeout_s
+        with self._engine.answering(sampling):
+            try:
+                while self._take(take):
+                    self._pool.place(self._start)
+                    self._flush()
+                    answers = self._engine.answers_among(self._pool.connections, 1.0)
+                    now = time.monotonic()
+                    self.busy_s, self.total_s = (
+                        self.busy_s + (now - last) * bool(self._asked),
+                        self.total_s + now - last,
+                    )
+                    last = now
+                    if answers is None and self._asked and now - heard > silence_s:
+                        answers = list(self._engine.answers())  # raises, with what the engine's processes do
+                    heard = now if answers is not None or not self._asked else heard
+                    for key, (response,) in answers or ():
+                        self._answer(self._asked.pop(key, None), response)
+                    for process, message in self._pool.messages():
+                        self._handle(process, message)
+                    for process, episode, why in self._pool.late(now):
+                        self._stop(process, episode, why)
+                    self._flush()  # before the caller stores what is finished
+                    for group in [one for one in self._groups.values() if all(one.responses)]:
+                        del self._groups[id(group)]
+                        yield group.prompt, _with_shares([one for one in group.responses if one])
+            finally:
+                self._pool.waiting.clear()
+                for process in self._pool.processes:
+                    for episode in list(process.episodes.values()):
+                        self._pool.cancel(process, episode)
+
+    # ------------------------------------------------------------ beginning episodes
+
+    def _take(self, take: PromptSource) -> bool:
+        """Begin episodes where the engine has room; whether there is anything in flight."""
+        at_once = self._section.at_once or 2 * self._n * self._engine.slots(self._n)
+        while True:
+            live = sum(one is None for group in self._groups.values() for one in group.responses)
+            idle = sum(not episode.so_far.turns and episode.key not in self._asked for episode in self._live())
+            held = -(-(len(self._asked) + idle) // self._n)
+            room = max(0, at_once - live) // self._n if live else max(1, at_once // self._n)
+            prompts = take(held, min(self._engine.slots(self._n), max(1, room // 2))) if room else []
+            for prompt in prompts:
+                group = Group(prompt, [None] * self._n)
+                self._groups[id(group)] = group
+                for number in range(self._n):
+                    self._begin(group, number)
+            if not prompts:
+                return bool(self._groups)
+
+    def _live(self) -> list[Episode]:
+        return [*self._pool.waiting, *(one for process in self._pool.processes for one in process.episodes.values())]
+
+    def _begin(self, group: Group, number: int, retries: int = 0, alone: bool = False) -> None:
+        so_far = Trajectory(self._sampling.max_tokens)
+        self._pool.waiting.append(Episode(next(self._keys), group, number, so_far, retries, alone))
+
+    def _start(self, episode: Episode) -> dict[str, Any]:
+        prompt, how = episode.group.prompt, self._sampling
+        problem = prompt.problem
+        names = ("id", "question", "answer", "source", "messages", "gold", "data_source", "row")
+        return {
+            "start": episode.key,
+            "problem": {name: getattr(problem, name) for name in names},
+            "prompt_ids": list(prompt.ids),
+            "prompt": self._chat.shown(list(prompt.ids)),
+            "messages": messages_to_render(with_question_asked(problem, self._template)),
+            "sampling": {
+                "temperature": how.temperature,
+                "top_p": how.top_p,
+                "top_k": how.top_k or -1,
+                "min_p": how.min_p,
+                "max_new_tokens": how.max_tokens,
+                "stop": list(how.stop),
+                "stop_token_ids": list(how.stop_ids),
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+                "spaces_between_special_tokens": False,
+            },
+        }
+
+    def _args(self) -> dict[str, Any]:
+        """What functions of slime's convention find in `args`."""
+        rollout = self._recipe.rollout
+        return {
+            "sglang_router_ip": "127.0.0.1",
+            "sglang_router_port": 0,
+            "hf_checkpoint": str(self._recipe.model.directory),
+            "partial_rollout": False,
+            "n_samples_per_prompt": rollout.responses_per_prompt,
+            "rollout_temperature": rollout.temperature,
+            "rollout_top_p": rollout.top_p,
+            "rollout_max_response_len": rollout.max_response_tokens,
+            "rollout_max_prompt_len": self._recipe.data.max_prompt_tokens,
+            "rollout_max_context_len": self._recipe.data.max_prompt_tokens + rollout.max_response_tokens,
+        }
+
+    # ------------------------------------------------------------ requests and answers
+
+    def _handle(self, process: Process, message: dict[str, Any]) -> None:
+        if "died" in message:
+            self._stop(process, None, message["died"])
+            return
+        key = next(message[kind] for kind in ("ask", "done", "failed") if kind in message)
+        episode = process.episodes.get(key)
+        if episode is None:  # it was cancelled meanwhile
+            process.cancelled.pop(key, None)
+        elif "ask" not in message:
+            process.episodes.pop(key)
+            self._finish(episode, message) if "done" in message else self._fail(episode, message["why"])
+        elif message["what"] == "encode":
+            process.send({"answer": key, "value": self._chat.encode(message["text"])})
+        elif message["what"] == "decode":
+            process.send({"answer": key, "value": self._chat.text(message["ids"])})
+        else:
+            self._request(process, episode, message)
+
+    def _request(self, process: Process, episode: Episode, message: dict[str, Any]) -> None:
+        """Ask the engine; a limit ends the episode with what it has, and a broken prefix fails it."""
+        now, so_far = time.monotonic(), episode.so_far
+        episode.waited_s += now - episode.free_since
+        room = so_far.room if so_far.turns else so_far.limit
+        try:
+            if so_far.turns >= self._section.turns or room < 1 or self._too_long(message, room):
+                ids = None
+            else:
+                ids = self._ids(episode, message)
+                so_far.check(ids, self._chat.shown)
+        except (Broken, ValueError) as error:
+            self._pool.cancel(process, episode)
+            self._fail(episode, str(error))
+            return
+        given = len(ids or ()) - len(so_far.context) if so_far.turns else 0
+        if ids is None or given >= room:
+            self._pool.cancel(process, episode)
+            self._finish(episode, {"reward": None, "why": "", "parts": {}, "cut": True})
+            return
+        most = max(1, min(room - given, message.get("max_tokens") or room))
+        episode.request = {**message, "ids": ids}
+        self._asked[episode.key] = episode
+        place = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
+        self._work.append(Work(episode.key, ids, 1, place, most, tuple(message.get("stop") or ())))
+
+    def _too_long(self, message: dict[str, Any], room: int) -> bool:
+        """Whether a text is so long that it cannot fit, tokenized or not."""
+        room += self._recipe.data.max_prompt_tokens
+        texts = [message.get("text", ""), *(one.get("content") or "" for one in message.get("messages", ()))]
+        return sum(map(len, map(str, texts))) > CHARS_A_TOKEN * room
+
+    def _ids(self, episode: Episode, message: dict[str, Any]) -> list[int]:
+        """The request's token ids; ValueError for what is no request."""
+        if message["what"] == "chat":
+            if episode.so_far.turns and not episode.messages:
+                raise ValueError("it asks with chat after generate: take one of them in an episode")
+            ids = self._chat.ids(message["messages"], message["tools"], episode.messages, episode.so_far)
+        elif "text" in message:
+            ids = self._chat.encode(message["text"], episode.so_far)
+        else:
+            ids = message["ids"]
+        most, vocabulary = self._recipe.data.max_prompt_tokens, len(self._tokenizer)
+        if not ids or not all(0 <= one < vocabulary for one in ids):
+            raise ValueError(f"a prompt has at least one token, and ids below {vocabulary}")
+        if not episode.so_far.turns and len(ids) > most:
+            raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {most}")
+        return list(ids)
+
+    def _flush(self) -> None:
+        if self._work:
+            self._engine.ask(self._work)
+            self._work = []
+
+    def _answer(self, episode: Episode | None, response: Response) -> None:
+        """Record what was sampled, and tell the episode."""
+        if episode is None or episode.request is None:
+            return
+        request, episode.request = episode.request, None
+        process = next((one for one in self._pool.processes if episode.key in one.episodes), None)
+        if process is None:  # it has failed meanwhile
+            return
+        episode.so_far.extend(request["ids"], response)
+        episode.free_since = time.monotonic()
+        sampled = response.ids.tolist()
+        if request["what"] == "chat":
+            try:
+                message = self._chat.message(sampled, request["tools"])
+            except ValueError as error:
+                raise UserError(f"rollout.function: {error}") from None
+            episode.messages = [*request["messages"], json.loads(json.dumps(message))]
+            value: Any = {"message": message, "ids": episode.so_far.context}
+        else:
+            value = {
+                "ids": sampled,
+                "logprobs": response.logprobs.tolist(),
+                "text": self._chat.text(sampled),
+                "finish_reason": response.finish_reason,
+            }
+        process.send({"answer": episode.key, "value": value})
+
+    # ------------------------------------------------------------ ends
+
+    def _finish(self, episode: Episode, result: dict[str, Any]) -> None:
+        """Store an episode that has ended; `result` is what its process says of it."""
+        so_far = episode.so_far
+        if not so_far.turns:
+            self._fail(episode, "it ended without asking the model")
+            return
+        mask = np.array(so_far.mask, dtype=bool)
+        if result.get("tokens"):
+            try:
+                so_far.check(result["tokens"], self._chat.shown)
+            except Broken as error:
+                self._fail(episode, str(error))
+                return
+            own = (result["loss_mask"] or [1] * len(mask))[: len(mask)]
+            mask &= np.pad(np.array(own, dtype=bool), (0, len(mask) - len(own)))
+        if result.get("cut"):
+            so_far.finish_reason = "length"
+        calls = result.get("calls", 0)
+        parts = {
+            **result["parts"],
+            "turns": so_far.turns,
+            "calls": calls,
+            "called": float(so_far.turns > 1 or calls > 0),
+            "failed_calls": result.get("failed_calls", 0),
+            "tool_seconds": episode.waited_s,
+            "retries": episode.retries,
+        }
+        prompt = np.array(so_far.prompt, dtype=np.int32)
+        outcome = Outcome(prompt, mask, result["reward"], result["why"], parts={k: float(v) for k, v in parts.items()})
+        self._store(episode, so_far.response(outcome))
+
+    def _fail(self, episode: Episode, why: str) -> None:
+        """Begin a failed episode again, or drop it."""
+        self._asked.pop(episode.key, None)
+        if episode.retries < self._section.retries:
+            self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
+            return
+        self._dropped += 1
+        prompt = np.array(episode.group.prompt.ids, dtype=np.int32)
+        parts = {"retries": float(episode.retries)}
+        outcome = Outcome(prompt, np.zeros(1, dtype=bool), None, f"the episode failed: {why}", failed=True, parts=parts)
+        end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
+        kept = np.full((1, self._sampling.top_k), -1, dtype=np.int32) if self._sampling.keep else None
+        if kept is not None:
+            kept[:, 0] = end
+        nothing = np.zeros(1, dtype=np.float32)
+        self._store(episode, Response(end, nothing, "stop", self._engine.version, kept=kept, episode=outcome))
+        share = self._section.max_failure_share
+        if self._dropped > share * max(FIRST, self._finished):
+            raise UserError(
+                f"rollout.function {self._recipe.rollout.function!r}: {self._dropped} of {self._finished} episodes "
+                f"failed, the last one on {episode.group.prompt.problem.id}: {why}; fix the function, or raise "
+                f"episodes.max_failure_share (now {share:g})"
+            )
+
+    def _store(self, episode: Episode, response: Response) -> None:
+        self._finished += 1
+        episode.group.responses[episode.number] = response
+
+    def _stop(self, process: Process, episode: Episode | None, why: str) -> None:
+        """End an episode that took too long, or a process: its episodes are begun again, one that was alone fails."""
+        if episode is not None:
+            self._pool.cancel(process, episode)
+            self._fail(episode, why)
+            return
+        if process not in self._pool.processes:
+            return
+        if not process.ready:
+            raise UserError(f"a process of rollout.function did not start in time: {why}")
+        episodes = self._pool.discard(process)
+        for one in episodes:
+            innocent = self._asked.pop(one.key, None) is not None
+            if len(episodes) == 1:
+                self._fail(one, why)
+            else:
+                self._begin(one.group, one.number, one.retries, one.alone or not innocent)
+
+
+def _with_shares(responses: Sequence[Response]) -> list[Response]:
+    """The responses of a group, each with the share of the group that has failed."""
+    lost = sum(one.episode is not None and one.episode.failed for one in responses) / len(responses)
+    return [
+        replace(one, episode=replace(one.episode, parts={**one.episode.parts, "lost": lost})) if one.episode else one
+        for one in responses
+    ]

@@ -1,0 +1,126 @@
+"""A process that runs a user's function: hundreds of episodes in one event loop, their plain tools in threads.
+
+Started by rewards/guard.py, which kills with it whatever its tools have started. Messages are JSON:
+
+From the parent:  `start` key, problem, ... · `answer` key, value · `cancel` key
+To the parent:    `ready` · `refused` text · `alive` · `ask` key, what, ... · `done` key, ... · `failed` key, why
+                  · `ended` key, open: a cancelled episode has ended, with so many functions that still run
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from mugrpo_megatron.extras.episodes import turns
+from mugrpo_megatron.extras.episodes.conventions import Play, play_of
+from mugrpo_megatron.extras.episodes.turns import Model, current
+from mugrpo_megatron.recipe.functions import told
+from mugrpo_megatron.samples import Problem
+
+ALIVE_S = 1.0
+"""The parent hears so often that the event loop runs."""
+THREADS = 1024
+"""Plain functions that run at the same time."""
+STACK_BYTES = 1 << 20
+MOST_BYTES = 16 << 20
+"""Of a message to the parent."""
+
+
+def serve(socket: int, text: str) -> None:
+    """Limit this process, load the function and run episodes until the parent is gone. `text`: the options as JSON."""
+    from mugrpo_megatron.errors import UserError
+
+    options = json.loads(text)
+    memory = options["memory_mb"] << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)  # address space, of which there may be a thousand
+    connection = Connection(socket)
+    os.register_at_fork(after_in_child=connection.close)  # a tool's fork must not speak for its parent
+    try:
+        play = play_of(options["function"], options)
+    except UserError as error:
+        connection.send_bytes(json.dumps({"refused": str(error)}).encode())
+        return
+    connection.send_bytes(b'{"ready": true}')
+    asyncio.run(_Worker(connection, play).run())
+
+
+class _Worker:
+    def __init__(self, connection: Connection, play: Play) -> None:
+        self._connection, self._play = connection, play
+        self._threads = ThreadPoolExecutor(THREADS)
+        self._episodes: dict[int, tuple[asyncio.Task[None], Model]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connection.fileno(), self._receive)
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            self._send({"alive": True})
+
+    def _receive(self) -> None:
+        try:
+            message = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # threads may hang in a user's function
+        if "start" in message:
+            key = message["start"]
+            model = self._model(key, message)
+            self._episodes[key] = asyncio.ensure_future(self._run(key, model)), model
+        elif "answer" in message:
+            future = self._asked.pop(message["answer"], None)
+            if future and not future.done():
+                future.set_result(message["value"])
+        elif message["cancel"] in self._episodes:
+            self._episodes[message["cancel"]][0].cancel()
+
+    def _model(self, key: int, message: dict[str, Any]) -> Model:
+        async def ask(what: str, **arguments: Any) -> Any:
+            if key in self._asked:
+                raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
+            text = json.dumps({"ask": key, "what": what, **arguments}).encode()
+            if len(text) > MOST_BYTES:
+                raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
+            future = self._asked[key] = asyncio.get_running_loop().create_future()
+            try:
+                self._write(text)
+                return await future
+            finally:
+                self._asked.pop(key, None)
+
+        own = message["problem"]
+        problem = Problem(**{**own, "messages": tuple((role, text) for role, text in own["messages"])})
+        rest = {name: message[name] for name in ("prompt_ids", "prompt", "messages", "sampling")}
+        return Model(problem, ask=ask, threads=self._threads, **rest)
+
+    async def _run(self, key: int, model: Model) -> None:
+        current.set(model)
+        try:
+            result = await self._play(model.problem, model)
+            text = {"done": key, **result, "calls": model.calls, "failed_calls": model.failed_calls}
+            self._send(text)
+        except asyncio.CancelledError:
+            self._send({"ended": key, "open": model.open})
+        except BaseException as error:  # SystemExit too: it would end the other episodes
+            own = (__file__, turns.__file__, asyncio.__file__)
+            self._send({"failed": key, "why": told(error, *own), "open": model.open})
+        finally:
+            self._episodes.pop(key, None)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._write(json.dumps(message).encode())
+
+    def _write(self, text: bytes) -> None:
+        try:
+            self._connection.send_bytes(text)
+        except OSError:  # the parent is gone, or this is a tool's fork
+            os._exit(1)

@@ -1,0 +1,201 @@
+"""The processes that run a user's function, as the engine's leader holds them: started, watched, killed, replaced."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.trajectory import Trajectory
+from mugrpo_megatron.recipe.sections import EpisodesSection
+from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
+from mugrpo_megatron.samples import Prompt, Response
+
+START_TIMEOUT_S = 120.0
+SILENT_S = 10.0
+"""A process whose event loop says nothing for so long is killed: something blocks it."""
+ENDING_S = 1.0
+"""An episode that was cancelled has this long to end, before its process gets no new ones."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The episodes of one prompt."""
+
+    prompt: Prompt
+    responses: list[Response | None]
+
+
+@dataclass(slots=True)
+class Episode:
+    """One attempt at one response."""
+
+    key: int
+    group: Group
+    number: int
+    """Of the response in its group."""
+    so_far: Trajectory
+    retries: int = 0
+    alone: bool = False
+    """Whether a process died with it and others: it is tried in one of its own, where it can be blamed."""
+    messages: list[Any] = field(default_factory=list)
+    """Of the last chat request, and its answer."""
+    request: dict[str, Any] | None = None
+    """What the engine works on: the ids, and how the answer is told."""
+    began: float = field(default_factory=time.monotonic)
+    free_since: float = field(default_factory=time.monotonic)
+    """When it last got an answer of the model."""
+    waited_s: float = 0.0
+    """For the user's function, tools included."""
+
+
+@dataclass(slots=True)
+class Process:
+    """One worker and the episodes in it."""
+
+    worker: WorkerProcess
+    heard: float = field(default_factory=time.monotonic)
+    ready: bool = False
+    episodes: dict[int, Episode] = field(default_factory=dict)
+    cancelled: dict[int, float] = field(default_factory=dict)
+    """Keys of episodes that have yet to end, and by when."""
+    retiring: bool = False
+    outbox: queue.SimpleQueue[bytes] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        # Both ends write as they please: one that waited for the other to read would wait for ever.
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Returns at once; whether it is dead is found when it is read."""
+        self.outbox.put(json.dumps(message).encode())
+
+    def _write(self) -> None:
+        with suppress(OSError):  # it is dead, or was silent for so long that it is about to be killed
+            while text := self.outbox.get():
+                self.worker.send(text)
+
+    def kill(self) -> None:
+        """End it, and all that it has started."""
+        self.outbox.put(b"")
+        self.worker.kill()
+
+
+class Pool:
+    """At most `limit` processes, besides those that retire and those of episodes that are tried alone."""
+
+    def __init__(self, function: str, args: Mapping[str, Any], section: EpisodesSection, limit: int) -> None:
+        self._options = {"function": function, "args": args, "memory_mb": section.memory_mb}
+        self._section, self._limit = section, limit
+        self._silent_s = min(SILENT_S, section.seconds)
+        self.processes: list[Process] = []
+        self.waiting: deque[Episode] = deque()
+        """Episodes that no process has yet."""
+
+    def close(self) -> None:
+        """End every process and all that it has started."""
+        for process in self.processes:
+            process.worker.end()
+        for process in self.processes:
+            process.kill()
+        self.processes.clear()
+
+    def place(self, start: Any) -> None:
+        """Give the waiting episodes to processes; `start` makes the message of one."""
+        for _ in range(len(self.waiting)):
+            episode = self.waiting.popleft()
+            process = self._process_for(episode)
+            if process is None:
+                self.waiting.append(episode)
+                continue
+            process.episodes[episode.key] = episode
+            episode.began = episode.free_since = time.monotonic()
+            process.send(start(episode))
+
+    def _process_for(self, episode: Episode) -> Process | None:
+        open_ = [one for one in self.processes if not one.retiring]
+        shared = [one for one in open_ if not any(other.alone for other in one.episodes.values())]
+        if episode.alone:
+            idle = [one for one in open_ if one.ready and not one.episodes]
+            if not idle and len(open_) <= self._limit:
+                self._start()
+            return idle[0] if idle else None
+        if len(shared) < self._limit:
+            self._start()
+            shared.append(self.processes[-1])
+        ready = [one for one in shared if one.ready]
+        return min(ready, key=lambda one: len(one.episodes)) if ready else None
+
+    def _start(self) -> None:
+        environment = {"MALLOC_ARENA_MAX": "2"}  # an arena of 64 MB address space for each thread would fill the limit
+        worker = start_guarded("mugrpo_megatron.extras.episodes.player", self._options, SILENT_S, environment)
+        self.processes.append(Process(worker))
+
+    @property
+    def connections(self) -> list[Any]:
+        return [process.worker.connection for process in self.processes]
+
+    def messages(self) -> Iterator[tuple[Process, dict[str, Any]]]:
+        """What the processes have sent. Raises UserError where the function cannot be loaded."""
+        for process in list(self.processes):
+            try:
+                while process.worker.connection.poll():
+                    message = process.worker.receive()
+                    process.heard = time.monotonic()
+                    if "refused" in message:
+                        raise UserError(message["refused"])
+                    if "ready" in message:
+                        process.ready = True
+                    elif "ended" in message:
+                        self._ended(process, message["ended"], message["open"])
+                    elif "alive" not in message:
+                        process.retiring |= bool(message.get("failed") is not None and message["open"])
+                        yield process, message
+            except (EOFError, OSError):
+                if not process.ready:
+                    raise UserError(
+                        f"a process of rollout.function died while it started ({process.worker.ending()}): does its "
+                        "module exit, or need more memory than episodes.memory_mb?"
+                    ) from None
+                yield process, {"died": f"its process died ({process.worker.ending()})"}
+
+    def late(self, now: float) -> Iterator[tuple[Process, Episode | None, str]]:
+        """Episodes, and with None whole processes, that have taken too long, with a sentence each."""
+        for process in list(self.processes):
+            silent = self._silent_s if process.ready else START_TIMEOUT_S
+            if now - process.heard > silent and (process.episodes or not process.ready):
+                yield (
+                    process,
+                    None,
+                    f"it blocked its process for {silent:g} s: await, or make its tools plain functions",
+                )
+                continue
+            for episode in list(process.episodes.values()):
+                if now - episode.began > self._section.seconds:
+                    yield process, episode, f"it took longer than {self._section.seconds:g} s"
+            process.retiring |= any(now > until for until in process.cancelled.values())
+            if process.retiring and not process.episodes:
+                self.discard(process)
+
+    def cancel(self, process: Process, episode: Episode) -> None:
+        """End an episode that its process still runs."""
+        process.episodes.pop(episode.key, None)
+        process.cancelled[episode.key] = time.monotonic() + ENDING_S
+        process.send({"cancel": episode.key})
+
+    def discard(self, process: Process) -> list[Episode]:
+        """Kill a process; its episodes."""
+        self.processes.remove(process)
+        process.kill()
+        return list(process.episodes.values())
+
+    def _ended(self, process: Process, key: int, still_open: int) -> None:
+        process.cancelled.pop(key, None)
+        process.retiring |= still_open > 0

@@ -1,0 +1,93 @@
+"""One episode's tokens: what the model was given, what it sampled, and that the one continues the other.
+
+What the model sampled is never tokenized again. A later request has to begin with the ids of the earlier ones, token by
+token; `Broken` says where it does not. Positions of the loss mask are those of the response, from the first sampled
+token on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mugrpo_megatron.samples import Episode, Response
+
+Shown = Callable[[list[int]], str]
+"""Token ids as text, special tokens included."""
+
+
+class Broken(Exception):
+    """A request does not begin with what was sampled; the sentence shows the first token that differs."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The tokens of one episode so far."""
+
+    limit: int
+    """Most tokens after the prompt, the environment's included."""
+    prompt: list[int] = field(default_factory=list)
+    """What came before the first sampled token."""
+    ids: list[int] = field(default_factory=list)
+    """The response: sampled tokens, and the environment's between them."""
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[np.ndarray] = field(default_factory=list)
+    """[tokens, k] of each part, where the stage keeps them."""
+    turns: int = 0
+    finish_reason: str = "length"
+    weight_version: int = 0
+
+    @property
+    def context(self) -> list[int]:
+        """Everything so far: what the next request has to begin with."""
+        return self.prompt + self.ids
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be sampled, or given."""
+        return self.limit - len(self.ids)
+
+    def check(self, ids: Sequence[int], shown: Shown) -> None:
+        """Raise Broken unless `ids` begin with the context."""
+        context = self.context
+        if not self.turns or list(ids[: len(context)]) == context:
+            return
+        place = next((k for k, (ours, given) in enumerate(zip(context, ids, strict=False)) if ours != given), len(ids))
+        given = f"{shown([ids[place]])!r} (id {ids[place]})" if place < len(ids) else "missing"
+        sampled = place >= len(self.prompt) and self.mask[place - len(self.prompt)]
+        raise Broken(
+            f"turn {self.turns + 1} does not continue turn {self.turns}: its token {place} is {given} where "
+            f"{shown([context[place]])!r} (id {context[place]}) was {'sampled' if sampled else 'given'} before; "
+            "pass on the ids, or the messages, as they were returned"
+        )
+
+    def extend(self, ids: Sequence[int], response: Response) -> None:
+        """Add a turn: the request's `ids`, which `check` has passed, and the engine's response to them."""
+        if not self.turns:
+            self.prompt = list(ids)
+        given = list(ids[len(self.context) :])
+        k = 0 if response.kept is None else response.kept.shape[1]
+        if k:
+            # The softmax at a token that nobody sampled runs over that token alone: it takes no part in the loss.
+            row = np.full((len(given), k), -1, dtype=np.int32)
+            row[:, 0] = given
+            self.kept += [row, np.asarray(response.kept)]
+        self.ids += [*given, *response.ids.tolist()]
+        self.mask += [False] * len(given) + [True] * len(response.ids)
+        self.logprobs += [0.0] * len(given) + response.logprobs.tolist()
+        self.turns += 1
+        self.finish_reason, self.weight_version = response.finish_reason, response.weight_version
+
+    def response(self, episode: Episode) -> Response:
+        """The response as the stage stores it."""
+        return Response(
+            ids=np.array(self.ids, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            finish_reason=self.finish_reason,
+            weight_version=self.weight_version,
+            kept=np.concatenate(self.kept) if self.kept else None,
+            episode=episode,
+        )

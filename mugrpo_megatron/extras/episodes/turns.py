@@ -1,0 +1,167 @@
+"""What a user's function talks to: the model, and the tools that it runs; in a worker, whose parent has the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+from mugrpo_megatron.samples import Problem
+
+MOST_CHARS = 1 << 20
+"""Of one text that goes to the model: far beyond any context, and small enough to be tokenized."""
+SHOWN_CHARS = 300
+
+Ask = Callable[..., Awaitable[Any]]
+"""(what, **arguments) -> the parent's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model sampled in one request."""
+
+    ids: list[int]
+    logprobs: list[float]
+    text: str
+    """Without special tokens."""
+    finish_reason: str
+    """`stop`, or `length` where a limit cut it."""
+
+
+@dataclass(slots=True)
+class Model:
+    """The model of one episode. Every request continues the one before; a limit that is reached ends the episode."""
+
+    problem: Problem
+    prompt_ids: list[int]
+    """The problem as the recipe renders it."""
+    prompt: str
+    """The same as text, special tokens included."""
+    messages: list[dict[str, Any]]
+    """The problem as a chat."""
+    sampling: Mapping[str, Any]
+    """How tokens are sampled, by SGLang's names."""
+    ask: Ask
+    threads: ThreadPoolExecutor
+    calls: int = 0
+    failed_calls: int = 0
+    open: int = 0
+    """Plain functions that have not returned."""
+    ids: list[int] = field(default_factory=list)
+    """Everything so far, what the model sampled included: `generate` continues it."""
+
+    async def generate(self, ids: Sequence[int], max_tokens: int | None = None, stop: Sequence[str] = ()) -> Turn:
+        """Sample from a prompt of token ids, which begins with `self.ids` after the first turn.
+
+        Args:
+            max_tokens: fewer than the episode may have.
+            stop: texts that end the turn, besides `rollout.stop`; they are part of it.
+        """
+        most = None if max_tokens is None else int(max_tokens)
+        turn = Turn(**await self.ask("generate", ids=list(map(int, ids)), max_tokens=most, stop=list(map(str, stop))))
+        self.ids = [*ids, *turn.ids]
+        return turn
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> dict[str, Any]:
+        """Sample the assistant's next message; it has `tool_calls` where the model calls tools.
+
+        `messages` begin with those of the last request and its answer. `tools` are functions with docstrings, or JSON
+        schemas.
+        """
+        schemas = [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]
+        answer = await self.ask("chat", messages=[dict(one) for one in messages], tools=schemas)
+        self.ids = answer["ids"]
+        return dict(answer["message"])
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens of its own."""
+        return list(await self.ask("encode", text=_short_enough(text)))
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
+        return str(await self.ask("decode", ids=list(map(int, ids))))
+
+    async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
+        """Run a tool: a plain function in a thread, so that it delays no other episode; raises what it raises."""
+        self.calls += 1
+        try:
+            return await self.apart(tool, **arguments)
+        except BaseException:
+            self.failed_calls += 1
+            raise
+
+    async def apart(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
+        """`call` of a function that is no tool."""
+        if inspect.iscoroutinefunction(function):
+            return await function(**arguments)
+
+        def run() -> Any:
+            try:
+                return context.run(function, **arguments)
+            finally:
+                self.open -= 1
+
+        context = copy_context()
+        self.open += 1
+        result = await asyncio.get_running_loop().run_in_executor(self.threads, run)
+        return await result if inspect.isawaitable(result) else result
+
+    async def answer(self, message: Mapping[str, Any], tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+        """Run the tools that the assistant's message calls; a message of each, also where one fails, as in TRL."""
+        by_name = {tool.__name__: tool for tool in tools}
+        calls = [one["function"] for one in message.get("tool_calls") or ()]
+        return [
+            {"role": "tool", "name": call["name"], "content": await self._said(by_name.get(call["name"]), call)}
+            for call in calls
+        ]
+
+    async def _said(self, tool: Callable[..., Any] | None, call: Mapping[str, Any]) -> str:
+        try:
+            if tool is None:
+                self.calls += 1
+                self.failed_calls += 1
+                raise LookupError(f"there is no tool {call['name']!r}")
+            if not isinstance(call["arguments"], dict):
+                raise TypeError(f"the arguments are {str(call['arguments'])[:SHOWN_CHARS]!r}, not an object")
+            result = await self.call(tool, **call["arguments"])
+            try:
+                return _short_enough(text_of(result))
+            except Exception:
+                self.failed_calls += 1
+                raise
+        except Exception as error:  # a tool may fail in any way, and the model reads how
+            return json.dumps({"error": f"{type(error).__name__}: {error}"[:SHOWN_CHARS]})
+
+
+current: ContextVar[Model] = ContextVar("current")
+"""The model of the episode that runs here."""
+
+
+def text_of(result: Any) -> str:
+    """What a tool returned as the model reads it: a text as it is, other values as JSON where they are such."""
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _short_enough(text: str) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"a {type(text).__name__} where a text belongs")
+    if len(text) > MOST_CHARS:
+        raise ValueError(f"a text of {len(text):,} characters, and at most {MOST_CHARS:,} go to the model")
+    return text
+
+
+def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+    """A tool's JSON schema, from its signature and its docstring of Google's form."""
+    from transformers.utils.chat_template_utils import get_json_schema  # a second, and no torch
+
+    return dict(get_json_schema(tool))

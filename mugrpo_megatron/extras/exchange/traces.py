@@ -1,0 +1,110 @@
+"""Traces of agents as rows of rollouts, read without their libraries: OpenEnv's and those of verifiers.
+
+A row is a trace, or has one in its column `trace` beside a reward, a gold or a group.
+
+OpenEnv's `TrainingTrace`, schema 1 (openenv/core/harness/training.py): `turns`, each one call of an engine with
+`prompt_token_ids`, `completion_token_ids`, `per_token_logps` of the completion, and a `loss_mask` over both. A turn
+that is trained on continues the one before, token by token; turns with a mask of zeros are context, or of other
+conversations.
+
+verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py): `nodes`, each with its `parent`, the `token_ids` that
+it adds, a `mask` over them, and `logprobs` of those in the mask. One branch is read; sampling masks are not in its
+JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SCHEMA = 1
+NODE = ("token_ids", "mask", "logprobs")
+LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
+
+
+def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with `prompt_ids`, `response_ids`, `logprobs` and `loss_mask` in place of its trace; others as they are.
+
+    Raises ValueError for a trace that is not one.
+    """
+    trace = row.get("trace", row)
+    if isinstance(trace, Mapping) and {"version", "nodes", "task"} <= trace.keys():
+        return _of_verifiers(row, trace)
+    if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
+        return dict(row)
+    if trace["schema_version"] != SCHEMA:
+        raise ValueError(f"a trace of schema {trace['schema_version']!r}, and {SCHEMA} is read")
+    turns = [_turn(place, one) for place, one in enumerate(_list(trace["turns"], "turns"))]
+    trained = [one for one in turns if any(one["loss_mask"])]
+    if not trained:
+        raise ValueError("a trace whose loss masks leave no token to train on")
+    prompt = list(trained[0]["prompt_token_ids"])
+    response: list[Any] = []
+    logprobs: list[Any] = []
+    mask: list[Any] = []
+    for number, one in enumerate(trained):
+        asked, said = one["prompt_token_ids"], one["completion_token_ids"]
+        context = prompt + response
+        if asked[: len(context)] != context:
+            place = next(
+                (k for k, pair in enumerate(zip(context, asked, strict=False)) if pair[0] != pair[1]), len(asked)
+            )
+            given = asked[place] if place < len(asked) else "missing"
+            raise ValueError(
+                f"trained turn {number} of the trace does not continue the one before: its token {place} is {given}, "
+                f"and was {context[place]}"
+            )
+        between = asked[len(context) :]
+        response += [*between, *said]
+        logprobs += [0.0] * len(between) + one["per_token_logps"]
+        mask += [0] * len(between) + one["loss_mask"][len(asked) :]
+    rest = {name: value for name, value in row.items() if name not in ("trace", "turns", "schema_version")}
+    return {**rest, "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs, "loss_mask": mask}
+
+
+def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
+    if trace["version"] != SCHEMA:
+        raise ValueError(f"a trace of version {trace['version']!r}, and {SCHEMA} is read")
+    nodes = _list(trace["nodes"], "nodes")
+    ids: list[Any] = []
+    mask: list[Any] = []
+    logprobs: list[Any] = []
+    for place, node in enumerate(nodes):
+        if not isinstance(node, Mapping) or node.get("parent") != (place - 1 if place else None):
+            raise ValueError(f"node {place} of the trace does not follow the one before: one branch is read")
+        own, inside, given = (_list(node.get(name), f"{name} of node {place}") for name in NODE)
+        if len(inside) != len(own) or len(given) != sum(map(bool, inside)):
+            raise ValueError(f"node {place} of the trace has {len(own)} token_ids, {len(inside)} values of its mask")
+        values = iter(given)
+        ids, mask = ids + own, mask + inside
+        logprobs += [next(values) if one else 0.0 for one in inside]
+    if not any(mask):
+        raise ValueError("a trace whose masks leave no token to train on")
+    first, end = mask.index(True), len(mask) - mask[::-1].index(True)
+    rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
+    reward = {"reward": sum(one["score"] * one["weight"] for one in rewards)} if rewards else {}
+    rest = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
+    response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
+    return {**reward, **rest, "prompt_ids": ids[:first], **response}
+
+
+def _turn(place: int, turn: Any) -> dict[str, list[Any]]:
+    if not isinstance(turn, Mapping):
+        raise ValueError(f"turn {place} of the trace is no object")
+    lists = {name: _list(turn.get(name), f"{name} of turn {place}") for name in LISTS}
+    prompt, completion, logprobs, mask = (len(lists[name]) for name in LISTS)
+    if logprobs != completion:
+        raise ValueError(
+            f"turn {place} of the trace has {completion} completion_token_ids and {logprobs} per_token_logps"
+        )
+    if mask != prompt + completion:
+        raise ValueError(f"the loss_mask of turn {place} has {mask} values for {prompt + completion} tokens")
+    if any(lists["loss_mask"][:prompt]):
+        raise ValueError(f"the loss_mask of turn {place} trains tokens of its prompt")
+    return lists
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{name} is no list")
+    return list(value)

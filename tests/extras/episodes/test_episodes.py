@@ -1,0 +1,329 @@
+"""Episodes against an engine without a model: the processes, the messages and the records are the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.episodes.episodes import Episodes
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.samples import Problem, Prompt, Response
+from tests.extras.episodes.fake import EOS, TOKENIZER, FakeEngine, Says
+from tests.tiny import save_model
+
+pytestmark = pytest.mark.process
+HERE = "tests.extras.episodes.functions"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def recipe_of(model: Path, function: str, **episodes: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": model, "dtype": "float32"},
+            "rollout": {"function": function if ":" in function else f"{HERE}:{function}", "max_response_tokens": 64},
+            "data": {"max_prompt_tokens": 64},
+            "episodes": {"seconds": 20.0, "max_failure_share": 1.0, **episodes},
+        }
+    )
+
+
+def prompts_of(questions: Sequence[str], row: dict[str, Any] | None = None) -> list[Prompt]:
+    return [
+        Prompt(
+            place,
+            Problem(f"test:{place}", text, "6", "test", row=row or {}),
+            TOKENIZER.encode(text, add_special_tokens=False),
+        )
+        for place, text in enumerate(questions)
+    ]
+
+
+def played(
+    recipe: Recipe, says: Says, questions: Sequence[str], n: int = 2, row: dict[str, Any] | None = None, **engine: Any
+) -> dict[str, list[Response]]:
+    """The responses to each question."""
+    source = iter(prompts_of(questions, row))
+    fake = FakeEngine(says, **engine)
+    how = Sampling(1.0, 1.0, recipe.rollout.max_response_tokens, (EOS,), stop=tuple(recipe.rollout.stop))
+
+    def take(held: int, slots: int) -> list[Prompt]:
+        return list(islice(source, max(0, 2 * slots - held)))
+
+    with closing(Episodes(recipe, fake)) as episodes:  # type: ignore[arg-type]
+        return {prompt.problem.question: responses for prompt, responses in episodes.generate(take, n, how)}
+
+
+def adds(context: str) -> str:
+    """Asks for a sum, then says the tool's answer."""
+    return context.split("=")[-1].strip() if "=" in context else f"{context}="
+
+
+def test_sampled_tokens_have_mask_1_and_their_logprobs_in_place(model: Path) -> None:
+    found = played(recipe_of(model, "calculator"), adds, ["1+2+3", "10+20"])
+    for question, responses in found.items():
+        answer = str(eval(question))
+        for one in responses:
+            assert one.episode
+            assert TOKENIZER.decode(one.ids) == f"{question}={answer} {answer}<|im_end|>"
+            mask = [True] * (len(question) + 1) + [False] * (len(answer) + 1) + [True] * (len(answer) + 1)
+            assert one.episode.mask.tolist() == mask
+            first, second = len(question) + 1, len(answer) + 1
+            assert one.logprobs[one.episode.mask].tolist() == [*range(-1, -first - 1, -1), *range(-1, -second - 1, -1)]
+            assert not one.logprobs[~one.episode.mask].any()
+            assert one.episode.prompt_ids.tolist() == TOKENIZER.encode(question)
+            assert one.episode.parts["turns"] == 2
+            assert one.episode.parts["calls"] == 1
+            assert one.episode.reward is None
+            assert one.ids[one.episode.last_turn :].tolist()[-1] == EOS
+            assert one.finish_reason == "stop"
+            assert one.weight_version == 7
+
+
+TOOLS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
+{% if m['role'] == 'system' %}{{ m['content'] }}{% else %}{{ m['content'] }}{% for c in m['tool_calls'] or [] %}
+<tool_call>
+{"name": "{{ c['function']['name'] }}", "arguments": {{ c['function']['arguments'] | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""A chat template that writes calls as Qwen2.5's."""
+
+
+@pytest.fixture(scope="module")
+def chat_recipe(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    path = tmp_path_factory.mktemp("template") / "tools.jinja"
+    path.write_text(TOOLS, encoding="utf-8")
+
+    def make(function: str, **episodes: Any) -> Recipe:
+        recipe = recipe_of(model, function, **episodes)
+        longer = recipe.rollout.model_copy(update={"max_response_tokens": 256})
+        data = recipe.data.model_copy(update={"chat_template": path, "prompt_style": "chat"})
+        return recipe.model_copy(update={"rollout": longer, "data": data})
+
+    return make
+
+
+def calls_the_tool(context: str) -> str:
+    """A call whose JSON has other spaces than the template would give it, then the tool's answer."""
+    if "<|im_start|>tool" in context:
+        return context.split("<|im_start|>tool\n")[1].split("<|im_end|>")[0]
+    terms = context.split("user\n")[1].split("<|im_end|>")[0]
+    return f'Let me see.\n<tool_call>\n{{"name":  "add","arguments":{{"terms": "{terms}"}} }}\n</tool_call>'
+
+
+def test_a_chat_with_tools_continues_what_was_sampled(chat_recipe: Callable[..., Recipe]) -> None:
+    [one, _] = played(chat_recipe("chat"), calls_the_tool, ["1+2+3"])["1+2+3"]
+    assert one.episode
+    call = 'Let me see.\n<tool_call>\n{"name":  "add","arguments":{"terms": "1+2+3"} }\n</tool_call>'
+    given = "\n<|im_start|>tool\n6<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(one.ids) == f"{call}<|im_end|>{given}6<|im_end|>"
+    assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
+    assert one.episode.reward == 1.0
+    assert one.episode.parts["words"] == 1.0
+    assert one.episode.parts["calls"] == 1
+    assert one.episode.parts["failed_calls"] == 0
+
+
+def test_a_broken_prefix_ends_the_episode_with_the_first_token_that_differs(
+    model: Path, chat_recipe: Callable[..., Recipe]
+) -> None:
+    [one] = played(recipe_of(model, "tokenizes_again", retries=0), lambda context: "abcde", ["1"], n=1)["1"]
+    assert one.episode
+    assert one.episode.failed
+    assert one.episode.why == (
+        "the episode failed: turn 2 does not continue turn 1: its token 4 is '&' (id 5) where 'd' (id 67) was sampled "
+        "before; pass on the ids, or the messages, as they were returned"
+    )
+    [one] = played(chat_recipe("edits_messages", retries=0), lambda context: "abc", ["1"], n=1)["1"]
+    assert one.episode
+    assert one.episode.failed
+    assert "is 'e' (id 68) where 'a' (id 64) was sampled before" in one.episode.why
+
+
+def test_limits_end_an_episode_as_cut(model: Path) -> None:
+    [one] = played(recipe_of(model, "never_ends", turns=3), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert one.episode
+    assert one.episode.parts["turns"] == 3
+    assert one.finish_reason == "length"
+    assert TOKENIZER.decode(one.ids) == "ab(ab(ab"
+    [one] = played(recipe_of(model, "never_ends", turns=999), lambda context: "abcdef", ["1"], n=1)["1"]
+    assert one.episode
+    assert one.finish_reason == "length"
+    assert len(one.ids) in (63, 64)
+    assert one.episode.mask[-1]
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("asks_nothing", "it ended without asking the model"),
+        ("asks_twice_at_once", "asks the model one thing after another"),
+    ],
+)
+def test_a_function_that_breaks_the_rules_fails_its_episode(model: Path, function: str, why: str) -> None:
+    for one in played(recipe_of(model, function, retries=0), lambda context: "abc", ["1"])["1"]:
+        assert one.episode
+        assert one.episode.failed
+        assert why in one.episode.why
+        assert one.episode.parts["lost"] == 1.0
+        assert not one.episode.mask.any()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("plain", "is a plain function: write async def"),
+        ("unknown", "takes \\(task, policy\\): name its parameters as in async \\(problem, model\\)"),
+        ("nowhere", "cannot be loaded"),
+    ],
+)
+def test_a_function_that_cannot_be_taken_ends_the_command_with_one_sentence(
+    model: Path, function: str, why: str
+) -> None:
+    with pytest.raises(UserError, match=why):
+        played(recipe_of(model, function), lambda context: "abc", ["1"])
+
+
+def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
+    """Every kind beside good ones: what it costs is one sentence, and the others' groups are whole."""
+    kinds = (
+        "raises",
+        "hangs",
+        "hangs_the_loop",
+        "ten_megabytes",
+        "wrong_type",
+        "forks",
+        "exits",
+        "returns_text",
+        "good",
+    )
+    recipe = recipe_of(model, "hostile", retries=0, seconds=2.0)
+    found = played(recipe, lambda context: "abc", kinds, n=1)
+    whys = {kind: one.episode.why if one.episode and one.episode.failed else "" for kind, [one] in found.items()}
+    assert list(whys) == sorted(whys, key=list(whys).index)
+    assert whys.pop("good") == whys.pop("forks") == ""
+    expected = {
+        "raises": "ValueError: invalid literal for int() with base 10: 'x' (functions.py:",
+        "hangs": "it took longer than 2 s",
+        "hangs_the_loop": "it blocked its process for 2 s",
+        "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
+        "wrong_type": "TypeError: 'object' object is not iterable",
+        "exits": "its process died (exit code 3)",
+        "returns_text": "functions:hostile returned 'well done', a str and not a number",
+    }
+    assert whys.keys() == expected.keys()
+    for kind, sentence in expected.items():
+        assert sentence in whys[kind], kind
+
+
+def test_a_failed_episode_is_begun_again_and_dropped_with_its_groups_share(model: Path) -> None:
+    """Of two responses one always breaks its prefix: the group keeps the other."""
+    says = iter(["abcd", "", "abcd", "abcd"])
+    recipe = recipe_of(model, "raises_after_text", retries=2)
+    [first, second] = played(recipe, lambda context: next(says), ["1"])["1"]
+    failed, kept = sorted((first, second), key=lambda one: not (one.episode and one.episode.failed))
+    assert failed.episode
+    assert failed.episode.failed
+    assert failed.episode.parts == {"retries": 2.0, "lost": 0.5}
+    assert kept.episode
+    assert not kept.episode.failed
+    assert kept.episode.parts["lost"] == 0.5
+
+
+def test_too_many_failures_end_the_run_with_the_last_ones_error(model: Path) -> None:
+    recipe = recipe_of(model, "hostile", retries=0, max_failure_share=0.1)
+    with pytest.raises(UserError, match=r"2 of \d+ episodes failed, the last one on test:\d: ValueError: invalid"):
+        played(recipe, lambda context: "abc", ["raises"], n=4)
+
+
+@pytest.mark.parametrize("function", ["sleeps", "sleeps_in_a_thread"])
+def test_episodes_that_wait_for_tools_do_not_count_for_the_engine(model: Path, function: str) -> None:
+    """Thirty-two tools are awaited together while the engine has room for two at a time."""
+    recipe = recipe_of(model, function, at_once=32)
+    questions = [str(place) for place in range(16)]
+    found = played(recipe, lambda context: "abc", questions, row={"seconds": 1.0}, slots=1)
+    waits = [one.episode.parts["tool_seconds"] for own in found.values() for one in own if one.episode]
+    assert len(waits) == 32
+    assert min(waits) >= 1.0
+
+
+def test_what_a_tool_has_started_dies_with_its_process(model: Path) -> None:
+    import psutil
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    played(recipe_of(model, "hostile", retries=0), lambda context: "abc", ["forks"])
+    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+
+
+def searches(context: str) -> str:
+    return "It is Paris." if "<information>" in context else "<search>capital of France</search>"
+
+
+def test_slimes_convention_runs(model: Path) -> None:
+    function = "tests.extras.episodes.slime_search"
+    longer = recipe_of(model, f"{function}:generate")
+    longer = longer.model_copy(update={"rollout": longer.rollout.model_copy(update={"max_response_tokens": 256})})
+    [one] = played(longer, searches, ["6?"], n=1)["6?"]
+    assert one.episode
+    assert not one.episode.failed, one.episode.why
+    given = "<information>Paris</information>"
+    text = f"<search>capital of France</search><|im_end|>{given}It is Paris.<|im_end|>"
+    assert TOKENIZER.decode(one.ids) == text
+    assert TOKENIZER.decode(one.ids[~one.episode.mask]) == given
+    assert one.episode.reward == 0.0, "the label 6 is not in the response"
+    assert (one.logprobs[one.episode.mask] < 0).all()
+
+    broken = longer.model_copy(
+        update={
+            "rollout": longer.rollout.model_copy(update={"function": f"{function}:loses_a_token"}),
+            "episodes": longer.episodes.model_copy(update={"retries": 0}),
+        }
+    )
+    [one] = played(broken, searches, ["6?"], n=1)["6?"]
+    assert one.episode
+    assert one.episode.failed
+    assert "is '<|im_end|>' (id 257) where '.' (id 13) was sampled before" in one.episode.why
+
+
+def echoes(context: str) -> str:
+    """Calls the tool twice, the second time where it raises, then speaks."""
+    turns = context.count("<|im_start|>tool")
+    if turns == 2:
+        return context.split("<|im_start|>tool\n")[2].split("<|im_end|>")[0]
+    return f'<tool_call>\n{{"name": "echo", "arguments": {{"message": "{("hello", "stop")[turns]}"}}}}\n</tool_call>'
+
+
+def test_trls_environments_run(chat_recipe: Callable[..., Recipe]) -> None:
+    recipe = chat_recipe("tests.extras.episodes.trl_environments:EchoEnvironment")
+    recipe = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"max_response_tokens": 512})})
+    [one] = played(recipe, echoes, ["Try."], n=1, row={"prompt": "Try."})["Try."]
+    assert one.episode
+    assert not one.episode.failed, one.episode.why
+    prompt = TOKENIZER.decode(one.episode.prompt_ids)
+    assert prompt == "<|im_start|>user\nTry. Echo it.<|im_end|>\n<|im_start|>assistant\n"
+    text = TOKENIZER.decode(one.ids)
+    assert "<|im_start|>tool\nhello<|im_end|>" in text
+    assert text.endswith('{"error": "ValueError: Game over."}<|im_end|>')
+    assert one.episode.reward == 0.5
+    assert (one.episode.parts["calls"], one.episode.parts["failed_calls"], one.episode.parts["turns"]) == (2, 1, 3)
+
+
+def test_a_thousand_episodes_begin_at_once(model: Path) -> None:
+    """More messages than the sockets hold, in both directions: neither end waits for the other to read."""
+    row = {"seconds": 0.0, "text": "x" * 4000}
+    found = played(
+        recipe_of(model, "sleeps", at_once=1024), lambda context: "abc", list(map(str, range(128))), n=8, row=row
+    )
+    assert sum(len(own) for own in found.values()) == 1024
+    assert not any(one.episode.failed for own in found.values() for one in own if one.episode)

@@ -1,0 +1,72 @@
+"""Whole runs with episodes on SGLang's engine: killed and resumed, slow tools, exact ratios."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mugrpo_megatron.observe.log import read_rows
+from mugrpo_megatron.stages.store import StageStore
+from tests.tiny import save_model, write_recipe
+
+pytestmark = [pytest.mark.process, pytest.mark.night]
+HERE = "tests.extras.episodes.functions"
+
+
+def run_of(folder: Path, function: str, **sections: dict[str, Any]) -> Path:
+    shape: dict[str, dict[str, Any]] = {
+        "rollout": {"function": f"{HERE}:{function}", "max_response_tokens": 24, "behaviour": "learner"},
+        "schedule": {"stages": 1, "updates_per_stage": 4},
+        "episodes": {"seconds": 30.0, "max_failure_share": 1.0},
+        "reward": {"function": "tests.rewards.functions:parity"},
+        "objective": {"veto_reach": "turn"},
+        "data": {"eval_problems": 4},
+    }
+    merged = {name: {**shape.get(name, {}), **sections.get(name, {})} for name in {*shape, *sections}}
+    return write_recipe(folder / "recipe.toml", save_model(folder / "model"), folder / "run", **merged)
+
+
+def train(recipe: Path) -> subprocess.Popen[bytes]:
+    log = (recipe.parent / "log").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "mugrpo_megatron", "train", str(recipe)], stdout=log, stderr=log, start_new_session=True
+    )
+
+
+def test_killed_in_mid_episode_no_group_is_doubled_or_lost(tmp_path: Path) -> None:
+    recipe = run_of(tmp_path, "slow_calls", rollout={"prompts_per_update": 8}, episodes={"at_once": 8})
+    stage = tmp_path / "run" / "stages" / "00000"
+    kills = 0
+    for shards in (1, 2):
+        process = train(recipe)
+        while process.poll() is None and len(list(stage.glob("shard-*.parquet"))) < shards:
+            time.sleep(0.05)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait()
+    finished = train(recipe)
+    assert finished.wait() == 0, (tmp_path / "log").read_text()
+    store = StageStore(stage)
+    samples = [one for update in range(store.updates) for one in store.read_update(update, whole=True)]
+    groups = [sample.group for sample in samples]
+    assert sorted(set(groups)) == list(range(32))
+    assert all(groups.count(group) == 4 for group in set(groups))
+    assert kills
+    for sample in samples:
+        assert sample.loss_mask is not None
+        assert (sample.behaviour_logprobs[~sample.loss_mask] == 0).all()
+        assert len(np.unique(sample.turns)) == sample.components["episode.turns"] == 2
+    first = next(row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["kind"] == "update")
+    exact = ("ratio_mean", "ratio_neg_min", "ratio_neg_max", "ratio_pos_min", "ratio_pos_max")
+    assert {first[name] for name in exact if name in first} == {1.0}
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["updates"] == 4

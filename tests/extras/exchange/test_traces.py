@@ -1,0 +1,121 @@
+"""OpenEnv's traces as rows: tokens, masks and logprobs in place, and one sentence for what is no trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
+from mugrpo_megatron.extras.exchange.traces import flattened
+from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
+
+
+def turn(prompt: list[int], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
+    own = [1] * len(completion) if mask is None else mask
+    return {
+        "node_id": node,
+        "prompt_token_ids": prompt,
+        "completion_token_ids": completion,
+        "per_token_logps": [-0.5 * (place + 1) for place in range(len(completion))],
+        "loss_mask": [0] * len(prompt) + own,
+        "request": {},
+        "response": {},
+        "metadata": {},
+    }
+
+
+TWO = {"schema_version": 1, "turns": [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 9, 9], [5], node="b")]}
+FLAT = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4, 9, 9, 5],
+    "logprobs": [-0.5, -1.0, 0.0, 0.0, -0.5],
+    "loss_mask": [1, 1, 0, 0, 1],
+}
+
+
+def test_turns_become_one_response_with_a_mask(tmp_path: Path) -> None:
+    assert flattened(TWO) == FLAT
+    assert flattened({"trace": TWO, "reward": 1.0, "group": 4}) == {**FLAT, "reward": 1.0, "group": 4}
+    assert flattened({"prompt": "1+1=", "response": "2"}) == {"prompt": "1+1=", "response": "2"}
+    path = tmp_path / "traces.jsonl"
+    path.write_text(json.dumps({"trace": TWO, "reward": 1.0}) + "\n")
+    [[one]] = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
+    assert one.response_ids.tolist() == FLAT["response_ids"]
+    assert one.loss_mask is not None
+    assert one.loss_mask.tolist() == [True, True, False, False, True]
+
+
+def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
+    other = turn([7, 7], [8], [0], node="title")
+    assert flattened({**TWO, "turns": [TWO["turns"][0], other, TWO["turns"][1]]}) == FLAT
+    part = {**TWO, "turns": [turn([1, 2], [3, 4], [1, 0]), TWO["turns"][1]]}
+    assert flattened(part)["loss_mask"] == [1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"schema_version": 2}, "a trace of schema 2, and 1 is read"),
+        ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3, 6], [5])]}, "its token 3 is 6, and was 4"),
+        ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3], [5])]}, "its token 3 is missing, and was 4"),
+        ({"turns": [turn([1], [2], [0])]}, "no token to train on"),
+        ({"turns": []}, "no token to train on"),
+        ({"turns": "x"}, "turns is no list"),
+        ({"turns": [3]}, "turn 0 of the trace is no object"),
+        ({"turns": [{**turn([1], [2]), "per_token_logps": []}]}, "1 completion_token_ids and 0 per_token_logps"),
+        ({"turns": [{**turn([1], [2]), "loss_mask": [1]}]}, "has 1 values for 2 tokens"),
+        ({"turns": [{**turn([1], [2]), "loss_mask": [1, 1]}]}, "trains tokens of its prompt"),
+    ],
+)
+def test_what_is_no_trace_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        flattened({**TWO, **change})
+
+
+def node(parent: int | None, ids: list[int], mask: list[bool] | None = None, **more: Any) -> dict[str, Any]:
+    inside = [False] * len(ids) if mask is None else mask
+    own = {"token_ids": ids, "mask": inside, "logprobs": [-0.5 * (n + 1) for n in range(sum(inside))]}
+    return {"parent": parent, "message": {"role": "user", "content": ""}, "sampled": any(inside), **own, **more}
+
+
+NODES = [
+    node(None, [1, 2]),
+    node(0, [6, 3, 4], [False, True, True]),
+    node(1, [9]),
+    node(2, [9, 5], [False, True]),
+    node(3, [8]),
+]
+VERIFIERS = {
+    "version": 1,
+    "task": {"type": "T", "data": {}},
+    "nodes": NODES,
+    "rewards": {"right": {"score": 1.0, "weight": 2.0}, "none": None, "short": {"score": 0.5, "weight": 1.0}},
+}
+
+
+def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
+    assert flattened(VERIFIERS) == {
+        "reward": 2.5,
+        "prompt_ids": [1, 2, 6],
+        "response_ids": [3, 4, 9, 9, 5],
+        "logprobs": [-0.5, -1.0, 0.0, 0.0, -0.5],
+        "loss_mask": [True, True, False, False, True],
+    }
+    assert flattened({"trace": VERIFIERS, "reward": 7.0})["reward"] == 7.0
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"version": 2}, "a trace of version 2, and 1 is read"),
+        ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
+        ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
+        ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),
+    ],
+)
+def test_what_is_no_trace_of_verifiers_is_said_in_a_sentence(change: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        flattened({**VERIFIERS, **change})
