@@ -19,8 +19,9 @@ from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner, holding
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
+from tests import models
 from tests.extras.lora.adapted import ALPHA, RANK, adapted, factors, write_adapter, write_files
-from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -31,6 +32,14 @@ BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same shape with other weights."""
+    directory = tmp_path_factory.mktemp("other")
+    models.save_model(directory, seed=1, tie_word_embeddings=True, vocab_size=VOCAB, max_position_embeddings=128)
+    return str(directory)
 
 
 def sent(learner: Any) -> dict[str, torch.Tensor]:
@@ -54,11 +63,14 @@ def merged_by_hand(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tenso
     return found
 
 
-def what_is_sent(model: str, sections: dict[str, Any]) -> None:
-    """At the start the base bit by bit; after updates the merged weights; with the adapter off the base again."""
+def what_is_sent(model: str, other: str, sections: dict[str, Any]) -> None:
+    """At the start the base bit by bit; after updates the merged weights; with an anchor's weights those alone."""
     learner = adapted(model, sections)
     plain = recipe(Path(model), **{name: keys for name, keys in sections.items() if name != "lora"})
     base = sent(build_learner(plain, learner.ranks))
+    section = plain.model.model_copy(update={"path": Path(other)})
+    anchor = build_learner(plain.model_copy(update={"model": section}), learner.ranks)
+    theirs = np.concatenate(token_logprobs(anchor, samples()))
     start = sent(learner)
     assert start.keys() == base.keys()
     assert all(bits(start[name]) == bits(base[name]) for name in base)
@@ -72,6 +84,8 @@ def what_is_sent(model: str, sections: dict[str, Any]) -> None:
     before = factors(learner)
     with holding(learner, Path(model)):
         assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), first)
+    with holding(learner, Path(other)):
+        assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), theirs)
     assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), moved)
     after = factors(learner)
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -86,8 +100,10 @@ def what_is_sent(model: str, sections: dict[str, Any]) -> None:
         (2, {**BFLOAT16, "parallel": {"tensor": 2, "sequence": True}}),
     ],
 )
-def test_a_sync_sends_the_merged_weights_bit_by_bit(world: int, sections: dict[str, Any], model: str) -> None:
-    run_ranks(world, what_is_sent, model, sections)
+def test_a_sync_sends_the_merged_weights_bit_by_bit(
+    world: int, sections: dict[str, Any], model: str, other: str
+) -> None:
+    run_ranks(world, what_is_sent, model, other, sections)
 
 
 def computes_what_is_sent(model: str, start: str, other: str) -> None:
@@ -169,14 +185,9 @@ def test_a_checkpoint_has_the_adapters_alone_and_goes_on_in_any_layout(model: st
             np.testing.assert_allclose(other[name], final[name], atol=1e-4)
 
 
-def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, other: str, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     run_ranks(1, train_and_save, model, str(directory), {})
-    other = str(save_model(tmp_path / "other", tied=True))
-    weights = load_file(tmp_path / "other/model.safetensors")
-    from safetensors.torch import save_file
-
-    save_file({name: one + 1 for name, one in weights.items()}, tmp_path / "other/model.safetensors", {"format": "pt"})
     for path, keys in ((model, {"rank": 8}), (model, {}), (other, {"rank": RANK, "alpha": ALPHA})):
         [said] = run_ranks(1, refused, path, str(directory), keys)
         assert "resume with the model the run was started from" in said
