@@ -56,26 +56,26 @@ def test_they_move_every_factor(model: str, start: str, alone: Outcome) -> None:
     assert alone[0][0]["vetoed_fraction"] > 0.1, "the veto takes part"
 
 
-MERGED = {"lora": {"forward": "merged"}}
+FACTORS = {"lora": {"forward": "factors"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "merged": (1, MERGED),
+    "factors": (1, FACTORS),
     "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
-    "tp2 merged": (2, {"parallel": {"tensor": 2}, **MERGED}),
+    "tp2 factors": (2, {"parallel": {"tensor": 2}, **FACTORS}),
     "pp2 cp2": (4, {"parallel": {"pipeline": 2, "context": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
 }
 AT_NIGHT: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"parallel": {"tensor": 2}}),
-    "tp2 sp merged": (2, {"parallel": {"tensor": 2, "sequence": True}, **MERGED}),
+    "tp2 sp factors": (2, {"parallel": {"tensor": 2, "sequence": True}, **FACTORS}),
     "tp2 pp2 sp": (4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}),
-    "tp2 cp2 sp merged": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}, **MERGED}),
+    "tp2 cp2 sp": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}}),
     "pp2 vpp2, full recompute": (
         2,
-        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}, **MERGED},
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}},
     ),
     "dp2": (2, {}),
     "one micro-batch": (1, {"learner": {"micro_batch_tokens": 4096}}),
-    "selective recompute, merged": (1, {"learner": {"recompute": "selective"}, **MERGED}),
+    "selective recompute": (1, {"learner": {"recompute": "selective"}}),
 }
 
 
@@ -98,7 +98,7 @@ def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> No
     model = str(tmp_path / "model")
     start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
     expected = updates_by_peft(model, start)
-    for keys in ({}, {"forward": "merged"}):
+    for keys in ({}, {"forward": "factors"}):
         for found in run_ranks(
             2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets, **keys}}
         ):

@@ -96,7 +96,7 @@ def what_is_sent(model: str, other: str, sections: dict[str, Any]) -> None:
     ("world", "sections"),
     [
         (1, {}),
-        (1, {**BFLOAT16, "lora": {"forward": "merged"}}),
+        (1, {**BFLOAT16, "lora": {"forward": "factors"}}),
         (2, {**BFLOAT16, "parallel": {"tensor": 2, "sequence": True}}),
     ],
 )
@@ -110,12 +110,12 @@ def computes_what_is_sent(model: str, start: str, other: str) -> None:
     """With the merged forward pass the learner's log-probabilities are bitwise those of a learner of what is sent."""
     from mugrpo_megatron.weights.hf import save_hf
 
-    learner = adapted(model, {**BFLOAT16, "lora": {"forward": "merged"}}, start=start)
+    learner = adapted(model, BFLOAT16, start=start)
     own = np.concatenate(token_logprobs(learner, samples()))
     save_hf(learner.models, learner.architecture, Path(model), Path(other))
     plain = build_learner(recipe(Path(other), **BFLOAT16), learner.ranks)
     assert np.array_equal(own, np.concatenate(token_logprobs(plain, samples())))
-    factored = adapted(model, BFLOAT16, learner.ranks, start=start)
+    factored = adapted(model, {**BFLOAT16, "lora": {"forward": "factors"}}, learner.ranks, start=start)
     assert not np.array_equal(own, np.concatenate(token_logprobs(factored, samples())))
 
 
