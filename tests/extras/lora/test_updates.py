@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import models
 from tests.extras.lora.adapted import Outcome, updates, updates_by_peft, write_adapter
-from tests.learner.tiny import save_model
+from tests.learner.tiny import VOCAB, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -90,9 +91,6 @@ def test_they_are_the_same_in_every_layout(layout: str, model: str, start: str, 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from tests import models
-    from tests.learner.tiny import VOCAB
-
     models.save_model(tmp_path / "model", family, vocab_size=VOCAB)
     targets = ["q_proj", "v_proj", "up_proj"]
     model = str(tmp_path / "model")
@@ -103,3 +101,15 @@ def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> No
             2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets, **keys}}
         ):
             check_same(found, expected, 5e-5)
+
+
+@pytest.mark.night
+def test_the_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Router and experts are frozen, on one rank and spread over two."""
+    models.save_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    model, targets = str(tmp_path / "model"), ["q_proj", "k_proj", "v_proj", "o_proj"]
+    start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
+    keys = {"lora": {"targets": targets}}
+    [alone] = run_ranks(1, updates, model, start, keys)
+    for found in run_ranks(2, updates, model, start, {"parallel": {"expert": 2}, **keys}):
+        check_same(found, alone, 5e-5)
