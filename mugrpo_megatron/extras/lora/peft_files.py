@@ -74,7 +74,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         raise UserError(f"{where}: r = {rank!r} and lora_alpha = {alpha!r} are not those of an adapter")
     shapes, base = _header(directory / WEIGHTS)
     kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
-    chosen = [name for name in target_kinds(architecture, sorted(kinds)) if name in kinds]
+    chosen = target_kinds(architecture, sorted(kinds), where)
     expected: dict[str, tuple[int, ...]] = {}
     for leaf in adapted_leaves(architecture, chosen):
         expected |= leaf.shapes(rank)
@@ -84,7 +84,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(f"{where}: {name} has shape {list(shapes[name])}, the model needs {list(shape)}")
-    return AdapterFile(directory, rank, float(alpha), tuple(chosen), base)
+    return AdapterFile(directory, rank, float(alpha), chosen, base)
 
 
 def check_base(adapter: AdapterFile, model: Path, key: str = "lora.start") -> None:

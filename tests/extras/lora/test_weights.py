@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.adapters import gather
-from mugrpo_megatron.extras.lora.low_rank import merge
+from mugrpo_megatron.extras.lora.low_rank import LowRank, merge
 from mugrpo_megatron.extras.lora.targets import Leaf
 from mugrpo_megatron.files.torch_dist import read_index
 from mugrpo_megatron.learner import checkpoint
@@ -104,6 +106,29 @@ def test_a_sync_sends_the_merged_weights_bit_by_bit(
     world: int, sections: dict[str, Any], model: str, other: str
 ) -> None:
     run_ranks(world, what_is_sent, model, other, sections)
+
+
+def merged_at_once(model: str) -> int:
+    """The most merged matrices that are alive when another is made, in an update."""
+    learner = adapted(model, {})
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    merged = LowRank.merged
+
+    def counted(self: LowRank) -> torch.Tensor:
+        counts.append(sum(one() is not None for one in alive))
+        whole = merged(self)
+        alive.append(weakref.ref(whole))
+        return whole
+
+    with patch.object(LowRank, "merged", counted):
+        update(learner, samples(), advantages(24))
+    assert len(counts) >= 2 * 4 * 4, "each of four layers in each of four blocks, forward and backward"
+    return max(counts)
+
+
+def test_no_second_model_is_kept(model: str) -> None:
+    assert run_ranks(1, merged_at_once, model)[0] <= 1
 
 
 def computes_what_is_sent(model: str, start: str, other: str) -> None:
