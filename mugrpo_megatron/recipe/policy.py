@@ -86,9 +86,9 @@ class LoraSection(Section):
     """The product B A counts alpha / rank times."""
     targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
     """Layers with an adapter, by the last part of their Hugging Face name, as in `["q_proj", "v_proj"]`."""
-    forward: Literal["factors", "merged"] = Field("factors", json_schema_extra=changes("method"))
-    """The learner computes W x + alpha / rank B (A x), or with the merged matrix in the model's type, which the engine
-    has, too."""
+    forward: Literal["merged", "factors"] = Field("merged", json_schema_extra=changes("method"))
+    """The learner computes with the merged matrix in the model's type, as the engine does, or, for an adapter that will
+    be served unmerged, W x + alpha / rank B (A x)."""
     start: Path | None = None
     """Directory of an adapter in PEFT's format that training starts from; unset, A is random and B is 0."""
 

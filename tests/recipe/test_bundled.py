@@ -156,7 +156,9 @@ def test_the_papers_runs_fit_four_h200(model: str, method: str, capsys: pytest.C
     assert all(one["problems"] or one["seconds"] > 0 for one in plan["layouts"])
 
 
-@pytest.mark.parametrize(("name", "device"), [("24gb", "rtx4090"), ("80gb", "h100")])
+@pytest.mark.parametrize(
+    ("name", "device"), [("24gb", "rtx4090"), ("24gb-lora", "rtx4090"), ("80gb", "h100"), ("80gb-lora", "h100")]
+)
 def test_the_recipes_for_one_gpu_fit_it(name: str, device: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = RECIPES / "one_gpu" / f"{name}.toml"
     code, printed, said = run(["plan", str(path), "--gpus-per-node", "1", "--gpu", device, "--json"], capsys)

@@ -76,11 +76,11 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         if config.get(name, plain[-1]) not in plain:
             raise UserError(f"{where}: {name} = {config[name]!r}, and only plain LoRA adapters are read")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or not 0 < rank < MOST or type(alpha) not in (int, float) or not 0 < alpha < MOST:
+    if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
         raise UserError(f"{where}: r = {rank!r} and lora_alpha = {alpha!r} are not those of an adapter")
     shapes, base = _header(directory / WEIGHTS)
     kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
-    chosen = [name for name in target_kinds(architecture, sorted(kinds)) if name in kinds]
+    chosen = target_kinds(architecture, sorted(kinds), where)
     expected: dict[str, tuple[int, ...]] = {}
     for leaf in adapted_leaves(architecture, chosen):
         expected |= leaf.shapes(rank)
@@ -90,7 +90,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(f"{where}: {name} has shape {list(shapes[name])}, the model needs {list(shape)}")
-    return AdapterFile(directory, rank, float(alpha), tuple(chosen), base)
+    return AdapterFile(directory, rank, float(alpha), chosen, base)
 
 
 def check_base(adapter: AdapterFile, model: Path, key: str = "lora.start") -> None:

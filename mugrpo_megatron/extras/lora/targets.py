@@ -55,10 +55,11 @@ def linear_kinds(architecture: Architecture) -> tuple[str, ...]:
     return tuple(kind(name) for row in architecture.table if is_linear(row) for name, _ in row.hf)
 
 
-def target_kinds(architecture: Architecture, targets: Targets) -> tuple[str, ...]:
-    """The kinds that `lora.targets` names, in the table's order.
+def target_kinds(architecture: Architecture, targets: Targets, where: str = "lora.targets") -> tuple[str, ...]:
+    """The kinds that `targets` name, in the table's order; `where` is what names them.
 
-    Raises UserError for a name that is none, for all layers of a mixture of experts, and for latent attention.
+    Raises UserError for a name that is none, for no names, for all layers of a mixture of experts, and for latent
+    attention.
     """
     if architecture.latent:
         raise UserError(
@@ -69,14 +70,16 @@ def target_kinds(architecture: Architecture, targets: Targets) -> tuple[str, ...
     if targets == "all-linear":
         if architecture.experts:
             raise UserError(
-                f'lora.targets = "all-linear": experts have no adapters here, and {architecture.family} is a mixture '
-                f"of experts; name the other layers, lora.targets = {list(known)}"
+                f"{where}: experts have no adapters here, and {architecture.family} is a mixture of experts; name "
+                f"other layers, as in lora.targets = {list(known)}"
             )
         return known
     if unknown := [name for name in targets if name not in known]:
-        raise UserError(f"lora.targets: {architecture.family} has no linear layer {unknown[0]!r}; it has {list(known)}")
+        raise UserError(
+            f"{where}: {architecture.family} has no linear layer {unknown[0]!r} with an adapter; it has {list(known)}"
+        )
     if not targets:
-        raise UserError(f"lora.targets = [] leaves nothing to train; name some of {list(known)}")
+        raise UserError(f"{where} names no layer, which leaves nothing to train; name some of {list(known)}")
     return tuple(name for name in known if name in targets)
 
 

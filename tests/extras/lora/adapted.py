@@ -93,7 +93,7 @@ def updates_by_peft(model: str, start: str) -> Outcome:
     data = left_behind(samples())
     fake = SimpleNamespace(recipe=section, ranks=SimpleNamespace(device=torch.device("cpu")))
     objective = make_objective(cast(Learner, fake), data, advantages(len(data)))
-    adam = torch.optim.AdamW(trained.values(), **LINEAR, betas=(0.9, 0.95), weight_decay=0.0)
+    adam = torch.optim.AdamW(trained.values(), lr=LINEAR["lr"], eps=LINEAR["eps"], betas=(0.9, 0.95), weight_decay=0.0)
 
     def logprobs() -> torch.Tensor:
         rows = []

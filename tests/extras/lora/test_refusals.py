@@ -40,7 +40,7 @@ def test_a_dry_run_says_what_is_trained(tmp_path: Path, model: Path) -> None:
     [
         ({"rank": 0}, "`lora.rank` = 0: Input should be greater than 0"),
         ({"alpha": 16.0}, "without a rank all weights are trained"),
-        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq'; it has ['q_proj', 'k_proj'"),
+        ({**LORA, "targets": ["q_proj", "wq"]}, "qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
         ({**LORA, "targets": []}, "leaves nothing to train"),
         ({**LORA, "start": "nowhere"}, "lora.start = nowhere: not an adapter in PEFT's format (no adapter_config.json"),
     ],
@@ -77,6 +77,13 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return edit
 
 
+def renamed(directory: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = directory / "adapter_model.safetensors"
+    save_file({name.replace("q_proj", "wq"): one for name, one in load_file(path).items()}, path)
+
+
 def cut(directory: Path) -> None:
     path = directory / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -89,6 +96,7 @@ def cut(directory: Path) -> None:
         (edited(lambda c: c.update(r="4")), "r = '4' and lora_alpha = 8.0 are not those of an adapter"),
         (edited(lambda c: c.update(use_dora=True)), "use_dora = True, and only plain LoRA adapters are read"),
         (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
+        (renamed, "start: qwen2 has no linear layer 'wq' with an adapter; it has ['q_proj'"),
         (cut, "adapter_model.safetensors is truncated or not a safetensors file"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -12,7 +13,7 @@ from tests.forked import started
 from tests.tiny import mugrpo, save_model, take_stages, write_run
 
 pytestmark = pytest.mark.process
-SECTIONS = {
+SECTIONS: dict[str, dict[str, Any]] = {
     "schedule": {"stages": 2, "updates_per_stage": 4},
     "checkpoint": {"every_updates": 1, "keep": 50},
     "engine": {"check_weights": "every"},

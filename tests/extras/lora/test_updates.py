@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import models
 from tests.extras.lora.adapted import Outcome, updates, updates_by_peft, write_adapter
-from tests.learner.tiny import save_model
+from tests.learner.tiny import VOCAB, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -56,26 +57,26 @@ def test_they_move_every_factor(model: str, start: str, alone: Outcome) -> None:
     assert alone[0][0]["vetoed_fraction"] > 0.1, "the veto takes part"
 
 
-MERGED = {"lora": {"forward": "merged"}}
+FACTORS = {"lora": {"forward": "factors"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "merged": (1, MERGED),
+    "factors": (1, FACTORS),
     "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
-    "tp2 merged": (2, {"parallel": {"tensor": 2}, **MERGED}),
+    "tp2 factors": (2, {"parallel": {"tensor": 2}, **FACTORS}),
     "pp2 cp2": (4, {"parallel": {"pipeline": 2, "context": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
 }
 AT_NIGHT: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"parallel": {"tensor": 2}}),
-    "tp2 sp merged": (2, {"parallel": {"tensor": 2, "sequence": True}, **MERGED}),
+    "tp2 sp factors": (2, {"parallel": {"tensor": 2, "sequence": True}, **FACTORS}),
     "tp2 pp2 sp": (4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}),
-    "tp2 cp2 sp merged": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}, **MERGED}),
+    "tp2 cp2 sp": (4, {"parallel": {"tensor": 2, "context": 2, "sequence": True}}),
     "pp2 vpp2, full recompute": (
         2,
-        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}, **MERGED},
+        {"parallel": {"pipeline": 2, "virtual_pipeline": 2}, "learner": {"recompute": "full"}},
     ),
     "dp2": (2, {}),
     "one micro-batch": (1, {"learner": {"micro_batch_tokens": 4096}}),
-    "selective recompute, merged": (1, {"learner": {"recompute": "selective"}, **MERGED}),
+    "selective recompute": (1, {"learner": {"recompute": "selective"}}),
 }
 
 
@@ -90,16 +91,25 @@ def test_they_are_the_same_in_every_layout(layout: str, model: str, start: str, 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from tests import models
-    from tests.learner.tiny import VOCAB
-
     models.save_model(tmp_path / "model", family, vocab_size=VOCAB)
     targets = ["q_proj", "v_proj", "up_proj"]
     model = str(tmp_path / "model")
     start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
     expected = updates_by_peft(model, start)
-    for keys in ({}, {"forward": "merged"}):
+    for keys in ({}, {"forward": "factors"}):
         for found in run_ranks(
             2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets, **keys}}
         ):
             check_same(found, expected, 5e-5)
+
+
+@pytest.mark.night
+def test_the_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
+    """Router and experts are frozen, on one rank and spread over two."""
+    models.save_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
+    model, targets = str(tmp_path / "model"), ["q_proj", "k_proj", "v_proj", "o_proj"]
+    start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
+    keys = {"lora": {"targets": targets}}
+    [alone] = run_ranks(1, updates, model, start, keys)
+    for found in run_ranks(2, updates, model, start, {"parallel": {"expert": 2}, **keys}):
+        check_same(found, alone, 5e-5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,15 +14,16 @@ from safetensors.torch import load_file
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.adapters import gather
-from mugrpo_megatron.extras.lora.low_rank import merge
+from mugrpo_megatron.extras.lora.low_rank import LowRank, merge
 from mugrpo_megatron.extras.lora.targets import Leaf
 from mugrpo_megatron.files.torch_dist import read_index
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner, holding
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.weights.buckets import build_plan, planned_tensors
+from tests import models
 from tests.extras.lora.adapted import ALPHA, RANK, adapted, factors, write_adapter, write_files
-from tests.learner.tiny import advantages, recipe, samples, save_model
+from tests.learner.tiny import VOCAB, advantages, recipe, samples, save_model
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.process
@@ -31,6 +34,14 @@ BFLOAT16 = {"model": {"dtype": "bfloat16"}}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same shape with other weights."""
+    directory = tmp_path_factory.mktemp("other")
+    models.save_model(directory, seed=1, tie_word_embeddings=True, vocab_size=VOCAB, max_position_embeddings=128)
+    return str(directory)
 
 
 def sent(learner: Any) -> dict[str, torch.Tensor]:
@@ -54,11 +65,14 @@ def merged_by_hand(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tenso
     return found
 
 
-def what_is_sent(model: str, sections: dict[str, Any]) -> None:
-    """At the start the base bit by bit; after updates the merged weights; with the adapter off the base again."""
+def what_is_sent(model: str, other: str, sections: dict[str, Any]) -> None:
+    """At the start the base bit by bit; after updates the merged weights; with an anchor's weights those alone."""
     learner = adapted(model, sections)
     plain = recipe(Path(model), **{name: keys for name, keys in sections.items() if name != "lora"})
     base = sent(build_learner(plain, learner.ranks))
+    section = plain.model.model_copy(update={"path": Path(other)})
+    anchor = build_learner(plain.model_copy(update={"model": section}), learner.ranks)
+    theirs = np.concatenate(token_logprobs(anchor, samples()))
     start = sent(learner)
     assert start.keys() == base.keys()
     assert all(bits(start[name]) == bits(base[name]) for name in base)
@@ -72,6 +86,8 @@ def what_is_sent(model: str, sections: dict[str, Any]) -> None:
     before = factors(learner)
     with holding(learner, Path(model)):
         assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), first)
+    with holding(learner, Path(other)):
+        assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), theirs)
     assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), moved)
     after = factors(learner)
     assert all(np.array_equal(before[name], after[name]) for name in before)
@@ -82,24 +98,49 @@ def what_is_sent(model: str, sections: dict[str, Any]) -> None:
     ("world", "sections"),
     [
         (1, {}),
-        (1, {**BFLOAT16, "lora": {"forward": "merged"}}),
+        (1, {**BFLOAT16, "lora": {"forward": "factors"}}),
         (2, {**BFLOAT16, "parallel": {"tensor": 2, "sequence": True}}),
     ],
 )
-def test_a_sync_sends_the_merged_weights_bit_by_bit(world: int, sections: dict[str, Any], model: str) -> None:
-    run_ranks(world, what_is_sent, model, sections)
+def test_a_sync_sends_the_merged_weights_bit_by_bit(
+    world: int, sections: dict[str, Any], model: str, other: str
+) -> None:
+    run_ranks(world, what_is_sent, model, other, sections)
+
+
+def merged_at_once(model: str) -> int:
+    """The most merged matrices that are alive when another is made, in an update."""
+    learner = adapted(model, {})
+    alive: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    merged = LowRank.merged
+
+    def counted(self: LowRank) -> torch.Tensor:
+        counts.append(sum(one() is not None for one in alive))
+        whole = merged(self)
+        alive.append(weakref.ref(whole))
+        return whole
+
+    with patch.object(LowRank, "merged", counted):
+        update(learner, samples(), advantages(24))
+    assert len(counts) >= 2 * 4 * 4, "each of four layers in each of four blocks, forward and backward"
+    return max(counts)
+
+
+def test_no_second_model_is_kept(model: str) -> None:
+    assert run_ranks(1, merged_at_once, model)[0] <= 1
 
 
 def computes_what_is_sent(model: str, start: str, other: str) -> None:
     """With the merged forward pass the learner's log-probabilities are bitwise those of a learner of what is sent."""
     from mugrpo_megatron.weights.hf import save_hf
 
-    learner = adapted(model, {**BFLOAT16, "lora": {"forward": "merged"}}, start=start)
+    learner = adapted(model, BFLOAT16, start=start)
     own = np.concatenate(token_logprobs(learner, samples()))
     save_hf(learner.models, learner.architecture, Path(model), Path(other))
     plain = build_learner(recipe(Path(other), **BFLOAT16), learner.ranks)
     assert np.array_equal(own, np.concatenate(token_logprobs(plain, samples())))
-    factored = adapted(model, BFLOAT16, learner.ranks, start=start)
+    factored = adapted(model, {**BFLOAT16, "lora": {"forward": "factors"}}, learner.ranks, start=start)
     assert not np.array_equal(own, np.concatenate(token_logprobs(factored, samples())))
 
 
@@ -169,14 +210,9 @@ def test_a_checkpoint_has_the_adapters_alone_and_goes_on_in_any_layout(model: st
             np.testing.assert_allclose(other[name], final[name], atol=1e-4)
 
 
-def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_no_other_adapter_and_no_other_base(model: str, other: str, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoint"
     run_ranks(1, train_and_save, model, str(directory), {})
-    other = str(save_model(tmp_path / "other", tied=True))
-    weights = load_file(tmp_path / "other/model.safetensors")
-    from safetensors.torch import save_file
-
-    save_file({name: one + 1 for name, one in weights.items()}, tmp_path / "other/model.safetensors", {"format": "pt"})
     for path, keys in ((model, {"rank": 8}), (model, {}), (other, {"rank": RANK, "alpha": ALPHA})):
         [said] = run_ranks(1, refused, path, str(directory), keys)
         assert "resume with the model the run was started from" in said

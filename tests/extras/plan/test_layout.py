@@ -9,11 +9,13 @@ import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.lora.targets import adapted_leaves, adapter_parameters, linear_kinds
 from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, learner_state
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.extras.plan.search import compare, recipe_keys
+from mugrpo_megatron.extras.plan.time import checkpoint_bytes
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture
@@ -73,6 +75,27 @@ def test_only_optimizer_states_are_sharded_over_data_and_context_parallel_ranks(
     alone, shared = learner_state(mine, Layout(), 2), learner_state(mine, Layout(data=2, context=2), 2)
     assert (alone.weights, alone.gradients) == (shared.weights, shared.gradients)
     assert alone.optimizer == 4 * shared.optimizer
+
+
+def test_an_adapter_alone_has_gradients_and_optimizer_states() -> None:
+    model, rank = shape("Qwen3-8B"), 16
+    mine = rank_parameters(model, Layout(), 0)
+    factors = [leaf.shapes(rank) for leaf in adapted_leaves(model, linear_kinds(model))]
+    numel = sum(rows * columns for shapes in factors for rows, columns in shapes.values())
+    assert adapter_parameters(model, rank, "all-linear", model.layers) == numel
+    case = make_case(
+        Recipe.model_validate({"lora": {"rank": rank}}),
+        model,
+        bundled()["Qwen3-8B"],
+        make_cluster(1, 1, "h100"),
+        Assumptions(),
+    )
+    adapter = case.adapter(Layout())
+    assert learner_state(mine, Layout(), 2, adapter).total == 2 * mine.total + (2 + 4 + 4 + 8) * numel
+    assert checkpoint_bytes(case) == (2 + 4 + 8) * numel
+    halves = [case.adapter(Layout(tensor=2)), case.adapter(Layout(pipeline=2))]
+    assert numel / 2 < halves[0].total < numel
+    assert halves[1].total == numel / 2
 
 
 def test_a_recipe_on_a_cluster_has_one_layout() -> None:
