@@ -41,6 +41,8 @@ from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
+GUESTS = "mugrpo_megatron.extras.guests.checks:check_guests"
+
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
 """Stands for the data of another machine, when a chat template is tried."""
 
@@ -66,6 +68,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     _check_anchor(recipe, shape)
     say(_model(shape, str(directory)))
     check_tokenizer(directory)
+    _check_guests(recipe, say)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
@@ -231,6 +234,12 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
             f"objective.kl_anchor = {path} has another shape than {recipe.model.path}, so the learner cannot hold its "
             f"weights; {remedy}"
         )
+
+
+def _check_guests(recipe: Recipe, say: Say) -> None:
+    """UserError when a guest of the recipe could not take its turn; downloads what is a model of the hub."""
+    if recipe.guest.by_name:
+        load_function("guest", GUESTS)(recipe, say)
 
 
 def _check_engine_device(recipe: Recipe) -> None:
