@@ -31,6 +31,8 @@ class Segments:
     turns: Tensor | None = None
     """int64 [T]: the turn of each token in its response, from 0, below `most_turns`; None where all are in one."""
     most_turns: int = 1
+    teacher: Tensor | None = None
+    """float [T]: log-probability of each token under the teacher of `objective.teacher`; None without one."""
 
     @property
     def responses(self) -> int:
@@ -38,13 +40,7 @@ class Segments:
 
     def part(self, tokens: slice) -> Segments:
         """Some tokens of the same responses, such as those of one chunk."""
-        return replace(
-            self,
-            ids=self.ids[tokens],
-            positions=self.positions[tokens],
-            correction=None if self.correction is None else self.correction[tokens],
-            turns=None if self.turns is None else self.turns[tokens],
-        )
+        return _with_values(replace(self, ids=self.ids[tokens], positions=self.positions[tokens]), self, tokens)
 
     def of_turns(self) -> Tensor:
         """int64 [T]: the turn of each token among the N * `most_turns` places that the responses have for turns."""
@@ -80,12 +76,18 @@ def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = No
     part = make_segments(segments.lengths[chosen], segments.weights[chosen], tokens=tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]
     places = starts[part.ids] + part.positions
+    return _with_values(part, segments, places), places
+
+
+def _with_values(part: Segments, whole: Segments, tokens: slice | Tensor) -> Segments:
+    """`part` with the values that `whole` has of its tokens."""
     return replace(
         part,
-        correction=None if segments.correction is None else segments.correction[places],
-        turns=None if segments.turns is None else segments.turns[places],
-        most_turns=segments.most_turns,
-    ), places
+        correction=None if whole.correction is None else whole.correction[tokens],
+        turns=None if whole.turns is None else whole.turns[tokens],
+        most_turns=whole.most_turns,
+        teacher=None if whole.teacher is None else whole.teacher[tokens],
+    )
 
 
 def response_sum(values: Tensor, segments: Segments) -> Tensor:

@@ -219,7 +219,9 @@ class Engine:
         with self.answering(sampling):
             while True:
                 while prompts := take(len(in_flight), slots):
-                    work = [Work(next(keys), prompt.ids, n, prompt.index) for prompt in prompts]
+                    work = [
+                        Work(next(keys), one.ids, n, one.index, scored=one.scored, kept=one.kept) for one in prompts
+                    ]
                     in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
                     self.ask(work)
                 if not in_flight:

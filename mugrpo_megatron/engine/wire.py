@@ -111,6 +111,10 @@ class Work:
     """Fewer than the call's `Sampling.max_tokens`."""
     stop: tuple[str, ...] = ()
     """Texts that end its responses, besides the call's."""
+    scored: int = 0
+    """The last so many of `ids` are a response to score, and nothing is sampled; 0 to sample."""
+    kept: np.ndarray | None = None
+    """int32 [scored, k]: the tokens that each softmax of a score runs over, -1 where fewer; None for the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
