@@ -177,8 +177,9 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _complain(f"interrupted; {command.interrupted}")
         return 130
-    except Terminated:
-        _complain(f"terminated; {command.interrupted}")
+    except Terminated:  # torchrun sends it to every rank when one has failed
+        if rank_of_environment() == 0:
+            _complain(f"terminated; {command.interrupted}")
         return 128 + signal.SIGTERM
     except BrokenPipeError:  # `mugrpo rollouts RUN_DIR | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

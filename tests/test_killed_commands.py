@@ -63,7 +63,7 @@ def weights(run: Path) -> bytes:
 def test_optimize(finished_run: Path, tmp_path: Path) -> None:
     def command(run: Path) -> tuple[object, ...]:
         sets = ["--set", f"run.dir={run}", "--set", "schedule.stages=1"]
-        return "optimize", finished_run.parent / "recipe.toml", "--from", finished_run, *sets
+        return "optimize", finished_run.parent / "recipe.toml", "--from", finished_run, "--stage", 0, *sets
 
     whole_s = seconds(*command(tmp_path / "whole"))
     killed_often(command(tmp_path / "run"), whole_s, seed=1)
