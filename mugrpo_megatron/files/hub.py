@@ -14,6 +14,7 @@ REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 """`owner/name`."""
 MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.txt", "*.jinja", "tokenizer.model")
 """What is read of a model's repository: weights, configuration and tokenizer; never code."""
+CONFIG_TIMEOUT_S = 10.0
 
 
 def snapshot(
@@ -56,7 +57,13 @@ def _refusals(revision: str | None) -> Iterator[None]:
         raise ValueError("no such repository, or HF_TOKEN has no access to it") from None
     except hub.RevisionNotFoundError:
         raise ValueError(f"it has no revision {revision!r}") from None
-    except (hub.HfHubHTTPError, hub.HFValidationError, hub.LocalEntryNotFoundError, httpx.HTTPError) as error:
+    except (
+        hub.HfHubHTTPError,
+        hub.HFValidationError,
+        hub.LocalEntryNotFoundError,
+        hub.OfflineModeIsEnabled,
+        httpx.HTTPError,
+    ) as error:
         raise ValueError(str(error).strip().partition("\n")[0]) from error
 
 
@@ -68,15 +75,19 @@ def model_name(path: Path) -> str | None:
     return name
 
 
-def download_config(name: str, revision: str | None, folder: Path) -> Path:
-    """A model's config.json alone, in `folder` and not in the cache, where it would look like the whole model.
+def model_config(name: str, revision: str | None) -> bytes:
+    """A model's config.json: one request, and nothing in the cache, where it would look like the whole model.
 
     Raises ValueError with the reason when the hub does not give it.
     """
     with _refusals(revision):
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        return Path(hf_hub_download(name, "config.json", revision=revision, local_dir=folder))
+        address = hf_hub_url(name, "config.json", revision=revision)
+        reply = get_session().get(address, headers=build_hf_headers(), timeout=CONFIG_TIMEOUT_S, follow_redirects=True)
+        hf_raise_for_status(reply)
+        return reply.content
 
 
 def download_model(name: str, revision: str | None, cached: bool = False) -> Path:

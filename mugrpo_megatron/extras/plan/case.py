@@ -15,7 +15,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapter_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster
 from mugrpo_megatron.files.hf_config import read_config_file
-from mugrpo_megatron.files.hub import download_config, model_name
+from mugrpo_megatron.files.hub import model_config, model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, stage_layers
 from mugrpo_megatron.weights.blocks import Row
@@ -60,15 +60,18 @@ def _unknown(recipe: Recipe, table: Mapping[str, Any]) -> NoReturn:
 
 
 def _from_hub(name: str, revision: str | None) -> Model:
+    try:
+        content = model_config(name, revision)
+    except ValueError as error:
+        raise UserError(
+            f"model.path = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
+            f"downloaded from the Hugging Face hub ({error}); check the name and the network, or pass --model-config "
+            "FILE"
+        ) from None
     with TemporaryDirectory() as folder:
-        try:
-            config = read_config_file(download_config(name, revision, Path(folder)))
-        except ValueError as error:
-            raise UserError(
-                f"model.path = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
-                f"downloaded from the Hugging Face hub ({error}); check the name and the network, or pass "
-                "--model-config FILE"
-            ) from None
+        path = Path(folder) / "config.json"
+        path.write_bytes(content)
+        config = read_config_file(path)
     return Model(dict(config), architecture(config, f"{name}'s config.json"), f"config.json of {name} on the hub")
 
 
