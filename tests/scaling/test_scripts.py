@@ -118,7 +118,7 @@ def test_this_environment_is_found_from_a_checkout_that_has_none(checkout: Path)
     command = ["run_scripts/cluster/mugrpo.sh", "--version"]
     environment = {**os.environ, "VIRTUAL_ENV": "", "CONDA_PREFIX": "", "PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
-    assert done.stdout == f"mugrpo {__version__}\n", done.stderr
+    assert done.stdout.startswith(f"mugrpo {__version__}"), done.stderr
 
 
 @pytest.mark.parametrize(("node", "is_host"), [("0", "true"), ("1", "false")])
