@@ -50,7 +50,8 @@ def gradients(learner: Learner, model: str) -> dict[str, float]:
     for entry, parameter in local_parameters([chunk], learner.architecture):
         if not entry.row.frozen:
             expected = merge(entry, [of_expert(theirs, name) for name in entry.hf], learner.architecture)
-            apart[entry.megatron] = float((parameter.main_grad - expected).abs().max() / expected.abs().max())
+            gradient = parameter.main_grad  # type: ignore[attr-defined]  # Megatron's
+            apart[entry.megatron] = float((gradient - expected).abs().max() / expected.abs().max())
     return apart
 
 
