@@ -21,6 +21,7 @@ from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
+from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests import models
@@ -44,6 +45,13 @@ ROUTED = {
     "mlp.experts.local_experts.3.linear_fc1.weight": "mlp.experts.linear_fc1.weight3",
     "mlp.experts.local_experts.0.linear_fc2.weight": "mlp.experts.linear_fc2.weight0",
 }
+LATENT = {
+    "input_layernorm.weight": "input_layernorm.weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.linear_qkv_down_proj.weight": "self_attention.linear_qkv_down_proj.weight",
+}
+"""Of a first layer, which has no experts."""
+WITHOUT_EXPERTS = ("qwen2", "qwen3", "llama", "mistral")
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +74,12 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
-def fused_name(name: str, experts: bool) -> str:
-    """Transformer Engine's name of the table's parameter `name`, in a model with or without experts."""
+def fused_name(name: str, model: Architecture) -> str:
+    """Transformer Engine's name of the table's parameter `name`: norms before experts and latents are not fused."""
+    layer = int(found[1]) if (found := re.match(r"decoder\.layers\.(\d+)\.", name)) else 0
+    apart = {"pre_mlp_layernorm.": layer >= model.dense_layers, "input_layernorm.": model.latent is not None}
     for plain, fused_norm in NORMS.items():
-        if not (experts and plain == "pre_mlp_layernorm."):
+        if not apart[plain]:
             name = name.replace(f".{plain}", f".{fused_norm}")
     return re.sub(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".experts.\2.weight\1", name)
 
@@ -77,15 +87,16 @@ def fused_name(name: str, experts: bool) -> str:
 def parameter_names(model: str) -> list[str]:
     """Parameter names of a whole model in this process."""
     (chunk,), _ = build(Path(model), {}, enter({}))
-    return [name for name, _ in chunk.named_parameters()]
+    buffers = [name for name, _ in chunk.named_buffers() if name.endswith("expert_bias")]
+    return [name for name, _ in chunk.named_parameters()] + buffers
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_names_are_those_of_the_modules_and_come_back(checkpoints: Path, family: str) -> None:
     model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
-    known = {fused_name(name, experts=bool(model.experts)): name for name in entries(model)}
-    for name, expected in (ROUTED if model.experts else DENSE).items():
+    known = {fused_name(name, model): name for name in entries(model)}
+    for name, expected in (LATENT if model.latent else ROUTED if model.experts else DENSE).items():
         assert known[LAYER + expected] == LAYER + name
     assert {name: table_name(name) for name in known} == known
     assert all(table_name(name) == name for name in known.values())
@@ -100,7 +111,7 @@ LAYOUTS: dict[str, Layout] = {"tp2 pp2": {"tensor": 2, "pipeline": 2}, "pp2 ep2"
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_round_trip_is_bitwise(checkpoints: Path, tmp_path: Path, name: str) -> None:
     layout = LAYOUTS[name]
-    families = [family for family in models.FAMILIES if ("expert" in layout) == (family in ("qwen3_moe", "mixtral"))]
+    families = [family for family in models.FAMILIES if ("expert" in layout) == (family not in WITHOUT_EXPERTS)]
     run_ranks(4, fused, round_trips, [(checkpoints / family, tmp_path / family) for family in families], layout)
     for family in families:
         expected = load_file(checkpoints / family / "model.safetensors")

@@ -75,4 +75,6 @@ def test_killed_while_a_guest_has_its_turn(what: str, tmp_path: Path) -> None:
     assert len(turns) == 1
     for row in turns:
         after, before = row["memory_after"], row["memory_before"]
-        assert isinstance(after, float) and isinstance(before, float) and after < 1.05 * before
+        assert isinstance(after, float)
+        assert isinstance(before, float)
+        assert after < 1.05 * before
