@@ -55,11 +55,21 @@ def _curves(axes: Axes, run: RunData) -> None:
         alpha=0.7,
         label="training reward of an update",
     )
+    _called(axes, run)
     if measure_in(run.evals) == "accuracy":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.legend(loc="lower right", facecolor=LIGHT["paper"], edgecolor="none", labelcolor=LIGHT["ink"], fontsize=10)
     _plain(axes)
+
+
+def _called(axes: Axes, run: RunData) -> None:
+    """The share of held-out episodes that call a tool, where responses are episodes."""
+    for name in sets_in(run.evals):
+        points = [(run.clock(row["time"]), row[f"called/{name}"]) for row in run.evals if f"called/{name}" in row]
+        if points:
+            times, shares = zip(*points, strict=True)
+            axes.plot(times, shares, color=LIGHT["green"], linestyle="--", marker="s", label="calls a tool")
 
 
 def _held_out(axes: Axes, run: RunData) -> None:

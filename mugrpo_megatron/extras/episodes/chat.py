@@ -110,12 +110,12 @@ class Chat:
         if not parser.has_tool_call(text):
             return text, []
         try:
-            content, found = parser.parse_non_stream(text)
+            content, calls = parser.parse_non_stream(text)
         except Exception:  # the model may write anything, and a parser trip over it
             return text, []
         return content, [
             {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.parameters)}}
-            for call in found
+            for call in calls
         ]
 
     @cached_property
@@ -139,8 +139,8 @@ class Chat:
 
     def encode(self, text: str, so_far: Trajectory | None = None) -> list[int]:
         """Token ids of a text; of one that begins with what `so_far` holds, only the rest is tokenized."""
-        if so_far and so_far.turns and text.startswith(said := self.shown(so_far.context)):
-            return so_far.context + self._encode(text[len(said) :])
+        if so_far and so_far.turns and text.startswith(context := self.shown(so_far.context)):
+            return so_far.context + self._encode(text[len(context) :])
         return self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
@@ -154,8 +154,10 @@ def _arguments(text: str) -> Any:
         return text
 
 
-def _different(given: Sequence[Message], before: Sequence[Message], turn: int) -> str:
-    place = next((k for k, (one, other) in enumerate(zip(given, before, strict=False)) if one != other), len(given))
+def _different(messages: Sequence[Message], before: Sequence[Message], turn: int) -> str:
+    place = next(
+        (k for k, (one, other) in enumerate(zip(messages, before, strict=False)) if one != other), len(messages)
+    )
     return (
         f"message {place} of turn {turn + 1} is not the one of turn {turn}, though its tokens are the same; pass on "
         "the messages as they were returned, and add to them"

@@ -58,9 +58,9 @@ class Episodes:
         """Groups of `n` episodes, in order of completion, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
         self._groups: dict[int, Group] = {}
-        self._asked: dict[int, Episode] = {}
+        self._requests: dict[int, Episode] = {}
         self._work: list[Work] = []
-        heard = last = time.monotonic()
+        last_answer = last = time.monotonic()
         silence_s = self._recipe.engine.request_timeout_s
         with self._engine.answering(sampling):
             try:
@@ -69,16 +69,14 @@ class Episodes:
                     self._flush()
                     answers = self._engine.answers_among(self._pool.connections, 1.0)
                     now = time.monotonic()
-                    self.busy_s, self.total_s = (
-                        self.busy_s + (now - last) * bool(self._asked),
-                        self.total_s + now - last,
-                    )
+                    self.busy_s += (now - last) * bool(self._requests)
+                    self.total_s += now - last
                     last = now
-                    if answers is None and self._asked and now - heard > silence_s:
+                    if answers is None and self._requests and now - last_answer > silence_s:
                         answers = list(self._engine.answers())  # raises, with what the engine's processes do
-                    heard = now if answers is not None or not self._asked else heard
+                    last_answer = now if answers is not None or not self._requests else last_answer
                     for key, (response,) in answers or ():
-                        self._answer(self._asked.pop(key, None), response)
+                        self._answer(self._requests.pop(key, None), response)
                     for process, message in self._pool.messages():
                         self._handle(process, message)
                     for process, episode, why in self._pool.late(now):
@@ -100,10 +98,10 @@ class Episodes:
         at_once = self._section.at_once or 2 * self._n * self._engine.slots(self._n)
         while True:
             live = sum(one is None for group in self._groups.values() for one in group.responses)
-            idle = sum(not episode.so_far.turns and episode.key not in self._asked for episode in self._live())
-            held = -(-(len(self._asked) + idle) // self._n)
+            idle = sum(not episode.so_far.turns and episode.key not in self._requests for episode in self._live())
+            in_engine = -(-(len(self._requests) + idle) // self._n)
             room = max(0, at_once - live) // self._n if live else max(1, at_once // self._n)
-            prompts = take(held, min(self._engine.slots(self._n), max(1, room // 2))) if room else []
+            prompts = take(in_engine, min(self._engine.slots(self._n), max(1, room // 2))) if room else []
             for prompt in prompts:
                 group = Group(prompt, [None] * self._n)
                 self._groups[id(group)] = group
@@ -182,7 +180,7 @@ class Episodes:
     def _request(self, process: Process, episode: Episode, message: dict[str, Any]) -> None:
         """Ask the engine; a limit ends the episode with what it has, and a broken prefix fails it."""
         now, so_far = time.monotonic(), episode.so_far
-        episode.waited_s += now - episode.free_since
+        episode.waited_s += now - episode.answered_at
         room = so_far.room if so_far.turns else so_far.limit
         try:
             if so_far.turns >= self._section.turns or room < 1 or self._too_long(message, room):
@@ -194,14 +192,14 @@ class Episodes:
             self._pool.cancel(process, episode)
             self._fail(episode, str(error))
             return
-        given = len(ids or ()) - len(so_far.context) if so_far.turns else 0
-        if ids is None or given >= room:
+        between = len(ids or ()) - len(so_far.context) if so_far.turns else 0
+        if ids is None or between >= room:
             self._pool.cancel(process, episode)
             self._finish(episode, {"reward": None, "why": "", "parts": {}, "cut": True})
             return
-        most = max(1, min(room - given, message.get("max_tokens") or room))
+        most = max(1, min(room - between, message.get("max_tokens") or room))
         episode.request = {**message, "ids": ids}
-        self._asked[episode.key] = episode
+        self._requests[episode.key] = episode
         place = f"{episode.group.prompt.index}/{episode.number}/{episode.retries}/{so_far.turns}"
         self._work.append(Work(episode.key, ids, 1, place, most, tuple(message.get("stop") or ())))
 
@@ -242,7 +240,7 @@ class Episodes:
         if process is None:  # it has failed meanwhile
             return
         episode.so_far.extend(request["ids"], response)
-        episode.free_since = time.monotonic()
+        episode.answered_at = time.monotonic()
         sampled = response.ids.tolist()
         if request["what"] == "chat":
             try:
@@ -295,7 +293,7 @@ class Episodes:
 
     def _fail(self, episode: Episode, why: str) -> None:
         """Begin a failed episode again, or drop it."""
-        self._asked.pop(episode.key, None)
+        self._requests.pop(episode.key, None)
         if episode.retries < self._section.retries:
             self._begin(episode.group, episode.number, episode.retries + 1, episode.alone)
             return
@@ -333,7 +331,7 @@ class Episodes:
             raise UserError(f"a process of rollout.function did not start in time: {why}")
         episodes = self._pool.discard(process)
         for one in episodes:
-            innocent = self._asked.pop(one.key, None) is not None
+            innocent = self._requests.pop(one.key, None) is not None
             if len(episodes) == 1:
                 self._fail(one, why)
             else:

@@ -58,7 +58,7 @@ class _Worker:
         self._connection, self._play = connection, play
         self._threads = ThreadPoolExecutor(THREADS)
         self._episodes: dict[int, tuple[asyncio.Task[None], Model]] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._pending: dict[int, asyncio.Future[Any]] = {}
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -77,7 +77,7 @@ class _Worker:
             model = self._model(key, message)
             self._episodes[key] = asyncio.ensure_future(self._run(key, model)), model
         elif "answer" in message:
-            future = self._asked.pop(message["answer"], None)
+            future = self._pending.pop(message["answer"], None)
             if future and not future.done():
                 future.set_result(message["value"])
         elif message["cancel"] in self._episodes:
@@ -85,17 +85,17 @@ class _Worker:
 
     def _model(self, key: int, message: dict[str, Any]) -> Model:
         async def ask(what: str, **arguments: Any) -> Any:
-            if key in self._asked:
+            if key in self._pending:
                 raise RuntimeError("an episode asks the model one thing after another, and this one asked two at once")
             text = json.dumps({"ask": key, "what": what, **arguments}).encode()
             if len(text) > MOST_BYTES:
                 raise ValueError(f"a request of {len(text):,} bytes, and at most {MOST_BYTES:,} go to the model")
-            future = self._asked[key] = asyncio.get_running_loop().create_future()
+            future = self._pending[key] = asyncio.get_running_loop().create_future()
             try:
                 self._write(text)
                 return await future
             finally:
-                self._asked.pop(key, None)
+                self._pending.pop(key, None)
 
         own = message["problem"]
         problem = Problem(**{**own, "messages": tuple((role, text) for role, text in own["messages"])})

@@ -49,8 +49,8 @@ class Episode:
     """Of the last chat request, and its answer."""
     request: dict[str, Any] | None = None
     """What the engine works on: the ids, and how the answer is told."""
-    began: float = field(default_factory=time.monotonic)
-    free_since: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
+    answered_at: float = field(default_factory=time.monotonic)
     """When it last got an answer of the model."""
     waited_s: float = 0.0
     """For the user's function, tools included."""
@@ -61,7 +61,7 @@ class Process:
     """One worker and the episodes in it."""
 
     worker: WorkerProcess
-    heard: float = field(default_factory=time.monotonic)
+    last_message: float = field(default_factory=time.monotonic)
     ready: bool = False
     episodes: dict[int, Episode] = field(default_factory=dict)
     cancelled: dict[int, float] = field(default_factory=dict)
@@ -116,7 +116,7 @@ class Pool:
                 self.waiting.append(episode)
                 continue
             process.episodes[episode.key] = episode
-            episode.began = episode.free_since = time.monotonic()
+            episode.start = episode.answered_at = time.monotonic()
             process.send(start(episode))
 
     def _process_for(self, episode: Episode) -> Process | None:
@@ -148,7 +148,7 @@ class Pool:
             try:
                 while process.worker.connection.poll():
                     message = process.worker.receive()
-                    process.heard = time.monotonic()
+                    process.last_message = time.monotonic()
                     if "refused" in message:
                         raise UserError(message["refused"])
                     if "ready" in message:
@@ -170,7 +170,7 @@ class Pool:
         """Episodes, and with None whole processes, that have taken too long, with a sentence each."""
         for process in list(self.processes):
             silent = self._silent_s if process.ready else START_TIMEOUT_S
-            if now - process.heard > silent and (process.episodes or not process.ready):
+            if now - process.last_message > silent and (process.episodes or not process.ready):
                 yield (
                     process,
                     None,
@@ -178,7 +178,7 @@ class Pool:
                 )
                 continue
             for episode in list(process.episodes.values()):
-                if now - episode.began > self._section.seconds:
+                if now - episode.start > self._section.seconds:
                     yield process, episode, f"it took longer than {self._section.seconds:g} s"
             process.retiring |= any(now > until for until in process.cancelled.values())
             if process.retiring and not process.episodes:

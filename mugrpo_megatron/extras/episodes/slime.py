@@ -65,19 +65,19 @@ async def post(url: str, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]
     if not url.endswith("/generate"):
         raise ValueError(f"{url}: only /generate is answered here")
     model = current.get()
-    given = payload.get("sampling_params") or {}
+    settings = payload.get("sampling_params") or {}
     for name in ("temperature", "top_p", "top_k", "min_p"):
-        if name in given and given[name] != model.sampling[name]:
+        if name in settings and settings[name] != model.sampling[name]:
             raise ValueError(
-                f"{name} = {given[name]} in the payload, and the recipe samples with {model.sampling[name]}: ratios "
+                f"{name} = {settings[name]} in the payload, and the recipe samples with {model.sampling[name]}: ratios "
                 "compare policies at one setting"
             )
     ids = payload.get("input_ids")
     answer = await model.ask(
         "generate",
         **({"text": payload["text"]} if ids is None else {"ids": list(map(int, ids))}),
-        max_tokens=given.get("max_new_tokens"),
-        stop=[given["stop"]] if isinstance(given.get("stop"), str) else list(given.get("stop") or ()),
+        max_tokens=settings.get("max_new_tokens"),
+        stop=[settings["stop"]] if isinstance(settings.get("stop"), str) else list(settings.get("stop") or ()),
     )
     pairs = [[logprob, token] for logprob, token in zip(answer["logprobs"], answer["ids"], strict=True)]
     meta = {

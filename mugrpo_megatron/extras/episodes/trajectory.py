@@ -55,11 +55,13 @@ class Trajectory:
         context = self.context
         if not self.turns or list(ids[: len(context)]) == context:
             return
-        place = next((k for k, (ours, given) in enumerate(zip(context, ids, strict=False)) if ours != given), len(ids))
-        given = f"{shown([ids[place]])!r} (id {ids[place]})" if place < len(ids) else "missing"
+        place = next(
+            (k for k, (ours, theirs) in enumerate(zip(context, ids, strict=False)) if ours != theirs), len(ids)
+        )
+        shown_theirs = f"{shown([ids[place]])!r} (id {ids[place]})" if place < len(ids) else "missing"
         sampled = place >= len(self.prompt) and self.mask[place - len(self.prompt)]
         raise Broken(
-            f"turn {self.turns + 1} does not continue turn {self.turns}: its token {place} is {given} where "
+            f"turn {self.turns + 1} does not continue turn {self.turns}: its token {place} is {shown_theirs} where "
             f"{shown([context[place]])!r} (id {context[place]}) was {'sampled' if sampled else 'given'} before; "
             "pass on the ids, or the messages, as they were returned"
         )
@@ -68,16 +70,16 @@ class Trajectory:
         """Add a turn: the request's `ids`, which `check` has passed, and the engine's response to them."""
         if not self.turns:
             self.prompt = list(ids)
-        given = list(ids[len(self.context) :])
+        between = list(ids[len(self.context) :])
         k = 0 if response.kept is None else response.kept.shape[1]
         if k:
             # The softmax at a token that nobody sampled runs over that token alone: it takes no part in the loss.
-            row = np.full((len(given), k), -1, dtype=np.int32)
-            row[:, 0] = given
+            row = np.full((len(between), k), -1, dtype=np.int32)
+            row[:, 0] = between
             self.kept += [row, np.asarray(response.kept)]
-        self.ids += [*given, *response.ids.tolist()]
-        self.mask += [False] * len(given) + [True] * len(response.ids)
-        self.logprobs += [0.0] * len(given) + response.logprobs.tolist()
+        self.ids += [*between, *response.ids.tolist()]
+        self.mask += [False] * len(between) + [True] * len(response.ids)
+        self.logprobs += [0.0] * len(between) + response.logprobs.tolist()
         self.turns += 1
         self.finish_reason, self.weight_version = response.finish_reason, response.weight_version
 

@@ -43,21 +43,20 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     logprobs: list[Any] = []
     mask: list[Any] = []
     for number, one in enumerate(trained):
-        asked, said = one["prompt_token_ids"], one["completion_token_ids"]
+        ids, completion = one["prompt_token_ids"], one["completion_token_ids"]
         context = prompt + response
-        if asked[: len(context)] != context:
-            place = next(
-                (k for k, pair in enumerate(zip(context, asked, strict=False)) if pair[0] != pair[1]), len(asked)
-            )
-            given = asked[place] if place < len(asked) else "missing"
+        if ids[: len(context)] != context:
+            pairs = enumerate(zip(context, ids, strict=False))
+            place = next((place for place, (ours, theirs) in pairs if ours != theirs), len(ids))
+            token = ids[place] if place < len(ids) else "missing"
             raise ValueError(
-                f"trained turn {number} of the trace does not continue the one before: its token {place} is {given}, "
+                f"trained turn {number} of the trace does not continue the one before: its token {place} is {token}, "
                 f"and was {context[place]}"
             )
-        between = asked[len(context) :]
-        response += [*between, *said]
+        between = ids[len(context) :]
+        response += [*between, *completion]
         logprobs += [0.0] * len(between) + one["per_token_logps"]
-        mask += [0] * len(between) + one["loss_mask"][len(asked) :]
+        mask += [0] * len(between) + one["loss_mask"][len(ids) :]
     rest = {name: value for name, value in row.items() if name not in ("trace", "turns", "schema_version")}
     return {**rest, "prompt_ids": prompt, "response_ids": response, "logprobs": logprobs, "loss_mask": mask}
 
@@ -72,20 +71,20 @@ def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str,
     for place, node in enumerate(nodes):
         if not isinstance(node, Mapping) or node.get("parent") != (place - 1 if place else None):
             raise ValueError(f"node {place} of the trace does not follow the one before: one branch is read")
-        own, inside, given = (_list(node.get(name), f"{name} of node {place}") for name in NODE)
-        if len(inside) != len(own) or len(given) != sum(map(bool, inside)):
+        own, inside, values = (_list(node.get(name), f"{name} of node {place}") for name in NODE)
+        if len(inside) != len(own) or len(values) != sum(map(bool, inside)):
             raise ValueError(f"node {place} of the trace has {len(own)} token_ids, {len(inside)} values of its mask")
-        values = iter(given)
+        rest = iter(values)
         ids, mask = ids + own, mask + inside
-        logprobs += [next(values) if one else 0.0 for one in inside]
+        logprobs += [next(rest) if one else 0.0 for one in inside]
     if not any(mask):
         raise ValueError("a trace whose masks leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
     rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
     reward = {"reward": sum(one["score"] * one["weight"] for one in rewards)} if rewards else {}
-    rest = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
+    others = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
     response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
-    return {**reward, **rest, "prompt_ids": ids[:first], **response}
+    return {**reward, **others, "prompt_ids": ids[:first], **response}
 
 
 def _turn(place: int, turn: Any) -> dict[str, list[Any]]:
