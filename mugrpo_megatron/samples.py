@@ -73,6 +73,10 @@ class Prompt:
     index: int
     problem: Problem
     ids: list[int]
+    scored: int = 0
+    """The last so many ids are a response that the engine is to score; 0 to sample one."""
+    kept: np.ndarray | None = field(default=None, hash=False)
+    """int32 [scored, k]: the tokens that could be sampled at each place of a response to score, as in `Sample`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +146,12 @@ class Sample:
     """float32 [R]: under the policy at the centre of the clip range, unless it is the current one; not stored."""
     anchor_logprobs: np.ndarray | None = None
     """float32 [R]: under the anchor, which the KL penalty keeps the policy near; not stored."""
+    teacher_logprobs: np.ndarray | None = None
+    """float32 [R]: under the teacher, whose log-ratios are part of the tokens' advantages; not stored."""
 
     def __post_init__(self) -> None:
-        own = (self.behaviour_logprobs, self.engine_logprobs, self.reference_logprobs, self.anchor_logprobs)
-        for logprobs in own:
+        others = (self.engine_logprobs, self.reference_logprobs, self.anchor_logprobs, self.teacher_logprobs)
+        for logprobs in (self.behaviour_logprobs, *others):
             if logprobs is not None and len(logprobs) != len(self.response_ids):
                 raise ValueError(f"group {self.group}: {len(self.response_ids)} token ids, {len(logprobs)} logprobs")
         if self.loss_mask is not None and len(self.loss_mask) != len(self.response_ids):

@@ -208,7 +208,7 @@ class Engine:
         try:
             while True:
                 while prompts := take(len(in_flight), slots):
-                    work = [Work(next(keys), prompt.ids, n, prompt.index) for prompt in prompts]
+                    work = [Work(next(keys), one.ids, n, one.index, one.scored, one.kept) for one in prompts]
                     in_flight.update((one.key, prompt) for one, prompt in zip(work, prompts, strict=True))
                     self._send(("prompts", work), "generate")
                 if not in_flight:

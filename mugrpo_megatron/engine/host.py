@@ -27,9 +27,12 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from mugrpo_megatron.cpu import sglang as cpu
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
+from mugrpo_megatron.engine.scoring import answer, pieces, request
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
 
@@ -161,14 +164,7 @@ class Generation:
         if self._closing:  # before it has begun: SGLang aborts what it knows of
             self._in_flight -= 1
             return
-        # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
-        outputs = await self._engines.generate(
-            input_ids=[work.ids] * work.n,
-            sampling_params=self._parameters_of(work),
-            return_logprob=True,
-            return_routed_experts=self._sampling.routed is not None,
-            top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
-        )
+        outputs = await (self._score(work) if work.scored else self._sample(work))
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)
         # An aborted request ends with reason `abort`; the client does not wait for its group.
@@ -177,6 +173,29 @@ class Generation:
             self._gathering.set()
         if not self._in_flight:
             self._flush()
+
+    async def _sample(self, work: Work) -> list[dict[str, Any]]:
+        # n copies of the prompt, not n samples of one: SGLang would run the prompt again to fill its prefix cache.
+        return await self._engines.generate(
+            input_ids=[work.ids] * work.n,
+            sampling_params=self._parameters_of(work),
+            return_logprob=True,
+            return_routed_experts=self._sampling.routed is not None,
+            top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
+        )
+
+    async def _score(self, work: Work) -> list[dict[str, Any]]:
+        """The response at the end of `work.ids`, as if it had been sampled."""
+        first, parts, reason = len(work.ids) - work.scored, [], {"type": "length"}
+        for piece in pieces(len(work.ids), work.scored, work.kept):
+            (output,) = await self._engines.generate(**request(work.ids, piece))
+            if output["meta_info"]["finish_reason"]["type"] not in FINISH_REASONS:  # aborted
+                return [output]
+            kept = None if work.kept is None else work.kept[piece.start - first : piece.end - first]
+            parts.append(answer(output, piece, kept))
+        logprobs = [(value,) for value in np.concatenate(parts).tolist()]
+        meta = {"output_token_logprobs": logprobs, "finish_reason": reason}
+        return [{"output_ids": work.ids[first:], "meta_info": meta}]
 
     def _parameters_of(self, work: Work) -> dict[str, Any] | list[dict[str, Any]]:
         """The parameters of all responses, or of each its own."""

@@ -107,6 +107,10 @@ class Work:
     n: int
     place: int = 0
     """The prompt's index in the stage or the held-out set."""
+    scored: int = 0
+    """The last so many of `ids` are a response to score, and nothing is sampled; 0 to sample."""
+    kept: np.ndarray | None = None
+    """int32 [scored, k]: the tokens that each softmax of a score runs over, -1 where fewer; None for the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,24 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
     assert len(sizes) > 2, "top-p and min-p take part"
 
 
+def given(prompt: Prompt, response: Response, index: int) -> Prompt:
+    """The engine's own response, for it to score."""
+    ids = [*prompt.ids, *response.ids.tolist()]
+    return Prompt(index, prompt.problem, ids, scored=len(response.ids), kept=response.kept)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_score_is_what_sampling_said(engine: Engine, kept: bool) -> None:
+    """Over the vocabulary, or over the tokens that each place kept: in pieces, as one request asks for few of them."""
+    how = Sampling(1.0, 0.9, 150, (), top_k=5, keep=True) if kept else Sampling(1.0, 1.0, 150, ())
+    sampled = [(prompt, one) for prompt, responses in engine.generate(prompts(3), 2, how) for one in responses]
+    questions = [given(prompt, response, index) for index, (prompt, response) in enumerate(sampled)]
+    scores = {prompt.index: one for prompt, (one,) in engine.generate(questions, 1, Sampling(1.0, 1.0, 1, ()))}
+    for index, (_, response) in enumerate(sampled):
+        np.testing.assert_array_equal(scores[index].ids, response.ids)
+        np.testing.assert_allclose(scores[index].logprobs, response.logprobs, atol=TOLERANCE)
+
+
 def test_responses_of_a_group_differ(engine: Engine) -> None:
     for _, responses in engine.generate(prompts(5), 4, SAMPLED):
         assert len({response.ids.tobytes() for response in responses}) == 4
