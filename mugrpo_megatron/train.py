@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.preflight import check_run
+from mugrpo_megatron.learner.learner import reload
 from mugrpo_megatron.learner.update import update
+from mugrpo_megatron.phases.column_passes import host_guests
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
 from mugrpo_megatron.phases.finish import finish
 from mugrpo_megatron.phases.generate import generate, sleep_engines, stage_to_generate, sync_weights
@@ -42,7 +44,9 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         sync_weights(run, learner, engines, cursor)  # learner -> bridge -> engine
         evaluate_if_due(run, learner, engines, cursor)
         generate(run, engines, stage, cursor)  # engine -> verifier -> stage store
-        sleep_engines(run, learner, engines)
+        sleep_engines(run, engines)
+    host_guests(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
+    reload(learner)
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Cursor:
@@ -51,7 +55,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
     Relaxed clipping keeps their gradients, and the negative-advantage veto drops the part of a response that the
     policy would no longer produce. Returns where the next stage begins.
     """
-    with open_stage(run, learner, cursor) as stage:  # with its columns: behaviour, anchor, reference
+    with open_stage(run, learner, cursor) as stage:  # with its columns: behaviour, anchor, teacher
         for cursor in stage.cursors():
             evaluate_if_due(run, learner, engines, cursor)
             batch = stage.batch(cursor)

@@ -39,6 +39,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
         "per token while the responses are fresh, far above it when they are stale",
     ),
     ("kl_anchor_k1", "nats", "mean of d = log pi - log anchor over the sampled tokens"),
+    ("kl_teacher", "nats", "mean of log pi - log teacher over the sampled tokens, with the current policy"),
     ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
     ("advantage_mean", "", "mean advantage of the responses"),
@@ -93,6 +94,8 @@ def metrics(
         if anchor is not None:
             values["kl_anchor"] = kl_estimate(logprobs.double(), anchor, "k3").mean()
             values["kl_anchor_k1"] = kl_estimate(logprobs.double(), anchor, "k1").mean()
+        if segments.teacher is not None:
+            values["kl_teacher"] = kl_estimate(logprobs.double(), segments.teacher, "k1").mean()
         values |= _ratio_summary("ratio_neg", ratio[sign < 0]) | _ratio_summary("ratio_pos", ratio[sign > 0])
     values |= _trigger_summary(first_trigger, advantages, segments)
     values |= trigger_metrics(log_ratio, advantages, segments)

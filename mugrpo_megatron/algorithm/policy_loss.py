@@ -122,7 +122,8 @@ def token_losses(
     if config.clip_centre != "one":
         low, high = around(_reference_ratio(ratio, reference, behaviour, segments, config), low, high, config)
     sampled = behaviour.to(logprobs.dtype)
-    tokens = Tokens(logprobs, sampled, log_ratio, ratio, advantage, low, high, segments)
+    own = token_advantage(advantage, logprobs, sampled, segments.teacher, config)
+    tokens = Tokens(logprobs, sampled, log_ratio, ratio, own, low, high, segments)
     terms = surrogate_of(config)(tokens, config)
     loss = terms.loss + config.tv_penalty * total_variation(ratio) if config.tv_penalty else terms.loss
     verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
@@ -132,6 +133,21 @@ def token_losses(
     if anchor is not None and config.kl_coef and config.kl_in == "loss":
         loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
     return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state, tokens)
+
+
+def token_advantage(
+    advantage: Tensor, logprobs: Tensor, behaviour: Tensor, teacher: Tensor | None, config: ObjectiveSection
+) -> Tensor:
+    """A_t = A - `teacher_coef` (log pi - log teacher) of each token [T]; `advantage` [T] itself without a teacher.
+
+    pi is the current policy or the one that sampled, as `teacher_policy` says; no gradient flows through it. Under the
+    importance ratio, the mean gradient of -A_t log pi with the current policy is that of the reverse KL(pi | teacher)
+    of a token given its prefix, at any staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
+    """
+    if teacher is None or not config.teacher_coef:
+        return advantage
+    policy = logprobs.detach() if config.teacher_policy == "current" else behaviour
+    return advantage - config.teacher_coef * (policy - teacher.to(policy.dtype))
 
 
 def _reference_ratio(

@@ -26,6 +26,8 @@ class Segments:
     """float [N]: weight of a token of the response in the loss, including the update's denominators."""
     correction: Tensor | None = None
     """float [T]: another factor of each token's loss, e.g. for the engine mismatch; None is 1."""
+    teacher: Tensor | None = None
+    """float [T]: log-probability of each token under the teacher of `objective.teacher`; None without one."""
 
     @property
     def responses(self) -> int:
@@ -33,8 +35,7 @@ class Segments:
 
     def part(self, tokens: slice) -> Segments:
         """Some tokens of the same responses, such as those of one chunk."""
-        correction = None if self.correction is None else self.correction[tokens]
-        return replace(self, ids=self.ids[tokens], positions=self.positions[tokens], correction=correction)
+        return _with_values(replace(self, ids=self.ids[tokens], positions=self.positions[tokens]), self, tokens)
 
 
 def make_segments(
@@ -58,7 +59,16 @@ def select_responses(segments: Segments, chosen: Tensor, tokens: int | None = No
     part = make_segments(segments.lengths[chosen], segments.weights[chosen], tokens=tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[chosen]
     places = starts[part.ids] + part.positions
-    return part if segments.correction is None else replace(part, correction=segments.correction[places]), places
+    return _with_values(part, segments, places), places
+
+
+def _with_values(part: Segments, whole: Segments, tokens: slice | Tensor) -> Segments:
+    """`part` with the values that `whole` has of its tokens."""
+    return replace(
+        part,
+        correction=None if whole.correction is None else whole.correction[tokens],
+        teacher=None if whole.teacher is None else whole.teacher[tokens],
+    )
 
 
 def response_sum(values: Tensor, segments: Segments) -> Tensor:

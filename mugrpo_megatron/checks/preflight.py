@@ -51,6 +51,8 @@ from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
+GUESTS = "mugrpo_megatron.extras.guests.checks:check_guests"
+
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
 """Stands for the data of another machine, when a chat template is tried."""
 
@@ -79,6 +81,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     say(_model(shape, str(directory)))
     _check_lora(recipe, shape, say)
     check_tokenizer(directory)
+    _check_guests(recipe, say)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
@@ -261,6 +264,12 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
     if recipe.lora.rank is not None:
         say(import_module("mugrpo_megatron.extras.lora.admission").check(recipe, model))
+
+
+def _check_guests(recipe: Recipe, say: Say) -> None:
+    """UserError when a guest of the recipe could not take its turn; downloads what is a model of the hub."""
+    if recipe.guest.by_name:
+        load_function("guest", GUESTS)(recipe, say)
 
 
 def _check_engine_device(recipe: Recipe) -> None:

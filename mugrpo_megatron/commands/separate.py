@@ -22,12 +22,12 @@ from mugrpo_megatron.train import generate_stage, optimize_stage
 def generate_alone(
     recipe: Recipe, stage: int | None, problems: Problems | None = None, warm_host: HostProcess | None = None
 ) -> None:
-    """Generate, score and seal the run's current stage. Every rank runs this.
+    """Generate, score and seal the run's current stage, and have guests score it. Every rank runs this.
 
     The recipe is checked; `problems` and `warm_host` are those of `open_run`. Raises UserError when `stage` is given
     and is not the current one.
     """
-    if _sealed(recipe, _current_stage(recipe, stage)):
+    if _sealed(recipe, _current_stage(recipe, stage)) and not recipe.guest.by_name:
         _say("the stage is sealed already; `mugrpo optimize` takes its updates")
         return
     if problems is None:

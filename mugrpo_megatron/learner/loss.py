@@ -8,7 +8,7 @@ whole micro-batch never exist.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -114,7 +114,10 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
         recipe.objective,
         behaviour,
         torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device),
-        make_segments(lengths, weights, correction, tokens=len(behaviour)),
+        replace(
+            make_segments(lengths, weights, correction, tokens=len(behaviour)),
+            teacher=_teacher(samples, recipe.objective, device),
+        ),
         _reference(samples, recipe.objective, device),
         _anchor(samples, recipe.objective, device),
     )
@@ -137,6 +140,15 @@ def _anchor(samples: Sequence[Sample], section: ObjectiveSection, device: torch.
     rows = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
     if len(rows) < len(samples):
         raise ValueError(f'objective.kl_anchor = "{section.kl_anchor}" needs every sample\'s anchor_logprobs')
+    return _flat(rows, device)
+
+
+def _teacher(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
+    if section.teacher is None:
+        return None
+    rows = [s.trained(s.teacher_logprobs) for s in samples if s.teacher_logprobs is not None]
+    if len(rows) < len(samples):
+        raise ValueError(f'objective.teacher = "{section.teacher}" needs every sample\'s teacher_logprobs')
     return _flat(rows, device)
 
 

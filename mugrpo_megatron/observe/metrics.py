@@ -54,6 +54,7 @@ PHASES: dict[str, str] = {
     "logprobs": "The learner computes logprobs of new responses: of a few to measure the engine's mismatch, or of "
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
     "reference policy if `objective.reference_every` is above 1.",
+    "guest": "A model of `[guest.NAME]` starts, scores the stage, and leaves.",
     "probe": "The learner computes logprobs of `report.probe_responses` responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
@@ -203,8 +204,25 @@ METRICS: tuple[Metric, ...] = (
         "engine_memory",
         "bytes",
         "Resident host memory of the largest engine's processes at the end of "
-        "generation; on CUDA the memory in use on its leader's device, all processes together.",
+        "generation or of a guest's turn; on CUDA the memory in use on its leader's device, all processes together.",
     ),
+    Metric(
+        "phase",
+        "memory_before",
+        "bytes",
+        "Memory in use on a rank's device, all processes together, before a guest starts, over ranks the largest; on a "
+        "CPU the resident memory of a rank's own process.",
+    ),
+    Metric("phase", "memory_after", "bytes", "The same after the guest has left."),
+    Metric(
+        "phase",
+        "kl_teacher",
+        "nats",
+        "Mean of log π − log π_teacher over all tokens of the stage, π the policy that sampled them: an unbiased "
+        "estimate of KL(π | teacher) per token.",
+    ),
+    Metric("phase", "reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
+    Metric("phase", "unparsed/NAME", "responses", "Responses of the stage whose score was not found in NAME's answer."),
     Metric("engine", "tokens", "tokens", "Tokens sampled since the generation began, including unfinished responses."),
     Metric("engine", "running", "requests", "Requests that are decoded together."),
     Metric("engine", "queued", "requests", "Requests that wait in the engine."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,13 +12,18 @@ from mugrpo_megatron.algorithm.advantages import informative, informative_update
 from mugrpo_megatron.algorithm.anchor import rewards_less_kl
 from mugrpo_megatron.data.prepare import update_at
 from mugrpo_megatron.recipe import ObjectiveSection, Recipe
+from mugrpo_megatron.recipe.functions import source_sum
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory
+from mugrpo_megatron.run.record import file_sum
 from mugrpo_megatron.samples import Sample
-from mugrpo_megatron.stages.columns import LogprobColumn, computed_again
+from mugrpo_megatron.stages.columns import LogprobColumn, ScoreColumn, computed_again
 from mugrpo_megatron.stages.manifest import of_stage
 from mugrpo_megatron.stages.routes import RouteColumn, route_column
 from mugrpo_megatron.stages.store import StageStore
+
+ASK_GUESTS = "remove both of its files, and `mugrpo train` or `mugrpo generate` with this recipe computes them"
+"""How a guest's column is repaired."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,10 @@ class Columns:
     """Under the anchor of the KL penalty, unless that is the behaviour."""
     anchor_weights: Path | None
     """The anchor's checkpoint; None where it is the learner at the stage's start."""
+    teacher: LogprobColumn | None
+    """Under the guest that `objective.teacher` names."""
+    scores: Mapping[str, ScoreColumn]
+    """Of the reward functions that are judges, by name."""
     reference: Callable[[int], LogprobColumn] | None
     """Age -> under the weights at that age, for `objective.reference_every` updates from there on."""
 
@@ -74,8 +83,32 @@ def columns_of(recipe: Recipe, directory: RunDirectory, run: str, store: StageSt
         routes=route_column(store.directory, "learner", of) if store.replay == "learner" else None,
         anchor=anchor if section.kl_anchor and not anchor_is_behaviour(recipe) else None,
         anchor_weights=weights,
+        teacher=teacher_column(recipe, directory, store, stage),
+        scores={name: score_column(recipe, directory, store, stage, name) for name in recipe.reward.judges},
         reference=reference if section.reference_every > 1 else None,
     )
+
+
+def teacher_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int) -> LogprobColumn | None:
+    """The log-probabilities of a sealed stage under the teacher; None without one."""
+    name, temperature = recipe.objective.teacher, recipe.rollout.temperature
+    if name is None:
+        return None
+    of = {**of_stage(store.content), "guest": name, "temperature": temperature}
+    return LogprobColumn(directory.guest(stage, f"teacher-{name}"), of, ASK_GUESTS)
+
+
+def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, stage: int, name: str) -> ScoreColumn:
+    """The scores of a sealed stage by the judge that is the reward function `name`."""
+    judge = recipe.reward.judges[name]
+    of = {
+        **of_stage(store.content),
+        "guest": judge.model,
+        "prompt": file_sum(judge.prompt),
+        "parse": [judge.parse, source_sum(judge.parse or "")],
+        "sampling": [judge.max_tokens, judge.temperature],
+    }
+    return ScoreColumn(directory.guest(stage, f"reward-{name}"), of, ASK_GUESTS)
 
 
 def anchor_weights(recipe: Recipe) -> Path | None:
@@ -124,7 +157,7 @@ class StageUpdates:
         if self.recipe.objective.zero_variance != "leave_out":
             return self._stored(update)
         per_update = self.recipe.rollout.prompts_per_update
-        rewards, groups = self.store.rewards()
+        rewards, groups = self._rewards()
         differs = np.zeros(groups.max() + 1, dtype=bool)
         differs[groups] = informative(rewards, groups)
         chosen = informative_updates(differs, per_update)[update]
@@ -136,20 +169,55 @@ class StageUpdates:
             if sample.group == group
         ]
 
+    def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rewards float64 [n] and groups int64 [n] of the stage's samples, its judges' scores included."""
+        rewards, groups = self.store.rewards()
+        for name, column in self.columns.scores.items():
+            scores = np.concatenate([column.read(update) for update in range(self.store.updates)])
+            rewards = rewards + self.recipe.reward.judges[name].weight * neutral_where_missing(scores, groups)
+        return rewards, groups
+
+    def _judged(self, samples: list[Sample], update: int) -> list[Sample]:
+        """The samples with their judges' scores: in the reward, and among its parts where there is one."""
+        groups = np.array([sample.group for sample in samples])
+        for name, column in self.columns.scores.items():
+            scores, weight = column.read(update), self.recipe.reward.judges[name].weight
+            bonus = weight * neutral_where_missing(scores, groups)
+            samples = [
+                replace(
+                    sample,
+                    reward=sample.reward + float(more),
+                    components={**sample.components, **({} if np.isnan(score) else {name: float(score)})},
+                )
+                for sample, more, score in zip(samples, bonus, scores, strict=True)
+            ]
+        return samples
+
     def _stored(self, update: int) -> list[Sample]:
-        """The samples of an update as the stage holds it, with its behaviour and anchor columns."""
-        samples = self.store.read_update(update)
+        """The samples of an update as the stage holds it, with its columns but for the reference."""
+        samples = self._judged(self.store.read_update(update), update)
         if self.columns.behaviour:
             samples = [
                 replace(sample, behaviour_logprobs=own, engine_logprobs=sample.behaviour_logprobs)
                 for sample, own in zip(samples, self.columns.behaviour.read(update), strict=True)
             ]
+        if self.columns.teacher:
+            teacher = self.columns.teacher.read(update)
+            samples = [replace(sample, teacher_logprobs=own) for sample, own in zip(samples, teacher, strict=True)]
         if anchor_is_behaviour(self.recipe):
             return [replace(sample, anchor_logprobs=sample.behaviour_logprobs) for sample in samples]
         if self.columns.anchor:
             anchor = self.columns.anchor.read(update)
             return [replace(sample, anchor_logprobs=own) for sample, own in zip(samples, anchor, strict=True)]
         return samples
+
+
+def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Scores [N] with the mean of its group's others in place of NaN: the baseline stays; 0 in a group without any."""
+    _, inverse = np.unique(groups, return_inverse=True)
+    known = ~np.isnan(scores)
+    sums, counts = np.bincount(inverse, np.where(known, scores, 0.0)), np.bincount(inverse, known)
+    return np.where(known, scores, (sums / np.maximum(counts, 1))[inverse])
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:

@@ -135,8 +135,8 @@ def _wake_kv_cache(leader: EngineLeader) -> None:
         leader.failed(failure)
 
 
-def sleep_engines(run: Run, learner: Learner, engines: Engines) -> None:
-    """Put the engines to sleep, then reload the learner. Collective."""
+def sleep_engines(run: Run, engines: Engines) -> None:
+    """Put the engines to sleep; the learner stays offloaded. Collective."""
     engines.awake = False
     if leader := engines.leader:
         try:
@@ -144,7 +144,6 @@ def sleep_engines(run: Run, learner: Learner, engines: Engines) -> None:
         except EngineFailure as failure:  # it was ended, which frees the devices as well
             leader.failed(failure)
     sleep_joined(run.world, engines.joined, run.recipe.engine.nodes)
-    reload(learner)
 
 
 def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> None:

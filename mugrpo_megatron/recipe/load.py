@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.recipe.objective import Section
 from mugrpo_megatron.recipe.other_trainers import translated
 from mugrpo_megatron.recipe.sections import Recipe
 
@@ -75,6 +76,9 @@ def _known_keys(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Recipe
     parts = iter(loc)
     for part in parts:
+        if issubclass(model, Section) and model.named:
+            model = model.named
+            continue
         annotation = model.model_fields[str(part)].annotation
         if get_origin(annotation) is dict:  # tables whose names the user chooses
             next(parts)

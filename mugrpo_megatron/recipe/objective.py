@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -103,6 +103,9 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    named: ClassVar[type[Section] | None] = None
+    """Of a section whose tables the recipe names, as `[guest.NAME]`: the section that each of them is."""
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
@@ -254,6 +257,12 @@ class ObjectiveSection(Section):
     kl_weighted: bool = False
     """Multiply the KL term in the loss by the token's importance ratio, which corrects its gradient for stale
     tokens."""
+    teacher: str | None = Field(None, min_length=1)
+    """The `[guest.NAME]` whose log-probabilities of the sampled tokens enter their advantages (docs/guests.md)."""
+    teacher_coef: float = Field(0.0, ge=0.0)
+    """Subtract this many times log pi - log teacher from each token's advantage; 0 with a teacher only measures it."""
+    teacher_policy: Literal["behaviour", "current"] = "current"
+    """pi in that difference: the policy that sampled, so that it stays fixed, or the current one."""
     entropy_coef: float = Field(0.0, ge=0.0)
     """Weight of the entropy of the policy's next-token distribution, which the loss rewards."""
 
@@ -308,6 +317,13 @@ class ObjectiveSection(Section):
             )
         if not own and value is not None:
             raise ValueError("it goes with a surrogate of your own (module:function); leave it out")
+        return value
+
+    @field_validator("teacher_coef")
+    @classmethod
+    def _check_there_is_a_teacher(cls, value: float, info: ValidationInfo) -> float:
+        if value > 0 and info.data.get("teacher") is None:
+            raise ValueError("it needs a teacher; name a [guest.NAME] with objective.teacher")
         return value
 
     @model_validator(mode="after")

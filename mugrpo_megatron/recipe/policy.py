@@ -1,10 +1,12 @@
-"""The recipe's sections of the policy that a run starts from, and of `mugrpo sft`, which makes one."""
+"""The recipe's sections of models: the policy that a run starts from, `mugrpo sft`, which makes one, and guests."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -14,6 +16,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -21,6 +24,7 @@ from pydantic import (
 
 from mugrpo_megatron.files.hub import REPOSITORY
 from mugrpo_megatron.recipe.objective import Section, changes
+from mugrpo_megatron.recipe.systems import EngineSection
 
 
 def _own_directory(path: Path) -> Path:
@@ -129,3 +133,48 @@ class SftSection(Section):
     def peak_lr(self) -> float:
         """The learning rate, also where it is not set."""
         return self.lr or (1e-5 if self.train else 1e-3)
+
+
+GUEST = re.compile(r"[A-Za-z0-9_-]+")
+"""A guest's name: it is part of files' names."""
+
+
+class GuestSection(Section):
+    """A model that scores each stage in an engine of its own, between generation and optimization (docs/guests.md)."""
+
+    model: Path
+    """Hugging Face checkpoint directory, or the name of a model on the hub, `owner/name`."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """`[guest.NAME.engine]`: keys of `[engine]` that are different for this model, such as `memory_fraction`."""
+
+    def engine_section(self, engine: EngineSection) -> EngineSection:
+        """`[engine]` with this guest's keys; its weights come from its files and not from a sync."""
+        own = {"quantization": "none", **self.engine}
+        return EngineSection.model_validate({**engine.model_dump(), **own})
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> Self:
+        try:
+            self.engine_section(EngineSection())
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise ValueError(f"engine.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return self
+
+
+class GuestsSection(Section):
+    """Tables whose names the recipe chooses: `objective.teacher` and reward functions that are judges refer to them."""
+
+    model_config = ConfigDict(extra="allow", json_schema_extra=changes("method"))
+    named = GuestSection
+    __pydantic_extra__: dict[str, GuestSection]
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if wrong := [name for name in self.__pydantic_extra__ if not GUEST.fullmatch(name)]:
+            raise ValueError(f"{wrong[0]!r}: name a guest with letters, digits, - and _")
+        return self
+
+    @property
+    def by_name(self) -> Mapping[str, GuestSection]:
+        return self.__pydantic_extra__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.recipe.objective import Section, changes
+from mugrpo_megatron.recipe.objective import OWN_FUNCTION, Section, changes
 
 STYLES_WITHOUT_BOX = frozenset({"auto", "plain", "chat"})
 """Prompt styles (`data.prompt_style`) that leave the form of the answer to the question or the tokenizer."""
@@ -21,6 +22,7 @@ MEAN = "mean"
 
 MATH = "math"
 CODE = "code"
+JUDGE = "judge"
 """The names of the built-in reward functions."""
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 """Of a reward function: it is part of a metric's name."""
@@ -38,7 +40,7 @@ class FunctionSection(Section):
     """One of several reward functions; the reward is the sum of weight x reward over those that apply."""
 
     function: str = Field(min_length=1)
-    """`math`, `code` or a user's `module:function`."""
+    """`math`, `code`, `judge` or a user's `module:function`."""
     weight: float = 1.0
     """Factor of its reward; 0 calls it only for the metrics."""
     sources: tuple[str, ...] = ()
@@ -47,6 +49,31 @@ class FunctionSection(Section):
     """Unset takes `reward.timeout_s`."""
     worker_memory_mb: int | None = Field(None, ge=LEAST_WORKER_MB)
     """Unset takes `reward.worker_memory_mb`."""
+    model: str | None = None
+    """Of a `judge`: the `[guest.NAME]` that answers (docs/guests.md)."""
+    prompt: Path | None = None
+    """Of a `judge`: a Jinja file; what it renders of `prompt`, `response`, `gold` and `row` is the judge's question."""
+    parse: str | None = None
+    """Of a `judge`: your `module:function` from the judge's answer to a number, or None where it finds none."""
+    max_tokens: PositiveInt = 512
+    """Of a `judge`: a longer answer is cut."""
+    temperature: NonNegativeFloat = 0.0
+    """Of a `judge`; 0 is greedy."""
+
+    @model_validator(mode="after")
+    def _check_judge(self) -> Self:
+        if self.function != JUDGE:
+            for name in ("model", "prompt", "parse", "max_tokens", "temperature"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f'{name} goes with function = "judge"; leave it out')
+            return self
+        if missing := [name for name in ("model", "prompt", "parse") if getattr(self, name) is None]:
+            raise ValueError(f"a judge needs {missing[0]}")
+        if self.parse is not None and not OWN_FUNCTION.fullmatch(self.parse):
+            raise ValueError("parse: name your own function as module:function")
+        if self.sources:
+            raise ValueError("sources: a judge scores every response; leave it out")
+        return self
 
 
 class CodeSection(Section):
@@ -121,17 +148,27 @@ class RewardSection(Section):
                     f"code.memory_mb ({self.code.memory_mb}) is more than worker_memory_mb ({memory}), which limits a "
                     "worker's programs too: raise worker_memory_mb"
                 )
+        if self.functions and not self.table:
+            raise ValueError(
+                "functions: a judge answers once a stage is sampled, and evaluations need a function that scores at "
+                "once; add one, with weight 0 if it is not to count"
+            )
         if self.functions and not any(one.weight for one in self.functions.values()):
             raise ValueError("functions: every weight is 0, so every reward would be")
         return self
 
     @property
     def table(self) -> dict[str, FunctionSection]:
-        """The reward functions by name; one that is alone is called as its function is."""
+        """The functions that score a response at once, by name; one that is alone is called as its function is."""
         if self.functions:
-            return self.functions
+            return {name: one for name, one in self.functions.items() if one.function != JUDGE}
         name = re.sub(r"[^A-Za-z0-9_-]", "_", self.function.rpartition(":")[2]) or "reward"
         return {f"{name}_" if name in TAKEN else name: FunctionSection(function=self.function)}
+
+    @property
+    def judges(self) -> Mapping[str, FunctionSection]:
+        """The functions that score a stage once it is sampled, by name."""
+        return {name: one for name, one in self.functions.items() if one.function == JUDGE}
 
     @property
     def is_right_or_wrong(self) -> bool:

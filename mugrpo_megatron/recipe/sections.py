@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.recipe.objective import Change, ObjectiveSection, Section, changes
-from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, OwnDirectory, SftSection
+from mugrpo_megatron.recipe.policy import GuestsSection, LoraSection, ModelSection, OwnDirectory, SftSection
 from mugrpo_megatron.recipe.scoring import STYLES_WITHOUT_BOX, EvalSection, RewardSection
 from mugrpo_megatron.recipe.systems import EngineSection, LearnerSection, ParallelSection
 
@@ -358,6 +358,7 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
     report: ReportSection = ReportSection()
+    guest: GuestsSection = GuestsSection()
     sft: SftSection = SftSection()
 
     @classmethod
@@ -373,6 +374,18 @@ class Recipe(Section):
         """Tokens of the longest response that training or an evaluation may sample."""
         held_out = [self.eval.max_tokens, *(one.max_tokens for one in self.eval.sets.values())]
         return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
+
+    @model_validator(mode="after")
+    def _check_guests(self) -> Self:
+        """Every guest has work, and who is given work is a guest."""
+        work = {f"reward.functions.{name}.model": one.model for name, one in self.reward.judges.items()}
+        work, guests = {**work, "objective.teacher": self.objective.teacher}, self.guest.by_name
+        for key, name in work.items():
+            if name is not None and name not in guests:
+                raise ValueError(f"{key} = {name!r}: there is no such guest; add [guest.{name}]")
+        if idle := sorted(guests.keys() - set(work.values())):
+            raise ValueError(f"guest.{idle[0]}: neither objective.teacher nor a judge names it; remove it")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -64,6 +64,7 @@ PHASE_COLORS = {
     "generate": "blue",
     "score": "yellow",
     "logprobs": "magenta",
+    "guest": "ramp-5",
     "probe": "red",
     "optimize": "teal",
     "save": "grey",

@@ -99,6 +99,10 @@ class RunDirectory:
         """Logprobs of the stage's samples under the anchor; outside the stage's directory, which branches share."""
         return self.path / "anchor" / f"stage{stage:05d}.parquet"
 
+    def guest(self, stage: int, what: str) -> Path:
+        """What a guest says of the stage's samples; outside the stage's directory, as `anchor`."""
+        return self.path / "guests" / f"stage{stage:05d}-{what}.parquet"
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 

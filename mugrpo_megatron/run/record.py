@@ -43,6 +43,7 @@ OF_A_RUN = (
     "reference",
     "probe",
     "anchor",
+    "guests",
 )
 """What a directory without a record must not hold: a run would replace it or continue it."""
 
@@ -254,6 +255,9 @@ def own_files(recipe: Recipe) -> dict[str, str]:
     }
     sums = {key: source_sum(name) for key, name in named.items()}
     sums["data.chat_template"] = file_sum(recipe.data.chat_template)
+    for name, judge in recipe.reward.judges.items():
+        sums[f"reward.functions.{name}.prompt"] = file_sum(judge.prompt)
+        sums[f"reward.functions.{name}.parse"] = source_sum(judge.parse or "")
     return {key: digest for key, digest in sums.items() if digest}
 
 

@@ -4,6 +4,8 @@
     stages/00003/learner_routes.bin              experts that the learner's routers chose then (`routes.py`)
     reference/stage00003-age00040.parquet        logprobs under the weights before update 40, from this update on
     anchor/stage00003.parquet                    logprobs under the anchor of the KL penalty
+    guests/stage00003-teacher-NAME.parquet       logprobs under a teacher
+    guests/stage00003-reward-NAME.parquet        a judge's scores, with its prompts and answers
     behaviour.json, stage00003-age00040.json     what they belong to, and the checksums of every byte
 
 A column is whole once its JSON file is written. It is bound to the content of its stage and to its policy, so another's
@@ -12,7 +14,7 @@ is refused. Remove both files, and the same command computes them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,31 +106,30 @@ class Column:
         self.path.unlink()
 
 
-class LogprobColumn(Column):
-    """Log-probabilities as Parquet: row group k is update k, one row per response in the order of its samples."""
+class TableColumn(Column):
+    """A column as Parquet: row group k is update k, one row per response in the order of its samples."""
 
-    name = "logprobs"
+    schema: ClassVar[pa.Schema]
 
     @contextmanager
-    def write(self, enabled: bool = True, weights: str = "") -> Iterator[Append]:
-        """Yield a function that appends one update's logprobs; the column is whole or absent.
+    def write_tables(self, enabled: bool = True, weights: str = "") -> Iterator[Callable[[pa.Table], None]]:
+        """Yield a function that appends one update's rows; the column is whole or absent.
 
         `enabled` is true on one rank; on the others the function does nothing. `weights` is the fingerprint of the
-        checkpoint that they are of, if they are of one.
+        checkpoint that computed it, if that is one.
         """
         if not enabled:
-            yield lambda logprobs: None
+            yield lambda table: None
             return
         self.begin()
-        kind = SCHEMA.field(0).type
-        with durable_file(self.path) as file, pq.ParquetWriter(file, SCHEMA) as writer:
-            yield lambda logprobs: writer.write_table(pa.table([pa.array(logprobs, kind)], schema=SCHEMA))
-        row_groups, _, footer = parquet_spans(self.path, SCHEMA.names)
+        with durable_file(self.path) as file, pq.ParquetWriter(file, self.schema) as writer:
+            yield lambda table: writer.write_table(table, row_group_size=max(1, len(table)))
+        row_groups, _, footer = parquet_spans(self.path, self.schema.names)
         spans = {"row_groups": [asdict(span) for span in row_groups], "footer": asdict(footer)}
         self.finish({"weights": weights, **spans})
 
-    def read(self, update: int) -> list[np.ndarray]:
-        """Logprobs of the responses of the `update`-th update in the file, float32 [R] each.
+    def read_table(self, update: int, columns: list[str] | None = None) -> pa.Table:
+        """The rows of the `update`-th update in the file, with all columns or some.
 
         Raises UserError, ending with `repair`, when a file is missing or damaged, or belongs to something else.
         """
@@ -136,14 +137,58 @@ class LogprobColumn(Column):
         for span in (body["footer"], body["row_groups"][update]):
             verify(self.path, Span(**span), self.repair)
         with pq.ParquetFile(self.path) as file:
-            column: Any = file.read_row_group(update).column(0).combine_chunks()
-        flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
-        return np.split(flat, offsets[1:-1])
+            return file.read_row_group(update, columns=columns)
 
     @property
     def weights(self) -> str | None:
-        """The fingerprint of the checkpoint that the logprobs are of; None where that is not known."""
+        """The fingerprint of the checkpoint that computed it; None where that is not known."""
         try:
             return str(read_sealed(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):
             return None
+
+
+class LogprobColumn(TableColumn):
+    """Log-probabilities of every response's tokens."""
+
+    name, schema = "logprobs", SCHEMA
+
+    @contextmanager
+    def write(self, enabled: bool = True, weights: str = "") -> Iterator[Append]:
+        """`write_tables` of an update's logprobs."""
+        with self.write_tables(enabled, weights) as append:
+            yield lambda logprobs: append(logprob_table(logprobs))
+
+    def read(self, update: int) -> list[np.ndarray]:
+        """Logprobs of the responses of the `update`-th update in the file, float32 [R] each; raises as `read_table`."""
+        return logprobs_of(self.read_table(update))
+
+
+class ScoreColumn(TableColumn):
+    """A judge's scores, and what they were read from."""
+
+    name = "scores"
+    schema = pa.schema(
+        [
+            pa.field("score", pa.float64(), metadata={"meaning": "The judge's score; null: it cannot be read."}),
+            pa.field("prompt", pa.string(), metadata={"meaning": "What the judge was asked, as its tokens' text."}),
+            pa.field("answer", pa.string(), metadata={"meaning": "What it answered."}),
+            pa.field("why", pa.string(), metadata={"meaning": "Why there is no score; else empty."}),
+        ]
+    )
+
+    def read(self, update: int) -> np.ndarray:
+        """Scores float64 of the `update`-th update's responses, NaN where there is none; raises as `read_table`."""
+        return self.read_table(update, ["score"])["score"].to_numpy()
+
+
+def logprob_table(logprobs: Sequence[np.ndarray]) -> pa.Table:
+    """The rows of an update's logprobs, float32 [R] per response."""
+    return pa.table([pa.array(logprobs, SCHEMA.field(0).type)], schema=SCHEMA)
+
+
+def logprobs_of(table: pa.Table) -> list[np.ndarray]:
+    """What `logprob_table` was made of."""
+    column: Any = table.column(0).combine_chunks()
+    flat, offsets = column.flatten().to_numpy(), column.offsets.to_numpy()
+    return np.split(flat, offsets[1:-1])

@@ -56,6 +56,18 @@ OBJECTIVES |= {
     )
 }
 OBJECTIVES |= {
+    f"{name}, teacher against the {policy} policy": ObjectiveSection(
+        name=name, teacher="t", teacher_coef=0.7, teacher_policy=policy
+    )
+    for name, policy in (
+        ("mu_grpo", "behaviour"),
+        ("mu_grpo", "current"),
+        ("gspo", "behaviour"),
+        ("gmpo", "current"),
+        ("m2po", "current"),
+    )
+}
+OBJECTIVES |= {
     f"own {function}": ObjectiveSection(
         name=name, surrogate=f"tests.algorithm.own:{function}", surrogate_depends_on=dependence
     )
@@ -134,6 +146,9 @@ def make_problem(
     if config.kl_anchor:
         away = 0.4 * torch.randn(tokens, generator=generator)
         problem = replace(problem, anchor=(logprobs - away).float())
+    if config.teacher:
+        away = 0.4 * torch.randn(tokens, generator=generator)
+        problem = replace(problem, segments=replace(segments, teacher=(logprobs - away).float()))
     found = update_statistics(logprobs.float(), problem.behaviour, advantages, segments, config)
     # An update's threshold lies exactly on one of its tokens; a little beyond, rounding does not decide about that one.
     found = replace(found, log_clip=found.log_clip * 1.001, log_drop=found.log_drop * 1.001)

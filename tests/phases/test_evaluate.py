@@ -148,7 +148,8 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
         syncs.append(cursor.updates)
 
     monkeypatch.setattr(evaluate, "sync_weights", sync)
-    monkeypatch.setattr(evaluate, "sleep_engines", lambda run, learner, engines: None)
+    monkeypatch.setattr(evaluate, "sleep_engines", lambda run, engines: None)
+    monkeypatch.setattr(evaluate, "reload", lambda learner: None)
     return Stand(run, Engines(cast(Bridge, None), cast(EngineLeader, generator)), engine, saver, syncs)
 
 

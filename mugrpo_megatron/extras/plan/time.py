@@ -6,15 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.data.problems import named_sources
 from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import engines_of
 from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
 from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
+from mugrpo_megatron.files.hf_config import CONFIG, read_config_file
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.families import work_of
+from mugrpo_megatron.weights.families import architecture, work_of
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
@@ -103,6 +105,22 @@ def logprob_seconds(case: Case) -> float:
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
 
 
+def guest_seconds(case: Case) -> float:
+    """Seconds of a stage's guests: their weights come from the disk, and one forward pass reads the stage.
+
+    A guest whose shape is not known here counts as the policy.
+    """
+    seconds, table = 0.0, bundled()
+    tokens = case.recipe.schedule.updates_per_stage * case.responses * case.mean_sequence
+    for guest in case.recipe.guest.by_name.values():
+        path = guest.model / CONFIG
+        config = dict(read_config_file(path)) if path.is_file() else table.get(guest.model.name)
+        size = parameters(architecture(config, str(path)) if config else case.architecture)
+        seconds += size * case.itemsize / case.assumptions.disk
+        seconds += 2 * size * tokens / (case.cluster.world * flops_of(case))
+    return seconds
+
+
 def update_seconds(case: Case) -> float:
     """Seconds of one update: forward and backward, pipeline bubble, communication, optimizer step."""
     objective, layout = case.recipe.objective, case.layout
@@ -180,6 +198,8 @@ class Phases:
     evaluate: float
     """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
     logprobs: float
+    guest: float
+    """Guests' weights read, and their pass over the stage; a judge's answers are not counted."""
     optimize: float
     save: float = 0.0
 
@@ -204,6 +224,7 @@ def phases(case: Case, need: Memory) -> Phases:
         score=max(0.0, scoring_seconds(responses, case) - generate),
         evaluate=evaluate / schedule.stages,
         logprobs=logprob_seconds(case),
+        guest=guest_seconds(case),
         optimize=schedule.updates_on_stage * update_seconds(case),
     )
     return replace(phases, save=saving_seconds(phases.total, case))

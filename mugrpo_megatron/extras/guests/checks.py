@@ -1,0 +1,83 @@
+"""Refusals of guests before a run starts anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from mugrpo_megatron.checks.engines import engine_problems
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.launch import check_extra, engine_arguments
+from mugrpo_megatron.engine.placement import slot_of_environment
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.guests.judge import read_template
+from mugrpo_megatron.extras.guests.models import directory_of, judge_recipe, question_room, teacher_recipe
+from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
+from mugrpo_megatron.recipe.scoring import FunctionSection
+from mugrpo_megatron.weights.families import architecture
+
+REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
+
+
+def check_guests(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Raise UserError, in one sentence, when a guest of the recipe could not take its turn.
+
+    Models of the hub are downloaded here. The tokenizers are compared token by token, so transformers is imported.
+    """
+    for name, guest in recipe.guest.by_name.items():
+        key = f"guest.{name}"
+        directory = directory_of(recipe, name, cached=False)
+        config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
+        check_weights(directory, f"{key}.model")
+        section = guest.engine_section(recipe.engine)
+        check_extra(section.extra)
+        if section.nodes > 1:
+            raise UserError(f"{key}.engine.nodes = {section.nodes}: a guest's engine is on one node; set it to 1")
+        slot_of_environment(section, cuda=True)
+        for own in _recipes(recipe, name, directory):
+            if problems := list(engine_problems(own, config)):
+                raise UserError(f"{key}: {'; '.join(problems)}")
+            engine_arguments(own, directory, cuda=True)
+        say(f"guest: {name}, {config['model_type']} ({directory})")
+
+
+def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
+    """The recipes that the guest's engine is started with, checked as far as each job has checks of its own."""
+    if recipe.objective.teacher == name:
+        _check_teacher(recipe, name, directory)
+        yield teacher_recipe(recipe, name, directory)
+    for function, judge in recipe.reward.judges.items():
+        if judge.model == name:
+            yield _judge_recipe(recipe, function, judge, directory)
+
+
+def _judge_recipe(recipe: Recipe, function: str, judge: FunctionSection, directory: Path) -> Recipe:
+    """Checks its question, its parser and its context."""
+    key = f"reward.functions.{function}"
+    assert judge.model
+    assert judge.prompt
+    assert judge.parse
+    read_template(f"{key}.prompt", judge.prompt)
+    load_function(f"{key}.parse", judge.parse)
+    check_tokenizer(directory)
+    room = question_room(recipe, judge, read_model_config(directory))
+    if room < 1:
+        raise UserError(f"{key}.max_tokens = {judge.max_tokens} leaves no room for a question; lower it")
+    return judge_recipe(recipe, judge.model, directory, judge, room)
+
+
+def _check_teacher(recipe: Recipe, name: str, directory: Path) -> None:
+    """UserError for another vocabulary, and for a model whose logits cannot be divided by the temperature."""
+    policy = recipe.model.directory
+    own, other = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
+    if own != other:
+        differing = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
+        token, number = differing[0]
+        raise UserError(
+            f"guest.{name}.model = {directory} has another vocabulary than {policy} ({len(differing)} entries differ, "
+            f"first {token!r} = {number}), so it cannot score the policy's tokens; take a teacher with the same one"
+        )
+    if recipe.rollout.temperature != 1.0:  # refuses families whose last norm is not known
+        architecture(read_config(directory, key=f"guest.{name}.model", remedy=REMEDY), str(directory / CONFIG))

@@ -1,0 +1,141 @@
+"""A judge: a chat model is asked about every response of the stage, and a function reads a score from its answer.
+
+Its question is a Jinja file, rendered with `prompt` (what the policy was asked, as text), `response`, `gold` and `row`.
+Questions and answers are kept beside the score. An answer without a score has none, which is counted: the reward then
+leaves the judge out of the comparison inside the group (`phases.batches.neutral_where_missing`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from jinja2 import StrictUndefined, Template, TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from mugrpo_megatron.data.tokenizer import load_tokenizer
+from mugrpo_megatron.engine.wire import Sampling
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.guests.models import judge_recipe, question_room
+from mugrpo_megatron.extras.guests.parts import Parts
+from mugrpo_megatron.files.hf_config import read_model_config
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function, told
+from mugrpo_megatron.recipe.scoring import FunctionSection
+from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
+from mugrpo_megatron.stages.columns import ScoreColumn
+from mugrpo_megatron.stages.store import StageStore
+
+TOO_LONG = "the question is longer than the judge's context"
+
+
+def read_template(key: str, path: Path) -> Template:
+    """The template of a judge's question; UserError when it is missing or not Jinja."""
+    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=False)
+    try:
+        return environment.from_string(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
+    except TemplateError as error:
+        raise UserError(f"{key} = {path}: not a Jinja template ({error})") from None
+
+
+class Judge:
+    """Scores a stage for its column; a `turn.Job`."""
+
+    def __init__(self, recipe: Recipe, name: str, directory: Path, column: ScoreColumn, parts: Parts) -> None:
+        """`name` is the reward function's, `directory` the guest's."""
+        section, key = recipe.reward.judges[name], f"reward.functions.{name}"
+        assert section.prompt
+        assert section.parse
+        self.what, self.column, self.parts = f"scores of {name}", column, parts
+        self._name, self._section, self._key = name, section, key
+        self._template = read_template(f"{key}.prompt", section.prompt)
+        self._parse: Callable[[str], Any] = load_function(f"{key}.parse", section.parse)
+        self._tokenizer, self._policys = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
+        self._room = question_room(recipe, section, read_model_config(directory))
+        self.sampling = sampling_of(section, self._tokenizer)
+
+    def recipe(self, recipe: Recipe, name: str, directory: Path) -> Recipe:
+        return judge_recipe(recipe, name, directory, self._section, self._room)
+
+    def read(self, store: StageStore, update: int) -> list[Sample]:
+        return store.read_update(update, whole=True)
+
+    def prompts(self, samples: Sequence[Sample]) -> dict[int, Prompt]:
+        """By a sample's place; a question that is too long is not asked."""
+        questions = {place: self._question(one) for place, one in enumerate(samples)}
+        return {
+            place: Prompt(place, Problem(samples[place].problem, "", ""), ids)
+            for place, ids in questions.items()
+            if len(ids) <= self._room
+        }
+
+    def _question(self, sample: Sample) -> list[int]:
+        facts = {
+            "prompt": self._policys.decode(sample.prompt_ids.tolist(), skip_special_tokens=True),
+            "response": sample.text,
+            "gold": sample.gold,
+            "row": json.loads(sample.row) if sample.row else {},
+        }
+        try:
+            text = self._template.render(facts)
+        except Exception as error:  # a template may fail in any way on a row
+            raise UserError(
+                f"{self._key}.prompt = {self._section.prompt}: fails on {sample.problem} ({told(error)}); correct it"
+            ) from None
+        if not self._tokenizer.chat_template:
+            return list(self._tokenizer.encode(text))
+        chat = [{"role": "user", "content": text}]
+        ids: Any = self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        return list(ids)
+
+    def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
+        rows = [self._row(one, responses.get(place)) for place, one in enumerate(samples)]
+        columns = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), SCHEMA, strict=True)]
+        return pa.table(columns, schema=SCHEMA)
+
+    def _row(self, sample: Sample, response: Response | None) -> tuple[float | None, str, str, str]:
+        question = str(self._tokenizer.decode(self._question(sample)))
+        if response is None:
+            return None, question, "", TOO_LONG
+        answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
+        score, why = parsed(self._parse, answer)
+        return score, question, answer, why
+
+    def metrics(self, store: StageStore) -> dict[str, float]:
+        """The mean score and the number of responses without one."""
+        total, unparsed, scored = 0.0, 0, 0
+        for update in range(store.updates):
+            scores = self.column.read_table(update, ["score"])["score"]
+            unparsed += scores.null_count
+            scored += len(scores) - scores.null_count
+            total += sum(score for score in scores.to_pylist() if score is not None)
+        mean = {f"reward/{self._name}": total / scored} if scored else {}
+        return {f"unparsed/{self._name}": float(unparsed), **mean}
+
+
+SCHEMA = ScoreColumn.schema
+
+
+def sampling_of(section: FunctionSection, tokenizer: PreTrainedTokenizerBase) -> Sampling:
+    """How a judge answers; greedily at temperature 0."""
+    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    return Sampling(section.temperature, 1.0, section.max_tokens, stop)
+
+
+def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
+    """The score in a judge's answer, or None and why there is none; the user's function may fail in any way."""
+    try:
+        value = parse(answer)
+        if value is None:
+            return None, "no score in the answer"
+        score = float(value)
+    except Exception as error:
+        return None, told(error, __file__)
+    return (score, "") if math.isfinite(score) else (None, f"the score is {score}")

@@ -1,0 +1,98 @@
+"""What is refused of guests before anything starts, each in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mugrpo_megatron.errors import UserError
+from mugrpo_megatron.extras.guests.checks import check_guests
+from mugrpo_megatron.extras.guests.models import LAST_NORM, dividing, hook_of, teacher_recipe
+from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.load import validate
+from tests.tiny import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"))
+
+
+def recipe(policy: Path, teacher: Path, engine: dict[str, Any] | None = None, **rollout: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": policy, "dtype": "float32"},
+            "data": {"max_prompt_tokens": 32},
+            "rollout": {"max_response_tokens": 8, **rollout},
+            "objective": {"teacher": "big"},
+            "guest": {"big": {"model": teacher, "engine": engine or {}}},
+        }
+    )
+
+
+def test_a_teacher_with_the_same_vocabulary_is_fine(model: Path) -> None:
+    lines: list[str] = []
+    check_guests(recipe(model, model, temperature=0.5), lines.append)
+    assert lines == [f"guest: big, qwen2 ({model})"]
+
+
+def test_another_vocabulary(model: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other")
+    path = other / "tokenizer.json"
+    table = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = table["model"]["vocab"]
+    vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
+    path.write_text(json.dumps(table), encoding="utf-8")
+    with pytest.raises(UserError, match=r"has another vocabulary than .* \(4 entries differ, first 'A'"):
+        check_guests(recipe(model, other), print)
+
+
+def test_no_checkpoint(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"guest\.big\.model = .*: not a Hugging Face checkpoint"):
+        check_guests(recipe(model, tmp_path), print)
+
+
+def test_engine_keys_that_cannot_be(model: Path) -> None:
+    with pytest.raises(UserError, match=r"guest\.big\.engine\.nodes = 2"):
+        check_guests(recipe(model, model, {"nodes": 2}), print)
+    with pytest.raises(UserError, match=r"engine\.extra\.dtype"):
+        check_guests(recipe(model, model, {"extra": {"dtype": "bfloat16"}}), print)
+    with pytest.raises(UserError, match=r"`guest\.big`.*engine\.tensors: Extra inputs"):
+        validate({"guest": {"big": {"model": "m", "engine": {"tensors": 2}}}}, "recipe")
+
+
+def test_names_without_a_guest_and_guests_without_work() -> None:
+    with pytest.raises(UserError, match=r"objective\.teacher = 'big': there is no such guest; add \[guest\.big\]"):
+        validate({"objective": {"teacher": "big"}}, "recipe")
+    with pytest.raises(UserError, match=r"guest\.big: neither objective\.teacher nor a judge names it"):
+        validate({"guest": {"big": {"model": "m"}}}, "recipe")
+    with pytest.raises(UserError, match=r"teacher_coef.*needs a teacher"):
+        validate({"objective": {"teacher_coef": 1.0}}, "recipe")
+    with pytest.raises(UserError, match=r"`guest\.big\.modell` is not a recipe key; did you mean"):
+        validate({"guest": {"big": {"modell": "m"}}}, "recipe")
+
+
+def test_a_guests_engine_loads_its_own_weights_at_the_rollouts_temperature(model: Path) -> None:
+    own = teacher_recipe(recipe(model, model, {"memory_fraction": 0.9}, temperature=0.5, stop=["\n"]), "big", model)
+    assert own.engine.memory_fraction == 0.9
+    assert own.engine.extra == {"forward_hooks": hook_of(0.5)}
+    assert own.engine.quantization == "none"
+    assert own.rollout.stop == []
+    assert teacher_recipe(recipe(model, model), "big", model).engine.extra == {}
+
+
+def test_the_hook_divides_logits() -> None:
+    """As SGLang's models call their last norm: with a residual, or alone."""
+    (hook,) = hook_of(0.5)
+    assert hook["target_modules"] == [LAST_NORM]
+    norm = torch.nn.Identity()
+    norm.register_forward_hook(dividing(hook["config"]))
+    assert norm(torch.ones(2)).tolist() == [2.0, 2.0]
+    pair = torch.nn.Identity()
+    pair.register_forward_hook(dividing(hook["config"]))
+    hidden, residual = pair((torch.ones(2), torch.ones(2)))
+    assert (hidden.tolist(), residual.tolist()) == ([2.0, 2.0], [1.0, 1.0])
