@@ -379,11 +379,10 @@ class Recipe(Section):
     def _check_guests(self) -> Self:
         """Every guest has work, and who is given work is a guest."""
         work = {f"reward.functions.{name}.model": one.model for name, one in self.reward.judges.items()}
-        work, guests = {**work, "objective.teacher": self.objective.teacher}, self.guest.by_name
-        for key, name in work.items():
-            if name is not None and name not in guests:
+        for key, name in (work := {**work, "objective.teacher": self.objective.teacher}).items():
+            if name is not None and name not in self.guest.by_name:
                 raise ValueError(f"{key} = {name!r}: there is no such guest; add [guest.{name}]")
-        if idle := sorted(guests.keys() - set(work.values())):
+        if idle := sorted(self.guest.by_name.keys() - set(work.values())):
             raise ValueError(f"guest.{idle[0]}: neither objective.teacher nor a judge names it; remove it")
         return self
 

@@ -21,8 +21,8 @@ from tests.checkout import ROOT
 Phase = dict[str, Any]
 LETTERS = dict(
     zip(
-        ("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval", "probe"),
-        "sygclovep",
+        ("start", "sync", "generate", "score", "logprobs", "optimize", "save", "eval", "probe", "guest"),
+        "sygclovepu",
         strict=True,
     )
 )

@@ -15,7 +15,7 @@ from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.night]
 
-UPDATES = 40
+UPDATES = 80
 
 
 def recipe_of(folder: Path) -> Path:
@@ -28,7 +28,7 @@ def recipe_of(folder: Path) -> Path:
         "model": "wise",
         "prompt": str(folder / "question.j2"),
         "parse": "tests.extras.guests.parsing:characters",
-        "max_tokens": 64,
+        "max_tokens": 8,
         "temperature": 1.0,
     }
     return write_recipe(
@@ -40,7 +40,7 @@ def recipe_of(folder: Path) -> Path:
         objective={"teacher": "wise", "teacher_coef": 0.1},
         eval={"every_stages": 0},
         reward={"functions": {"coin": COIN, "quality": judge}},
-        guest={"wise": {"model": str(model)}},
+        guest={"wise": {"model": str(model), "engine": {"max_running_requests": 4}}},
     )
 
 
@@ -71,7 +71,5 @@ def test_killed_while_a_guest_has_its_turn(what: str, tmp_path: Path) -> None:
     assert not list(guests.glob("*.parts-*"))
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert sum(row["kind"] == "update" for row in rows) == UPDATES
-    turns = [row for row in rows if row.get("phase") == "guest" and "memory_after" in row]
-    assert len(turns) == 1
-    for row in turns:
-        assert float(row["memory_after"]) < 1.05 * float(row["memory_before"])
+    turns = [row for row in rows if row.get("phase") == "guest"]
+    assert len(turns) == 1, "the killed one wrote no row"
