@@ -16,6 +16,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from mugrpo_megatron.kernels.head import accumulate, gemm_input
+from mugrpo_megatron.megatron.versions import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):
@@ -41,8 +42,8 @@ class DirectLayers(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         return RowParallel
 
-    def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel)
+    def grouped_mlp_modules(self, *_: Any) -> Any:
+        return grouped_mlp(SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel))
 
 
 def _product(
