@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mugrpo_megatron.cpu import sglang as cpu
+from mugrpo_megatron.engine import sglang
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
@@ -39,9 +40,7 @@ def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
     # Imported here, so that the guard runs before the slow imports.
     if device == "cpu":
         return cpu.engine_type(compiled)
-    from sglang.srt.entrypoints.engine import Engine
-
-    return Engine  # type: ignore[no-any-return]
+    return sglang.engine_class()
 
 
 def log_to(log: Path) -> None:
@@ -242,6 +241,7 @@ class Host:
         self._engines.update_weights(serialized)
 
     def set_version(self, version: int) -> None:
+        self._engines.end_update()
         # Keys and values in the prefix cache belong to the old weights.
         self._engines.flush_cache()
         self._version = version

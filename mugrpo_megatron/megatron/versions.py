@@ -21,9 +21,13 @@ def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, a
     """
     spec: Any = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=grouped)
     if activation is not None:
-        submodules = spec.keywords["submodules"] if BUILDERS else spec.submodules
-        submodules.activation_func = activation
+        mlp_parts(spec).activation_func = activation
     return spec
+
+
+def mlp_parts(spec: Any) -> Any:
+    """What `mlp_spec` is made of: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
+    return spec.keywords["submodules"] if BUILDERS else spec.submodules
 
 
 def grouped_mlp(module: type, submodules: Any) -> Any:
