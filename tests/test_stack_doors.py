@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 DOORS = ("mugrpo_megatron/megatron/", "mugrpo_megatron/engine/sglang.py", "mugrpo_megatron/cpu/")
 FINDERS = {"version", "Version", "installed", "parse_version"}
 """Functions that return the version of a package."""
-ANSWERS = {"BUILDERS", "has_sessions"}
+ANSWERS = {"BUILDERS", "is_new"}
 """What the doors conclude from versions."""
 
 
@@ -72,7 +72,7 @@ def test_no_version_is_compared_outside_the_doors() -> None:
         'if (found := installed("torch")) != "2.14.1": pass',
         'match version("sglang"):\n    case "0.5.23": pass',
         'parse_version(torch.__version__) < Version("2.14")',
-        "from mugrpo_megatron.engine.sglang import has_sessions",
+        "from mugrpo_megatron.engine.sglang import is_new",
         "if versions.BUILDERS: pass",
     ],
 )

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.engine.sglang import has_sessions
+from mugrpo_megatron.engine.sglang import is_new
 from mugrpo_megatron.recipe.systems import EngineSection
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def name_kernels() -> None:
     Its speculative decoding imports these functions on CPU, whether or not it decodes so. Ends with a SGLang that does
     not; 0.5.15 imports none.
     """
-    if has_sessions() and find_spec("sgl_kernel") is None:
+    if is_new() and find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = kernels = ModuleType("sgl_kernel")
         vars(kernels).update(dict.fromkeys(NAMED_KERNELS, _no_kernel))
 

@@ -50,12 +50,12 @@ class EngineGroup:
         """The result of `work`, which the event loop runs."""
         return self._engines[0].loop.run_until_complete(work)
 
-    async def generate(self, input_ids: list[list[int]], **request: Any) -> list[dict[str, Any]]:
-        """SGLang's outputs of these prompts, which one engine answers together."""
+    async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
+        """SGLang's outputs of these prompts, which one engine answers together; `masked` as in the door."""
         number = self._running.index(min(self._running))
         self._running[number] += len(input_ids)
         try:
-            return await self._engines[number].async_generate(input_ids=input_ids, **request)  # type: ignore[no-any-return]
+            return await sglang.generate(self._engines[number], masked, input_ids=input_ids, **request)
         finally:
             self._running[number] -= len(input_ids)
 

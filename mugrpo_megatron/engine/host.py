@@ -166,7 +166,8 @@ class Generation:
             sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
-            top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
+            top_logprobs_num=self._sampling.top_k if self._sampling.keep and not self._sampling.masked else 0,
+            masked=self._sampling.masked,
         )
         self._in_flight -= 1
         self._tokens += sum(len(output["output_ids"]) for output in outputs)

@@ -9,10 +9,24 @@ import re
 from importlib.metadata import version
 from typing import Any
 
+MOST_TOP_LOGPROBS = 64
+"""Largest top-k whose tokens are read from the most likely tokens that SGLang returns with each position."""
+MOST_MASKED = 4096
+"""Largest top-k whose tokens it returns as the sampler's own mask (`sampling_mask_max_tokens`)."""
 
-def has_sessions() -> bool:
-    """Whether weights are updated between a call that begins it and one that ends it. Ends with 0.5.15."""
+
+def is_new() -> bool:
+    """Whether SGLang is newer than 0.5.15.
+
+    It then updates weights between a call that begins it and one that ends it, and returns the sampler's masks. Ends
+    with 0.5.15.
+    """
     return tuple(map(int, re.findall(r"\d+", version("sglang"))[:3])) > (0, 5, 15)
+
+
+def most_kept() -> int:
+    """Largest top-k whose tokens the engine can return, so that a stage keeps them."""
+    return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS
 
 
 def engine_class() -> type:
@@ -22,9 +36,22 @@ def engine_class() -> type:
     return Engine  # type: ignore[no-any-return]
 
 
+async def generate(engine: Any, masked: bool, **request: Any) -> list[dict[str, Any]]:
+    """SGLang's outputs of a request, with the sampler's masks where it is `masked`.
+
+    Masks need 1 < top-k <= MOST_MASKED. Raises what SGLang raises for a request that it rejects.
+    """
+    if not masked:
+        return await engine.async_generate(**request)  # type: ignore[no-any-return]
+    from sglang.srt.managers.io_struct import GenerateReqInput  # `async_generate` does not pass this argument on
+
+    whole = GenerateReqInput(return_sampling_mask=True, **request)
+    return await anext(engine.tokenizer_manager.generate_request(whole, None))  # type: ignore[no-any-return]
+
+
 async def begin_update(engine: Any) -> None:
     """Let the engine's model take weights; without effect before sessions. RuntimeError if SGLang refuses."""
-    if has_sessions():
+    if is_new():
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         request = BeginWeightUpdateReqInput(selector="target")
@@ -33,7 +60,7 @@ async def begin_update(engine: Any) -> None:
 
 async def end_update(engine: Any) -> None:
     """Let the engine's model finish the weights that it took, as for a quantised layer. RuntimeError as above."""
-    if has_sessions():
+    if is_new():
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         request = EndWeightUpdateReqInput()
@@ -47,7 +74,7 @@ async def update_weights(engine: Any, serialized: list[bytes], load_format: str)
     """
     from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
-    target = {"selector": "target"} if has_sessions() else {}  # a draft model keeps its own weights
+    target = {"selector": "target"} if is_new() else {}  # a draft model keeps its own weights
     request = UpdateWeightsFromTensorReqInput(
         serialized_named_tensors=serialized, load_format=load_format, flush_cache=False, **target
     )

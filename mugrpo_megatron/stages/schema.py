@@ -11,7 +11,6 @@ None by default and `OPTIONAL` a line. The other columns say what happened; peop
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,7 +30,7 @@ class Column:
     """One column: the field of `Sample` that has its name, as an Arrow type."""
 
     kind: pa.DataType
-    """A list type for an array of the sample's own length, of which the first dimension may be followed by others."""
+    """A list type for an array of the sample's own length, times as many for each place in `kept`."""
     meaning: str
     """Stored in the files as field metadata."""
     empty: bool = False
@@ -56,7 +55,7 @@ TRAINING: dict[str, Column] = {
 """What every stage has and training reads."""
 OPTIONAL: dict[str, Column] = {
     "loss_mask": Column(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
-    "kept": Column(IDS, "Tokens that could be sampled at each place, k for each, -1 where fewer; without it: all."),
+    "kept": Column(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
 }
 """What training reads where a stage has it."""
 TOLD: dict[str, Column] = {
@@ -69,8 +68,6 @@ TOLD: dict[str, Column] = {
 }
 """What people read. Training computes its own advantages, from the rewards and the recipe's objective."""
 COLUMNS: dict[str, Column] = TRAINING | OPTIONAL | TOLD
-SHAPE = b"shape"
-"""Field metadata: the dimensions after the first of an array that has several, as JSON."""
 
 
 def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
@@ -97,10 +94,7 @@ def schema(samples: Sequence[Sample]) -> pa.Schema:
     fields = []
     for name in names:
         column = COLUMNS[name]
-        metadata = {"meaning": column.meaning}
-        if name in OPTIONAL and (inner := getattr(samples[0], name).shape[1:]):
-            metadata[SHAPE.decode()] = json.dumps(inner)
-        fields.append(pa.field(name, column.kind, nullable=column.empty, metadata=metadata))
+        fields.append(pa.field(name, column.kind, nullable=column.empty, metadata={"meaning": column.meaning}))
     return pa.schema(fields)
 
 
@@ -123,6 +117,9 @@ def to_samples(table: pa.Table) -> list[Sample]:
     Token arrays are views of the table's memory, except those of bool.
     """
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
+    if "kept" in columns:
+        of_response = zip(columns["kept"], columns["response_ids"], strict=True)
+        columns["kept"] = [kept.reshape(len(ids), kept.size // max(1, len(ids))) for kept, ids in of_response]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -148,10 +145,7 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
         return column.to_pylist()
     lists = cast(pa.ListArray, column.combine_chunks())
     values = lists.values.to_numpy(zero_copy_only=not pa.types.is_boolean(field.type.value_type))
-    inner = json.loads((field.metadata or {}).get(SHAPE, b"[]"))
-    offsets = lists.offsets.to_numpy().tolist()
-    arrays = [values[start:end] for start, end in pairwise(offsets)]
-    return [array.reshape(-1, *inner) for array in arrays] if inner else arrays
+    return [values[start:end] for start, end in pairwise(lists.offsets.to_numpy().tolist())]
 
 
 class StageStatistics:
