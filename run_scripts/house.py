@@ -24,7 +24,7 @@ WALKS = (("train", "optimize_stage", "run"), ("train", "generate_stage", "run"))
 """(module, function, parameter) whose way through the calls is counted."""
 
 HELD = {
-    "core files": 201,
+    "core files": 202,
     "recipe keys": 164,
     "modules with one importer": 49,
     "basenames that occur twice": 4,

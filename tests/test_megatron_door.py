@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,17 @@ def test_only_the_door_and_the_learner_import_megatron() -> None:
     }
     assert places
     assert {place for place in places if not place.startswith(DOOR)} == set()
+
+
+def test_one_warning_of_megatrons_is_left_out_and_no_other() -> None:
+    import mugrpo_megatron.megatron  # noqa: F401
+
+    logger = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    told = [
+        bool(logger.filter(logger.makeRecord(logger.name, logging.WARNING, "", 0, text, (), None)))
+        for text in ("GPTModel IS DEPRECATED. GPTModel is only accepting critical bug fixes", "another warning")
+    ]
+    assert told == [False, True]
 
 
 @pytest.mark.night

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.engine.sglang import is_new
+from mugrpo_megatron.engine.door import is_new
 from mugrpo_megatron.recipe.systems import EngineSection
 
 if TYPE_CHECKING:

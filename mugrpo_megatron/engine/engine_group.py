@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mugrpo_megatron.engine import sglang
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import Load, read_load
 from mugrpo_megatron.files.tensors import Sums, sums
@@ -55,7 +55,7 @@ class EngineGroup:
         number = self._running.index(min(self._running))
         self._running[number] += len(input_ids)
         try:
-            return await sglang.generate(self._engines[number], masked, input_ids=input_ids, **request)
+            return await door.generate(self._engines[number], masked, input_ids=input_ids, **request)
         finally:
             self._running[number] -= len(input_ids)
 
@@ -83,17 +83,17 @@ class EngineGroup:
         loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
         load_format = loaders[0] if loaders else "flattened_bucket"
         shares = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
-        self.run(_all(sglang.update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
+        self.run(_all(door.update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
 
     def _begin_update(self) -> None:
         if not self._updating:
-            self.run(_all(map(sglang.begin_update, self._engines)))
+            self.run(_all(map(door.begin_update, self._engines)))
         self._updating = True
 
     def end_update(self) -> None:
         """All weights of a sync are loaded."""
         if self._updating:
-            self.run(_all(map(sglang.end_update, self._engines)))
+            self.run(_all(map(door.end_update, self._engines)))
         self._updating = False
 
     def checksums(self) -> list[Sums]:
@@ -101,7 +101,7 @@ class EngineGroup:
         replicas = []
         self._begin_update()
         for engine in self._engines:  # one after the other: they write to the same file
-            self.run(sglang.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
+            self.run(door.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
             replicas.append(read_sums())
         self.end_update()
         if any(other != replicas[0] for other in replicas):
@@ -143,7 +143,7 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
     scales of the KV cache in a quantised model, which are parameters there and no weights.
     """
     weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
-    if ranks := sglang.of_all_ranks(sums(weights)):
+    if ranks := door.of_all_ranks(sums(weights)):
         _file().write_text(json.dumps(ranks), encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mugrpo_megatron.cpu import sglang as cpu
-from mugrpo_megatron.engine import sglang
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
@@ -40,7 +40,7 @@ def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
     # Imported here, so that the guard runs before the slow imports.
     if device == "cpu":
         return cpu.engine_type(compiled)
-    return sglang.engine_class()
+    return door.engine_class()
 
 
 def log_to(log: Path) -> None:

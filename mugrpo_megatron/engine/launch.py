@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.cpu.sglang import replicas_of
-from mugrpo_megatron.engine import sglang
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
@@ -299,7 +299,7 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         top_k=rollout.top_k,
         min_p=rollout.min_p,
         keep=keeps(rollout),
-        masked=keeps(rollout) and rollout.top_k > sglang.MOST_TOP_LOGPROBS,
+        masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
         one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
         stream=_stream(recipe, "train"),
     )
@@ -307,7 +307,7 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
 
 def keeps(rollout: RolloutSection) -> bool:
     """Whether a stage keeps the tokens that could be sampled, so that the learner's softmax runs over the same."""
-    return 0 < rollout.top_k <= sglang.most_kept()
+    return 0 < rollout.top_k <= door.most_kept()
 
 
 def _stream(recipe: Recipe, name: str) -> str | None:
@@ -330,7 +330,7 @@ def sampling_note(recipe: Recipe) -> str:
         return ""
     return (
         "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
-        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to {sglang.most_kept()} or "
+        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to {door.most_kept()} or "
         "less, with top_p and min_p as they are, and the stage keeps the part, so that ratios are exact."
     )
 

@@ -16,7 +16,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from mugrpo_megatron.kernels.head import accumulate, gemm_input
-from mugrpo_megatron.megatron.versions import grouped_mlp
+from mugrpo_megatron.megatron import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):

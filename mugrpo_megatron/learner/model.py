@@ -26,7 +26,7 @@ from mugrpo_megatron.learner.attention import PackedAttention, Packing
 from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
-from mugrpo_megatron.megatron.versions import mlp_spec
+from mugrpo_megatron.megatron import mlp_spec
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Rope
 from mugrpo_megatron.weights.rope import frequencies

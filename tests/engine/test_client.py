@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from mugrpo_megatron.engine import sglang
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.process import _shared_memory
 from mugrpo_megatron.engine.wire import Sampling
@@ -29,7 +29,7 @@ SAMPLED = Sampling(temperature=0.7, top_p=1.0, max_tokens=12, stop_ids=())
 GREEDY = Sampling(temperature=0.0, top_p=1.0, max_tokens=12, stop_ids=())
 TOLERANCE = 1e-4
 LOOPBACK = {"127.0.0.1", "::1"}
-MASKED = pytest.mark.skipif(not sglang.is_new(), reason="this SGLang returns no masks of its sampler")
+MASKED = pytest.mark.skipif(not door.is_new(), reason="this SGLang returns no masks of its sampler")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_behaviour_logprobs_are_those_of_the_sampling_temperature(engine: Engine
 @pytest.mark.parametrize("most", [5, pytest.param(100, marks=MASKED)], ids=["top logprobs", "masks"])
 def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.nn.Module, most: int) -> None:
     """Every response lies inside the kept tokens, and its logprobs are those of a softmax over them."""
-    masked = most > sglang.MOST_TOP_LOGPROBS
+    masked = most > door.MOST_TOP_LOGPROBS
     how = Sampling(0.7, 0.8, 12, (), top_k=most, min_p=0.0 if masked else 0.05, keep=True, masked=masked)
     sizes = set()
     for prompt, responses in engine.generate(prompts(8), 4, how):

@@ -21,7 +21,7 @@ from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
-from mugrpo_megatron.megatron.versions import mlp_parts
+from mugrpo_megatron.megatron import mlp_parts
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
 from tests import models

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mugrpo_megatron.engine import sglang
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
-MASKED = pytest.mark.skipif(not sglang.is_new(), reason="this SGLang returns no masks of its sampler")
+MASKED = pytest.mark.skipif(not door.is_new(), reason="this SGLang returns no masks of its sampler")
 
 
 @pytest.mark.parametrize("top_k", [3, pytest.param(90, marks=MASKED)], ids=["top logprobs", "masks"])
