@@ -33,8 +33,8 @@ __all__ = [
     "tensor_parallel",
 ]
 
-BUILDERS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 17)
-"""Whether a layer's parts are functions that build them, no longer `ModuleSpec`s. Ends with 0.16.1."""
+BUILDERS = tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 18)
+"""Whether a layer's parts are functions that build them, no longer `ModuleSpec`s (0.17 has both). Ends with 0.16.1."""
 
 
 def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:
