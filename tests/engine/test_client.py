@@ -75,7 +75,8 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
             for place, (token, kept) in enumerate(zip(response.ids.tolist(), response.kept.tolist(), strict=True)):
                 chosen = [other for other in kept if other >= 0]
                 assert token in chosen
-                assert chosen == scores[place].topk(len(chosen)).indices.tolist()
+                least = scores[place].topk(len(chosen)).values[-1]
+                assert scores[place, chosen].min() >= least - TOLERANCE, "the most likely ones"
                 found = scores[place, chosen].log_softmax(0)[chosen.index(token)].item()
                 assert response.logprobs[place] == pytest.approx(found, abs=TOLERANCE)
                 sizes.add(len(chosen))
