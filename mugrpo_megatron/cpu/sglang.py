@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from mugrpo_megatron.engine.door import is_new
 from mugrpo_megatron.recipe.systems import EngineSection
 
 if TYPE_CHECKING:
@@ -60,14 +59,17 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
     return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
 
-def engine_type(compiled: bool) -> Callable[..., Any]:
+def engine_type(compiled: bool, new: bool) -> Callable[..., Any]:
     """What makes a `CpuEngine` of SGLang's arguments; with `compiled`, one that decodes with functions in C.
+
+    new: whether SGLang is newer than 0.5.15.
 
     Imports SGLang; the C compiler runs meanwhile.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
-    name_kernels()
+    if new:
+        name_kernels()
     build = Build() if compiled else None
     from mugrpo_megatron.cpu.forked_engine import CpuEngine
 
@@ -80,7 +82,7 @@ def name_kernels() -> None:
     Its speculative decoding imports these functions on CPU, whether or not it decodes so. Ends with a SGLang that does
     not; 0.5.15 imports none.
     """
-    if is_new() and find_spec("sgl_kernel") is None:
+    if find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = kernels = ModuleType("sgl_kernel")
         vars(kernels).update(dict.fromkeys(NAMED_KERNELS, _no_kernel))
 

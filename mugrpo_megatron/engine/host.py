@@ -39,7 +39,7 @@ def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
     """What makes SGLang's engine of its arguments; on CPU, `compiled` with functions in C."""
     # Imported here, so that the guard runs before the slow imports.
     if device == "cpu":
-        return cpu.engine_type(compiled)
+        return cpu.engine_type(compiled, door.is_new())
     return door.engine_class()
 
 
