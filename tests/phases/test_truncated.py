@@ -34,12 +34,8 @@ def test_engine_and_learner_agree_on_what_was_sampled_from(top_k: int, tmp_path:
     assert stage["mismatch_max"] < 1e-3, "over the whole vocabulary they would differ by the log of what was left out"
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["entropy"] < np.log(top_k)
-    widths = set()
     for sample in StageStore(tmp_path / "run" / "stages" / "00000").read_update(0):
         assert sample.kept is not None
         assert len(sample.kept) == len(sample.response_ids)
         assert (sample.kept == sample.response_ids[:, None]).any(1).all()
-        widths.add(sample.kept.shape[1])
-    assert max(widths) <= top_k
-    if top_k > 3:
-        assert len(widths) > 1, "each response is as wide as its longest row"
+        assert sample.kept.shape[1] <= top_k
