@@ -67,6 +67,7 @@ def test_a_truncated_sampler_says_what_it_kept(engine: Engine, reference: torch.
     sizes = set()
     for prompt, responses in engine.generate(prompts(8), 4, how):
         for response in responses:
+            assert response.kept is not None
             assert len(response.kept) == 12
             assert response.kept.shape[1] <= most
             ids = torch.tensor([prompt.ids + response.ids.tolist()])
