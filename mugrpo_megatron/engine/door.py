@@ -6,8 +6,10 @@ Importing this module imports neither torch nor SGLang.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from mugrpo_megatron.cpu import sglang as cpu
 from mugrpo_megatron.observe.environment import installed
 
 MOST_TOP_LOGPROBS = 64
@@ -31,8 +33,13 @@ def most_kept() -> int:
     return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS
 
 
-def engine_class() -> type:
-    """`sglang.Engine`, whose arguments are those of `ServerArgs`."""
+def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
+    """What makes SGLang's engine of the arguments of its `ServerArgs`; on CPU, `compiled` with functions in C.
+
+    Imports SGLang, which takes seconds.
+    """
+    if device == "cpu":
+        return cpu.engine_type(compiled, is_new())
     from sglang.srt.entrypoints.engine import Engine
 
     return Engine  # type: ignore[no-any-return]

@@ -22,25 +22,15 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
-from mugrpo_megatron.cpu import sglang as cpu
 from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
-
-
-def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
-    """What makes SGLang's engine of its arguments; on CPU, `compiled` with functions in C."""
-    # Imported here, so that the guard runs before the slow imports.
-    if device == "cpu":
-        return cpu.engine_type(compiled, door.is_new())
-    return door.engine_class()
 
 
 def log_to(log: Path) -> None:
@@ -279,7 +269,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:
-        make = engine_type(device, compiled=sys.argv[4] == "compiled")
+        make = door.engine_type(device, compiled=sys.argv[4] == "compiled")
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))
