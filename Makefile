@@ -2,7 +2,7 @@
 PYTHON = .venv/bin/python
 QUICK = not process and not slow and not night
 
-.PHONY: setup check test-quick test night docs lock quickstart
+.PHONY: setup check test-quick test night new-stack docs lock quickstart
 
 setup:
 	run_scripts/setup.sh
@@ -15,14 +15,19 @@ test-quick: setup  # starts no process, under 90 seconds
 	$(PYTHON) -m pytest -q -n 2 -m "$(QUICK)"
 test:  # what a change must pass: check and the whole suite
 	run_scripts/test.sh
-night: setup  # kill and scaling harnesses, comparisons with TRL, the report in a browser
+night: setup new-stack  # kill and scaling harnesses, comparisons with TRL, the report in a browser
 	$(PYTHON) -m pytest -m night
+new-stack:  # the quick tier, and the processes of learner and weights, where `setup.sh --stack new` has been run
+	if [ -x .venv-new/bin/python ]; then .venv-new/bin/python -m pytest -q -n 2 -m "$(QUICK)" \
+		&& .venv-new/bin/python -m pytest -q -n 2 -m "process and not night" tests/learner tests/weights; fi
 docs: setup  # the pages that are made from the code
 	$(PYTHON) -m run_scripts.recipe_reference > docs/recipe.md
 	$(PYTHON) -m run_scripts.metrics_page > docs/metrics.md
-lock:  # every version of the CUDA environment; needs uv
-	uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_34 --no-annotate \
-		--custom-compile-command "make lock" --constraint run_scripts/constraints-cuda.in \
-		--extra cuda --extra dev --extra study --output-file run_scripts/constraints-cuda.txt pyproject.toml
+lock:  # every version of the CUDA environment, of the pinned stack and of the new one; needs uv
+	for stack in "3.11 " "3.12 -new"; do set -- $$stack; \
+		uv pip compile --quiet --python-version $$1 --python-platform x86_64-manylinux_2_34 --no-annotate \
+		--custom-compile-command "make lock" --constraint run_scripts/constraints-cuda$$2.in \
+		--extra cuda$$2 --extra dev --extra study --output-file run_scripts/constraints-cuda$$2.txt pyproject.toml || exit; \
+	done
 quickstart:
 	run_scripts/quickstart.sh

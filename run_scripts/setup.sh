@@ -2,8 +2,9 @@
 # Makes .venv with pinned versions; returns at once if it is up to date. .venv is a link into .venvs/: runs that were
 # started with the former environment keep it, and .venv never names a half-made one.
 #
-#   run_scripts/setup.sh [--cpu | --cuda] [--with-te] [--with-apex]
+#   run_scripts/setup.sh [--cpu | --cuda] [--stack pinned|new] [--with-te] [--with-apex]
 #
+# --stack new makes .venv-new beside it: Python 3.12, megatron-core 0.19, SGLang 0.5.23. The pinned stack is the default.
 # Without --cpu or --cuda: cuda if nvidia-smi finds a GPU, else cpu. Two optional accelerators are built from source against
 # the installed torch, which needs nvcc of torch's CUDA version and takes half an hour each:
 #   --with-te     NVIDIA Transformer Engine: fused layers (learner.layers), fused Adam
@@ -15,43 +16,54 @@ cd "$(dirname "$0")/.."
 TE_VERSION=2.11.0     # from the registry: the core as a wheel, the torch extension as source
 APEX_TAG=25.09        # of https://github.com/NVIDIA/apex; the registry's "apex" is a different project
 
-device=cpu with_te='' with_apex=''
+device=cpu stack=pinned with_te='' with_apex=''
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then device=cuda; fi
-for option in "$@"; do
-  case "$option" in
+while [ $# -gt 0 ]; do
+  case "$1" in
     --cpu) device=cpu ;;
     --cuda) device=cuda ;;
+    --stack) stack=${2:-}; shift ;;
     --with-te) with_te=yes ;;
     --with-apex) with_apex=yes ;;
-    *) echo "setup.sh: unknown option $option; it takes --cpu, --cuda, --with-te, --with-apex" >&2; exit 2 ;;
+    *) echo "setup.sh: unknown option $1; it takes --cpu, --cuda, --stack, --with-te, --with-apex" >&2; exit 2 ;;
   esac
+  shift $(($# > 0))
 done
+case "$stack" in
+  pinned) link=.venv suffix='' sglang=0.5.15.post1 torchvision=0.28.0 pythons="python3.11 python3.12 python3" oldest=11 ;;
+  new) link=.venv-new suffix=-new sglang=0.5.23 torchvision=0.29.1 pythons="python3.12 python3" oldest=12 ;;
+  *) echo "setup.sh: --stack takes pinned or new" >&2; exit 2 ;;
+esac
+if [ "$stack" = new ] && [ -n "$with_te$with_apex" ]; then
+  echo "setup.sh: Transformer Engine and apex were not tried with --stack new; leave them out" >&2
+  exit 2
+fi
 if [ -n "$with_te$with_apex" ] && [ "$device" = cpu ]; then
   echo "setup.sh: Transformer Engine and apex are for CUDA machines; add --cuda, or remove --with-te and --with-apex" >&2
   exit 2
 fi
 
 pins=$(cat pyproject.toml run_scripts/setup.sh run_scripts/constraints-*.txt | sha256sum | cut -c1-12)
-stamp="$device${with_te:+ te}${with_apex:+ apex} $pins"
+stamp="$device$suffix${with_te:+ te}${with_apex:+ apex} $pins"
 here=$(pwd -P)
 # An environment names its own place: one that was copied or moved with its checkout would run the other checkout's code.
 is_ready() { [ "$(cat "$1/.ready" 2>/dev/null)" = "$stamp
 $here" ]; }
-if is_ready .venv; then exit 0; fi
-made_for=$(sed -n 2p .venv/.ready 2>/dev/null || true)
+if is_ready $link; then exit 0; fi
+made_for=$(sed -n 2p $link/.ready 2>/dev/null || true)
 if [ -n "$made_for" ] && [ "$made_for" != "$here" ]; then
-  echo "setup: .venv was made for $made_for, and this checkout is $here: installing again"
+  echo "setup: $link was made for $made_for, and this checkout is $here: installing again"
 fi
 
 python=
-for candidate in python3.11 python3.12 python3; do
-  if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+for candidate in $pythons; do
+  if "$candidate" -c "import sys; sys.exit(not (3, $oldest) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null; then
     python=$candidate
     break
   fi
 done
 if [ -z "$python" ]; then
-  echo "setup.sh: needs Python 3.11 or 3.12 on the PATH (megatron-core and SGLang have wheels for these)" >&2
+  echo "setup.sh: needs ${pythons% python3} on the PATH (megatron-core and SGLang have wheels for these)" >&2
   exit 2
 fi
 
@@ -63,28 +75,28 @@ exec 9> .venvs/.lock
 if ! flock --nonblock 9; then
   echo "setup: another setup.sh is at work in this checkout; waiting for it"
   flock 9
-  if is_ready .venv; then exit 0; fi
+  if is_ready $link; then exit 0; fi
 fi
 
 # The path is that of the link's target: a process that was started from it finds its packages after the link has moved.
 venv=$PWD/.venvs/${stamp// /-}
-former=$(readlink -f .venv || true)
+former=$(readlink -f $link || true)
 use() {
-  if [ -d .venv ] && [ ! -L .venv ]; then mv .venv .venvs/replaced; fi  # made by an older setup.sh
+  if [ -d $link ] && [ ! -L $link ]; then mv $link .venvs/replaced; fi  # made by an older setup.sh
   ln -sfn "${venv#"$PWD/"}" .venvs/link
-  mv -T .venvs/link .venv
+  mv -T .venvs/link $link
 }
 if is_ready "$venv"; then use; exit 0; fi
 
-echo "setup: installing for $device into .venv with $("$python" --version) (about a minute from a warm pip cache)"
+echo "setup: installing the $stack stack for $device into $link with $("$python" --version) (about a minute from a warm pip cache)"
 rm -rf "$venv"  # of a set-up that was interrupted
 "$python" -m venv "$venv"
 install() { "$venv/bin/pip" install --quiet --disable-pip-version-check --no-warn-conflicts "$@"; }
 
 if [ "$device" = cpu ]; then
-  install --constraint run_scripts/constraints-cpu.txt --editable ".[cpu,dev,study]"
+  install --constraint run_scripts/constraints-cpu$suffix.txt --editable ".[cpu$suffix,dev,study]"
   # SGLang's own requirements are for CUDA machines; what it needs on CPU is the cpu extra.
-  install --no-deps sglang==0.5.15.post1 torchvision==0.28.0
+  install --no-deps sglang==$sglang torchvision==$torchvision
   # The registry has only CUDA builds of torchvision. Next to a CPU torch their library does not load, and the import
   # fails where it registers fakes of the library's operators. SGLang only imports torchvision, so the fakes are removed.
   # No pin avoids this: the newest build, 0.29.2, fails in the same place.
@@ -93,7 +105,7 @@ if [ "$device" = cpu ]; then
     "$venv"/bin/python -c 'import torchvision'
   fi
 else
-  install --constraint run_scripts/constraints-cuda.txt --editable ".[cuda,dev,study]"
+  install --constraint run_scripts/constraints-cuda$suffix.txt --editable ".[cuda$suffix,dev,study]"
 fi
 
 # Compile against the torch in .venv: pip's isolated build environment would install another one.
@@ -143,7 +155,8 @@ use
 # The former environment stays, as runs on other machines may use it, and older ones that a process here uses.
 for other in .venvs/*/; do
   other=$PWD/${other%/}
-  if [ "$other" = "$venv" ] || [ "$other" = "$former" ] || grep -qsF "$other/" /proc/[0-9]*/maps; then continue; fi
+  case "$other" in "$venv" | "$former" | "$(readlink -f .venv)" | "$(readlink -f .venv-new)") continue ;; esac
+  if grep -qsF "$other/" /proc/[0-9]*/maps; then continue; fi
   rm -rf "$other"
 done
-echo "setup: ready; run_scripts/quickstart.sh trains a small model, .venv/bin/mugrpo doctor reports what was found"
+echo "setup: ready; run_scripts/quickstart.sh trains a small model, $link/bin/mugrpo doctor reports what was found"

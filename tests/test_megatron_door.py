@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -67,6 +68,16 @@ def test_only_the_door_and_the_learner_import_megatron() -> None:
     }
     assert places
     assert {place for place in places if not place.startswith(DOOR)} == set()
+
+
+def test_two_warnings_of_megatrons_are_left_out_and_no_other() -> None:
+    from mugrpo_megatron.megatron import LEFT_OUT
+
+    for name, start in LEFT_OUT.items():
+        logger = logging.getLogger(name)
+        texts = (f"{start}, and more", f"another warning than {start}")
+        records = [logger.makeRecord(name, logging.WARNING, "", 0, text, (), None) for text in texts]
+        assert [bool(logger.filter(record)) for record in records] == [False, True]
 
 
 @pytest.mark.night

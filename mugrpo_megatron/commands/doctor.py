@@ -87,6 +87,9 @@ PACKAGES = (
     Package("wandb", "wandb", "only with track.wandb_project", 'pip install "mugrpo-megatron[wandb]"', "never"),
 )
 
+STACKS = {("0.16.1", "0.5.15.post1"): "pinned", ("0.19.2", "0.5.23"): "new"}
+"""megatron-core and SGLang of a stack that `setup.sh --stack` installs and the tests run on."""
+
 
 def doctor() -> int:
     """Print each part as soon as it is known; 0 when this machine has what it needs, 2 when it does not.
@@ -117,6 +120,7 @@ def findings() -> Generator[Finding, None, None]:
 
         cuda = torch.cuda.is_available()
         yield from _torch(cuda)
+        yield stack(installed("megatron-core"), installed("sglang"))
         has_gpu = driver_answers()
         if torch.version.cuda or has_gpu:
             yield from (_tool(tool, needed=has_gpu) for tool in tools_here())
@@ -164,6 +168,14 @@ def _errors(process: subprocess.Popen[str]) -> Iterator[str]:
     for line in process.stdout:
         yield json.loads(line)
     yield from repeat(f"the import ended the interpreter with status {process.wait()}")
+
+
+def stack(megatron: str | None, sglang: str | None) -> Finding:
+    """Whether these versions of megatron-core and SGLang are a pair that was tested."""
+    name = STACKS.get((megatron or "", sglang or ""))
+    found = f"{name}: {megatron} with {sglang}" if name else f"not a tested pair: {megatron} with {sglang}"
+    use, remedy = "megatron-core with SGLang", f"{SETUP} --stack pinned or --stack new"
+    return Finding("stack", "ok" if name else "broken", found, use, False, remedy)
 
 
 def apex() -> Finding:

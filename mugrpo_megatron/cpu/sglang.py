@@ -7,8 +7,11 @@ other cores for both; more threads (`engine.threads`) only speed up the products
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.recipe.systems import EngineSection
@@ -22,6 +25,17 @@ LARGEST_WEIGHTS = 1 << 28
 """Bytes of weights up to which it takes more than one; each replica holds its own."""
 REPLICA_SEED_STRIDE = 104_729
 """Distance between the random seeds of two replicas."""
+NAMED_KERNELS = (
+    "assign_draft_cache_locs_contiguous_cpu",
+    "assign_extend_cache_locs_cpu",
+    "assign_req_to_token_pool_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "copy_all_layer_kv_cache_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "verify_tree_greedy_cpu",
+)
+"""What SGLang 0.5.23 imports of its kernels where it runs on CPU."""
 
 
 def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, cores: int | None) -> int:
@@ -45,17 +59,36 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
     return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
 
-def engine_type(compiled: bool) -> Callable[..., Any]:
+def engine_type(compiled: bool, new: bool) -> Callable[..., Any]:
     """What makes a `CpuEngine` of SGLang's arguments; with `compiled`, one that decodes with functions in C.
+
+    new: whether SGLang is newer than 0.5.15.
 
     Imports SGLang; the C compiler runs meanwhile.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
+    if new:
+        name_kernels()
     build = Build() if compiled else None
     from mugrpo_megatron.cpu.forked_engine import CpuEngine
 
     return partial(CpuEngine, build.wait() if build else None)
+
+
+def name_kernels() -> None:
+    """Let SGLang 0.5.23 be imported without `sgl_kernel`, whose wheel is for CUDA and takes 600 MB.
+
+    Its speculative decoding imports these functions on CPU, whether or not it decodes so. Ends with a SGLang that does
+    not; 0.5.15 imports none.
+    """
+    if find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = kernels = ModuleType("sgl_kernel")
+        vars(kernels).update(dict.fromkeys(NAMED_KERNELS, _no_kernel))
+
+
+def _no_kernel(*_: Any) -> Any:
+    raise RuntimeError("an engine on CPU has no speculative decoding: SGLang's kernels for it are not installed")
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:

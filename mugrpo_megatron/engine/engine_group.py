@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.launch import SUMMING
 from mugrpo_megatron.engine.queue import Load, read_load
 from mugrpo_megatron.files.tensors import Sums, sums
@@ -32,6 +33,8 @@ class EngineGroup:
         self._engines = engines
         self._running = [0] * len(engines)
         """Requests of each engine."""
+        self._updating = False
+        """Whether an update of the weights has begun and not ended."""
 
     @property
     def ranks(self) -> int:
@@ -47,12 +50,12 @@ class EngineGroup:
         """The result of `work`, which the event loop runs."""
         return self._engines[0].loop.run_until_complete(work)
 
-    async def generate(self, input_ids: list[list[int]], **request: Any) -> list[dict[str, Any]]:
-        """SGLang's outputs of these prompts, which one engine answers together."""
+    async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
+        """SGLang's outputs of these prompts, which one engine answers together; `masked` as in the door."""
         number = self._running.index(min(self._running))
         self._running[number] += len(input_ids)
         try:
-            return await self._engines[number].async_generate(input_ids=input_ids, **request)  # type: ignore[no-any-return]
+            return await door.generate(self._engines[number], masked, input_ids=input_ids, **request)
         finally:
             self._running[number] -= len(input_ids)
 
@@ -72,18 +75,35 @@ class EngineGroup:
         return read_load(tokens, [one for of_engine in snapshots for one in of_engine])
 
     def update_weights(self, serialized: list[bytes]) -> None:
-        """Load a bucket of weights into every engine; one serialisation for each rank of each engine."""
+        """Load a bucket of weights into every engine; one serialisation for each rank of each engine.
+
+        The first bucket of a sync begins the update; `end_update` ends it.
+        """
+        self._begin_update()
         loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
         load_format = loaders[0] if loaders else "flattened_bucket"
         shares = [serialized[start : start + self.ranks] for start in range(0, len(serialized), self.ranks)]
-        self.run(_all(_update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
+        self.run(_all(door.update_weights(*pair, load_format) for pair in zip(self._engines, shares, strict=True)))
+
+    def _begin_update(self) -> None:
+        if not self._updating:
+            self.run(_all(map(door.begin_update, self._engines)))
+        self._updating = True
+
+    def end_update(self) -> None:
+        """All weights of a sync are loaded."""
+        if self._updating:
+            self.run(_all(map(door.end_update, self._engines)))
+        self._updating = False
 
     def checksums(self) -> list[Sums]:
         """Of each tensor parallel rank; RuntimeError when two engines differ."""
         replicas = []
+        self._begin_update()
         for engine in self._engines:  # one after the other: they write to the same file
-            self.run(_update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
+            self.run(door.update_weights(engine, [pickle.dumps([])] * self.ranks, SUMMING))
             replicas.append(read_sums())
+        self.end_update()
         if any(other != replicas[0] for other in replicas):
             raise RuntimeError("the engine's replicas hold different weights")
         return replicas[0]
@@ -108,18 +128,6 @@ async def _all(work: Iterable[Awaitable[None]]) -> None:
     await asyncio.gather(*work)
 
 
-async def _update_weights(engine: Any, serialized: list[bytes], load_format: str) -> None:
-    # `Engine.update_weights_from_tensor` would pickle again what the client has serialised.
-    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-
-    request = UpdateWeightsFromTensorReqInput(
-        serialized_named_tensors=serialized, load_format=load_format, flush_cache=False
-    )
-    accepted, message = await engine.tokenizer_manager.update_weights_from_tensor(request, None)
-    if not accepted:
-        raise RuntimeError(f"the engine refused a weight bucket: {message}")
-
-
 async def _flush_cache(engine: Any) -> None:
     answer = await engine.tokenizer_manager.flush_cache(timeout_s=IDLE_SECONDS)
     if not answer.success:
@@ -134,12 +142,8 @@ def write_sums(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) 
     others may be on nodes whose files the host does not see. Left out is what SGLang's own checks leave out: the
     scales of the KV cache in a quantised model, which are parameters there and no weights.
     """
-    from sglang.srt.distributed import get_tp_group  # here, as launch.py needs no SGLang
-
     weights = ((name, one) for name, one in model.named_parameters() if not getattr(one, "_skip_weight_check", False))
-    group, own = get_tp_group(), sums(weights)
-    ranks = group.all_gather_object(own) if group.world_size > 1 else [own]
-    if group.rank_in_group == 0:
+    if ranks := door.of_all_ranks(sums(weights)):
         _file().write_text(json.dumps(ranks), encoding="utf-8")
 
 

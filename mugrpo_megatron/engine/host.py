@@ -22,29 +22,18 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from mugrpo_megatron.cpu import sglang as cpu
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
 from mugrpo_megatron.engine.scoring import answer, pieces, request
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
-
-
-def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
-    """What makes SGLang's engine of its arguments; on CPU, `compiled` with functions in C."""
-    # Imported here, so that the guard runs before the slow imports.
-    if device == "cpu":
-        return cpu.engine_type(compiled)
-    from sglang.srt.entrypoints.engine import Engine
-
-    return Engine  # type: ignore[no-any-return]
 
 
 def log_to(log: Path) -> None:
@@ -181,7 +170,8 @@ class Generation:
             sampling_params=self._parameters_of(work),
             return_logprob=True,
             return_routed_experts=self._sampling.routed is not None,
-            top_logprobs_num=self._sampling.top_k if self._sampling.keep else 0,
+            top_logprobs_num=self._sampling.top_k if self._sampling.keep and not self._sampling.masked else 0,
+            masked=self._sampling.masked,
         )
 
     async def _score(self, work: Work) -> list[dict[str, Any]]:
@@ -264,6 +254,7 @@ class Host:
         self._engines.update_weights(serialized)
 
     def set_version(self, version: int) -> None:
+        self._engines.end_update()
         # Keys and values in the prefix cache belong to the old weights.
         self._engines.flush_cache()
         self._version = version
@@ -300,7 +291,7 @@ def main() -> None:
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:
-        make = engine_type(device, compiled=sys.argv[4] == "compiled")
+        make = door.engine_type(device, compiled=sys.argv[4] == "compiled")
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.cpu.sglang import replicas_of
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.wire import Routed, Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
 from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.sections import RolloutSection
 from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
 
 if TYPE_CHECKING:
@@ -250,7 +252,8 @@ def engine_environment(recipe: Recipe, model_dir: Path, cuda: bool, slot: Engine
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
     threads = str(recipe.engine.threads)
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads}
+    # A CUDA build of torch brings NCCL, which SGLang would load and call without a device.
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": threads, "SGLANG_NCCL_SO_PATH": os.devnull}
     if recipe.engine.nodes == 1:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     if recipe.engine.tensor > 1:
@@ -309,10 +312,16 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         stop=tuple(rollout.stop),
         top_k=rollout.top_k,
         min_p=rollout.min_p,
-        keep=rollout.replayed > 0,
+        keep=keeps(rollout),
+        masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
         one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
         stream=_stream(recipe, "train"),
     )
+
+
+def keeps(rollout: RolloutSection) -> bool:
+    """Whether a stage keeps the tokens that could be sampled, so that the learner's softmax runs over the same."""
+    return 0 < rollout.top_k <= door.most_kept()
 
 
 def _stream(recipe: Recipe, name: str) -> str | None:
@@ -331,12 +340,12 @@ def _routed(recipe: Recipe) -> Routed | None:
 def sampling_note(recipe: Recipe) -> str:
     """What to know of the recipe's sampling; empty where ratios are exact."""
     rollout = recipe.rollout
-    if not rollout.truncates or rollout.replayed:
+    if not rollout.truncates or keeps(rollout):
         return ""
     return (
         "The engine samples from a part of the vocabulary, and probabilities are those of the whole one on both sides: "
-        "ratios leave out how the part's share of the probability moves. Set rollout.top_k to 64 or less, with top_p "
-        "and min_p as they are, and the stage keeps the part, so that ratios are exact."
+        f"ratios leave out how the part's share of the probability moves. Set rollout.top_k to {door.most_kept()} or "
+        "less, with top_p and min_p as they are, and the stage keeps the part, so that ratios are exact."
     )
 
 

@@ -15,6 +15,7 @@ import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy as np
 from mugrpo_megatron.samples import Response, expert_type
 
 ABSENT = -1
-"""Fills a row of kept tokens that are fewer than top-k."""
+"""Fills a row of kept tokens that are fewer than in the longest row."""
 
 
 def kept_tokens(
@@ -91,6 +92,8 @@ class Sampling:
     min_p: float = 0.0
     keep: bool = False
     """Return the tokens that could be sampled, and logprobs among them; needs `top_k`."""
+    masked: bool = False
+    """Take them from the sampler's own masks; needs `keep`."""
     one_after_another: bool = False
     """How the engine combines top-k and top-p; see `kept_tokens`."""
     stream: str | None = None
@@ -138,7 +141,7 @@ class Groups:
     routed: np.ndarray | None = None
     """int64 [responses]: tokens with routes of each, prompt included."""
     kept: np.ndarray | None = None
-    """int32 [tokens, top-k]: the tokens that could be sampled, where the client asked for them."""
+    """int32 [tokens, most of a token]: the tokens that could be sampled, where the client asked for them."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
         """Yield each group's key and responses; arrays are views of the message's."""
@@ -153,7 +156,7 @@ class Groups:
                 logprobs=self.logprobs[end - length : end],
                 finish_reason=FINISH_REASONS[finish],
                 weight_version=self.weight_version,
-                kept=None if self.kept is None else self.kept[end - length : end],
+                kept=None if self.kept is None else _narrow(self.kept[end - length : end]),
                 routes=experts,
             )
             for end, length, finish, experts in zip(
@@ -203,7 +206,9 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         [entry[0] for output in outputs for entry in output["meta_info"]["output_token_logprobs"]], dtype=np.float32
     )
     kept = None
-    if sampling.keep:
+    if sampling.masked:
+        kept, logprobs = _masks(outputs, len(ids))
+    elif sampling.keep:
         kept, logprobs = _kept(outputs, ids, logprobs, sampling)
     return Groups(
         keys=[key for key, _ in groups],
@@ -219,6 +224,24 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         routed=np.array([len(part) for part in routes]) if routes else None,
         kept=kept,
     )
+
+
+def _narrow(kept: np.ndarray) -> np.ndarray:
+    """A response's kept tokens, without columns that hold none: a message is as wide as its longest row."""
+    columns = np.flatnonzero((kept != ABSENT).any(0))
+    return kept[:, : columns[-1] + 1] if len(columns) else kept[:, :1]
+
+
+def _masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Kept tokens and logprobs among them, from the masks of SGLang's sampler, most likely first."""
+    masks = [mask for output in outputs for mask in output["meta_info"]["output_token_sampling_mask"]]
+    logprobs = [one for output in outputs for one in output["meta_info"]["output_token_sampling_logprobs"]]
+    if not len(masks) == len(logprobs) == tokens:
+        raise ValueError("a response with another number of masks than of token ids")
+    lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
+    kept = np.full((tokens, int(lengths.max(initial=1))), ABSENT, dtype=np.int32)
+    kept[np.arange(kept.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(masks), np.int32)
+    return kept, np.array(logprobs, dtype=np.float32)
 
 
 def _kept(

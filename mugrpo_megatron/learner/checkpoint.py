@@ -19,9 +19,9 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
@@ -105,7 +105,7 @@ class DiskWriter(torch_checkpoint.FileSystemWriter):
             super().finish(metadata, results)
 
 
-class WriteInProcess(AsyncSaveShardedStrategy):
+class WriteInProcess(TorchDistSaveShardedStrategy):
     """Writes Megatron's `torch_dist` format in this process, when the request is executed.
 
     Megatron forks writers and starts a manager process for their results. That takes seconds for the first save of a
@@ -113,13 +113,11 @@ class WriteInProcess(AsyncSaveShardedStrategy):
     `group`.
     """
 
-    can_handle_sharded_objects = True
-
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         super().__init__("torch_dist", 1)
         self._group = group
 
-    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *_: Any) -> AsyncRequest:
         tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         torch_state = mcore_to_pyt_state_dict(tensors, False)
 

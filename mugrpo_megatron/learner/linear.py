@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mugrpo_megatron.kernels.head import accumulate, gemm_input
+from mugrpo_megatron.megatron import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):
@@ -61,8 +62,8 @@ class DirectLayers(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         return RowParallel
 
-    def grouped_mlp_modules(self, *_: Any) -> tuple[type, MLPSubmodules]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel)
+    def grouped_mlp_modules(self, *_: Any) -> Any:
+        return grouped_mlp(SequentialMLP, MLPSubmodules(linear_fc1=ColumnParallel, linear_fc2=RowParallel))
 
 
 def _product(

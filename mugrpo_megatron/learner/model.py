@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
@@ -31,6 +31,7 @@ from mugrpo_megatron.learner.groups import Ranks
 from mugrpo_megatron.learner.latent import latent_spec
 from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
+from mugrpo_megatron.megatron import mlp_spec
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
 from mugrpo_megatron.weights.rope import frequencies
@@ -73,9 +74,8 @@ def layer_spec(
 ) -> ModuleSpec:
     """A pre-norm layer; `config.moe_grouped_gemm` selects one grouped GEMM for its experts, if any."""
     fused = backend.fuse_layernorm_and_linear()
-    mlp = get_mlp_module_spec_for_backend(backend, experts or None, moe_grouped_gemm=config.moe_grouped_gemm)
-    if config.use_te_activation_func:  # Megatron's name for taking the spec's activation
-        mlp.submodules.activation_func = SwiGLU
+    activation = SwiGLU if config.use_te_activation_func else None  # Megatron's name for taking the spec's activation
+    mlp = mlp_spec(backend, experts or None, config.moe_grouped_gemm, activation)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

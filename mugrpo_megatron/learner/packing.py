@@ -171,7 +171,9 @@ def _kept(mine: list[Tokens], device: torch.device) -> torch.Tensor | None:
         return None
     if len(rows_kept) < len(mine):
         raise ValueError("some responses of an update have kept tokens, others not")
-    return torch.from_numpy(np.concatenate(rows_kept).astype(np.int64)).to(device)
+    width = max(rows.shape[1] for rows in rows_kept)
+    padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in rows_kept]
+    return torch.from_numpy(np.concatenate(padded).astype(np.int64)).to(device)
 
 
 def _share(trained: list[int], rank: int, size: int) -> list[int]:

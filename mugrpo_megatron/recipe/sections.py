@@ -61,10 +61,6 @@ class ReportSection(Section):
     """Problems of each held-out set for which every evaluation stores one response; 0 stores none."""
 
 
-MOST_KEPT = 64
-"""Largest top-k whose tokens a stage keeps: 4 bytes each for every token."""
-
-
 class RolloutSection(Section):
     """How the responses of an update are sampled."""
 
@@ -77,9 +73,10 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner divides its logits by it too, so that ratios compare the same policies."""
     top_k: NonNegativeInt = 0
-    """Sample only from this many most likely tokens; 0 is all. Up to 64 the stage stores them, and ratios are exact."""
+    """Sample only from this many most likely tokens; 0 is all. Up to 64, with SGLang 0.5.23 4,096, the stage stores
+    them, and ratios are exact."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    """Nucleus sampling: below 1, ratios are exact with a `top_k` of at most 64, otherwise biased."""
+    """Nucleus sampling: below 1, ratios are exact with a `top_k` that the stage stores, otherwise biased."""
     min_p: float = Field(0.0, ge=0.0, lt=1.0)
     """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
     stop: list[str] = Field(default_factory=list)
@@ -94,11 +91,6 @@ class RolloutSection(Section):
     def truncates(self) -> bool:
         """Whether some tokens cannot be sampled."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def replayed(self) -> int:
-        """Tokens that the stage keeps for each place, so that the learner's softmax runs over the same; 0 for none."""
-        return self.top_k if self.top_k <= MOST_KEPT else 0
 
     @field_validator("stop")
     @classmethod

@@ -11,8 +11,6 @@ None by default and `OPTIONAL` a line. The other columns say what happened; peop
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -32,7 +30,7 @@ class Column:
     """One column: the field of `Sample` that has its name, as an Arrow type."""
 
     kind: pa.DataType
-    """A list type for an array of the sample's own length, of which the first dimension may be followed by others."""
+    """A list type for an array of the sample's own length, times as many for each place in `kept`."""
     meaning: str
     """Stored in the files as field metadata."""
     empty: bool = False
@@ -57,7 +55,7 @@ TRAINING: dict[str, Column] = {
 """What every stage has and training reads."""
 OPTIONAL: dict[str, Column] = {
     "loss_mask": Column(pa.list_(pa.bool_()), "Whether each response token is trained on; a stage without it: all."),
-    "kept": Column(IDS, "Tokens that could be sampled at each place, k for each, -1 where fewer; without it: all."),
+    "kept": Column(IDS, "Tokens that could be sampled at each place, -1 where fewer; without it: all."),
 }
 """What training reads where a stage has it."""
 TOLD: dict[str, Column] = {
@@ -72,8 +70,6 @@ TOLD: dict[str, Column] = {
 COLUMNS: dict[str, Column] = TRAINING | OPTIONAL | TOLD
 LISTS = ("prompt_ids", "response_ids", "behaviour_logprobs", "loss_mask", "kept")
 """As many values for each token."""
-SHAPE = b"shape"
-"""Field metadata: the dimensions after the first of an array that has several, as JSON."""
 
 
 def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
@@ -97,11 +93,7 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
     """UserError, ending with `remedy`, unless a stage's file has the columns of a stage and their types."""
     names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TOLD]
-    try:
-        shapes = [_inner(field) for field in stored if field.name in OPTIONAL]
-    except (ValueError, RecursionError):
-        shapes = None
-    if shapes is None or [(one.name, one.type) for one in stored] != [(name, COLUMNS[name].kind) for name in names]:
+    if [(one.name, one.type) for one in stored] != [(name, COLUMNS[name].kind) for name in names]:
         raise UserError(f"{path}: its columns are not those of a stage; {remedy}")
 
 
@@ -131,7 +123,7 @@ def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
             yield f"{name} has no token in some rows"
         if name.endswith("_ids") and pc.min(pc.list_flatten(table[name])).as_py() < 0:
             yield f"{name} holds negative numbers"
-        each = math.prod(_inner(table.schema.field(name)))
+        each = lengths[name] // np.maximum(lengths["response_ids"], 1) if name == "kept" else 1
         if name != "prompt_ids" and (lengths[name] != each * lengths["response_ids"]).any():
             yield "some responses have more or fewer values than tokens"
 
@@ -142,10 +134,7 @@ def schema(samples: Sequence[Sample]) -> pa.Schema:
     fields = []
     for name in names:
         column = COLUMNS[name]
-        metadata = {"meaning": column.meaning}
-        if name in OPTIONAL and (inner := getattr(samples[0], name).shape[1:]):
-            metadata[SHAPE.decode()] = json.dumps(inner)
-        fields.append(pa.field(name, column.kind, nullable=column.empty, metadata=metadata))
+        fields.append(pa.field(name, column.kind, nullable=column.empty, metadata={"meaning": column.meaning}))
     return pa.schema(fields)
 
 
@@ -168,6 +157,9 @@ def to_samples(table: pa.Table) -> list[Sample]:
     Token arrays are views of the table's memory, except those of bool.
     """
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
+    if "kept" in columns:
+        of_response = zip(columns["kept"], columns["response_ids"], strict=True)
+        columns["kept"] = [kept.reshape(len(ids), kept.size // max(1, len(ids))) for kept, ids in of_response]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 
@@ -193,18 +185,7 @@ def _values(column: pa.ChunkedArray, field: pa.Field) -> list[Any]:
         return column.to_pylist()
     lists = cast(pa.ListArray, column.combine_chunks())
     values = lists.values.to_numpy(zero_copy_only=not pa.types.is_boolean(field.type.value_type))
-    inner = _inner(field)
-    offsets = lists.offsets.to_numpy().tolist()
-    arrays = [values[start:end] for start, end in pairwise(offsets)]
-    return [array.reshape(-1, *inner) for array in arrays] if inner else arrays
-
-
-def _inner(field: pa.Field) -> list[int]:
-    """The dimensions of a token's values; ValueError where the file does not say them as numbers."""
-    inner = json.loads((field.metadata or {}).get(SHAPE, b"[]"))
-    if not isinstance(inner, list) or not all(type(one) is int and 0 < one < 2**31 for one in inner):
-        raise ValueError(f"{field.name}: {inner!r} is no shape")
-    return inner
+    return [values[start:end] for start, end in pairwise(lists.offsets.to_numpy().tolist())]
 
 
 class StageStatistics:

@@ -23,7 +23,7 @@ import psutil
 import torch
 
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.host import engine_type
+from mugrpo_megatron.engine.door import engine_type
 from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.files.hf_config import read_model_config

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, shown
+from mugrpo_megatron.commands.doctor import Finding, Package, State, apex, doctor, findings, importing, shown, stack
 
 TEXT = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]) | st.just(" "), min_size=1, max_size=120)
 
@@ -73,6 +73,23 @@ def test_a_part_fits_80_columns_and_loses_nothing(part: str, found: str, use: st
             assert told.count(character) >= text.count(character)
 
 
+@pytest.mark.parametrize(
+    ("megatron", "sglang", "state", "name"),
+    [
+        ("0.16.1", "0.5.15.post1", "ok", "pinned"),
+        ("0.19.2", "0.5.23", "ok", "new"),
+        ("0.19.2", "0.5.15.post1", "broken", "not a tested pair"),
+        ("0.16.1", None, "broken", "not a tested pair"),
+    ],
+)
+def test_only_a_pair_that_was_tested_is_a_stack(megatron: str, sglang: str | None, state: State, name: str) -> None:
+    finding = stack(megatron, sglang)
+    assert finding.state == state
+    assert finding.found.startswith(name)
+    assert ("--stack new" in printed(finding)) == (state == "broken")
+    assert not finding.needed, "it may well run"
+
+
 @pytest.mark.process
 def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first package waits for ever; what is known before it is there all the same."""
@@ -81,8 +98,8 @@ def test_parts_are_told_while_the_imports_are_still_under_way(site: Path, monkey
     monkeypatch.setattr("mugrpo_megatron.commands.doctor.PACKAGES", (package,))
     monkeypatch.setattr("mugrpo_megatron.commands.doctor.installed", lambda distribution: "1")
     with closing(findings()) as told:
-        before = [next(told).part for _ in range(7)]
-    assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL"]
+        before = [next(told).part for _ in range(8)]
+    assert before == ["Python", "cores", "memory", "devices", "torch", "gloo", "NCCL", "stack"]
 
 
 @pytest.mark.process

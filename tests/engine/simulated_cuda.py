@@ -80,9 +80,11 @@ def facts(arguments: dict[str, Any]) -> dict[str, Any]:
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
 
-    made = ServerArgs(**arguments)
-    graphs: Any = made.cuda_graph_config
-    model = ModelConfig.from_server_args(made)
+    raw: Any = ServerArgs(**arguments)
+    getattr(raw, "resolve_once", bool)()  # SGLang 0.5.15 makes its choices in the constructor
+    made: Any = resolved_view(raw)
+    graphs = made.cuda_graph_config
+    model = ModelConfig.from_server_args(raw)
     scheme = Fp8Config.from_config(model.hf_config.quantization_config) if model.quantization else None
     return {
         "device": made.device,
@@ -96,7 +98,7 @@ def facts(arguments: dict[str, Any]) -> dict[str, Any]:
         "overlap": not made.disable_overlap_schedule,
         "base_gpu_id": made.base_gpu_id,
         "deterministic": made.enable_deterministic_inference,
-        "sampler": resolved_view(made).sampling_backend,
+        "sampler": made.sampling_backend,
         "custom_all_reduce": not made.disable_custom_all_reduce,
         "prefix_cache": not made.disable_radix_cache,
         "seed": SamplingParams(sampling_seed=3).sampling_seed,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -75,7 +77,10 @@ def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatc
     async def asked(engine: object, serialized: list[bytes], load_format: str) -> None:
         assert (len(serialized), load_format) == (1, groups.SUMMING)
 
-    monkeypatch.setattr(groups, "_update_weights", asked)
+    async def nothing(engine: object) -> None: ...
+
+    for name, function in {"begin_update": nothing, "update_weights": asked, "end_update": nothing}.items():
+        monkeypatch.setattr(groups.door, name, function)
     monkeypatch.setattr(groups, "read_sums", lambda: next(found))
     group = EngineGroup([StubEngine(), StubEngine()])
     if not differs:
@@ -83,3 +88,26 @@ def test_replicas_that_hold_other_weights_are_an_error(differs: bool, monkeypatc
         return
     with pytest.raises(RuntimeError, match="replicas hold different weights"):
         group.checksums()
+
+
+def test_a_sync_is_one_update_of_many_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 0.5.15 SGLang takes no bucket before an update has begun; a model is whole when it has ended."""
+    calls: list[str] = []
+
+    def recorded(name: str) -> Callable[..., Awaitable[None]]:
+        async def call(engine: object, *_: object) -> None:
+            calls.append(name)
+
+        return call
+
+    for name in ("begin_update", "update_weights", "end_update"):
+        monkeypatch.setattr(groups.door, name, recorded(name))
+    engine: Any = StubEngine()
+    engine.server_args.custom_weight_loader = []
+    group = EngineGroup([engine])
+    for _ in range(2):
+        group.update_weights([b""])
+        group.update_weights([b""])
+        group.end_update()
+        group.end_update()
+    assert calls == ["begin_update", "update_weights", "update_weights", "end_update"] * 2

@@ -15,7 +15,7 @@ import pytest
 
 from mugrpo_megatron.checks.engines import DETERMINISTIC_ATTENTION
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from mugrpo_megatron.engine import launch
+from mugrpo_megatron.engine import door, launch
 from mugrpo_megatron.engine.launch import (
     CPU_KV_BYTES,
     EARLIER_STARTS,
@@ -26,6 +26,7 @@ from mugrpo_megatron.engine.launch import (
     held_out_sampling,
     kv_bytes_per_token,
     sampling,
+    sampling_note,
     starts_before,
 )
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot, engine_slot
@@ -211,14 +212,34 @@ def test_streams_of_training_and_of_each_held_out_set(checkpoint: Path) -> None:
     assert sampling(recipe(checkpoint), tokenizer).stream is None
 
 
+@pytest.mark.parametrize(
+    ("top_k", "new", "keep", "masked"),
+    [(0, True, False, False), (64, False, True, False), (64, True, True, False), (65, False, False, False),
+     (65, True, True, True), (4096, True, True, True), (4097, True, False, False)],
+)  # fmt: skip
+def test_a_stage_keeps_what_the_engine_can_return(
+    top_k: int, new: bool, keep: bool, masked: bool, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "is_new", lambda: new)
+    rollout = {"max_response_tokens": 9, "top_k": top_k, "top_p": 0.9}
+    wanted = Recipe.model_validate(recipe(checkpoint).model_dump() | {"rollout": rollout})
+    how = sampling(wanted, build_arithmetic_tokenizer())
+    assert (how.keep, how.masked) == (keep, masked)
+    assert (f"rollout.top_k to {4096 if new else 64} or less" in sampling_note(wanted)) == (not keep)
+
+
 def test_the_deterministic_backends_are_those_of_the_installed_sglang() -> None:
     package = find_spec("sglang")
     assert package
     assert package.origin
-    source = (Path(package.origin).parent / "srt" / "server_args.py").read_text()
-    [listed] = re.findall(r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = (\[.*\])", source, re.MULTILINE)
+    srt = Path(package.origin).parent / "srt"
+    sources = [path.read_text() for path in (srt / "server_args.py", *(srt / "arg_groups").glob("*.py"))]
+    pattern = r"^DETERMINISTIC_ATTENTION_BACKEND_CHOICES = (\[[^\]]*\])"
+    [listed] = [one for source in sources for one in re.findall(pattern, source, re.MULTILINE)]
     ours = set(DETERMINISTIC_ATTENTION) - {"auto"}
-    assert ours == set(ast.literal_eval(listed)) - {"ascend"}, "all of them but those of other accelerators"
+    others = set(ast.literal_eval(listed)) - ours
+    assert others <= {"ascend", "fa4", "intel_xpu"}, "all of them but those of other accelerators"
+    assert ours <= set(ast.literal_eval(listed))
 
 
 def test_only_an_engine_after_another_process_takes_another_stream(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Routed experts on the wire: as SGLang returns them, as small as they are stored, and whole or refused."""
+"""Routed experts and masks on the wire: as SGLang returns them, as small as they are stored, and whole or refused."""
 
 from __future__ import annotations
 
@@ -77,3 +77,34 @@ def test_a_seed_is_of_the_stream_the_weights_the_prompt_and_the_response() -> No
     }
     assert len(every) == 3 * 2 * 2 * 4
     assert all(0 <= seed < 1 << 63 for seed in every)
+
+
+MASKS = Sampling(1.0, 0.9, 9, (), top_k=100, keep=True, masked=True)
+
+
+def masked(masks: list[list[int]], logprobs: list[float]) -> dict[str, Any]:
+    """A response whose sampled token is the first of each mask."""
+    meta = {
+        "output_token_logprobs": [(-9.0, mask[0], None) for mask in masks],
+        "output_token_sampling_mask": masks,
+        "output_token_sampling_logprobs": logprobs,
+        "finish_reason": {"type": "stop"},
+    }
+    return {"output_ids": [mask[0] for mask in masks], "meta_info": meta}
+
+
+def test_a_response_is_as_wide_as_its_longest_mask() -> None:
+    narrow, wide = [[7], [8, 9]], [[5, 6, 7, 8], [3], [2, 1]]
+    packed = pack([(4, [masked(narrow, [0.0, -0.5]), masked(wide, [-1.0, 0.0, -0.25])])], 0, MASKS)
+    [(key, (first, second))] = packed.unpack()
+    assert key == 4
+    assert first.kept is not None
+    assert second.kept is not None
+    assert first.kept.tolist() == [[7, -1], [8, 9]]
+    assert second.kept.tolist() == [[5, 6, 7, 8], [3, -1, -1, -1], [2, 1, -1, -1]]
+    assert second.logprobs.tolist() == [-1.0, 0.0, -0.25], "those among the kept tokens"
+
+
+def test_masks_that_are_not_whole_are_refused() -> None:
+    with pytest.raises(ValueError, match="another number of masks"):
+        pack([(0, [masked([[1], [2]], [0.0])])], 0, MASKS)

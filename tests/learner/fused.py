@@ -1,6 +1,6 @@
 """A backend with the names and the sharding of Transformer Engine's parameters; its layers compute nothing.
 
-What is named and sharded here as Megatron 0.16.1 wraps Transformer Engine: `TELayerNormColumnParallelLinear` and
+What is named and sharded here as Megatron wraps Transformer Engine: `TELayerNormColumnParallelLinear` and
 `TEGroupedLinear` of `megatron/core/extensions/transformer_engine.py`.
 """
 
@@ -18,6 +18,8 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from mugrpo_megatron.megatron import grouped_mlp
 
 
 def fused(function: Callable[..., Any], *args: Any) -> Any:
@@ -76,6 +78,6 @@ class FusedBackend(LocalSpecProvider):
     def column_parallel_layer_norm_linear(self) -> type:
         return NormAndLinear
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> Any:
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
         assert moe_use_grouped_gemm
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear)
+        return grouped_mlp(TEGroupedMLP, MLPSubmodules(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear))

@@ -21,6 +21,7 @@ from mugrpo_megatron.learner.groups import initialize
 from mugrpo_megatron.learner.model import transformer_config
 from mugrpo_megatron.learner.operators import SwiGLU
 from mugrpo_megatron.learner.passes import row_multiple
+from mugrpo_megatron.megatron import mlp_parts
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import architecture, read_architecture
 from mugrpo_megatron.weights.table import NORMS, entries, table_name
@@ -181,7 +182,7 @@ def test_swiglu_is_fused_on_cuda(checkpoints: Path, family: str) -> None:
     sizes = dict.fromkeys(("tp_size", "pp_size", "cp_size"), 1)
     ranks: Any = SimpleNamespace(device=torch.device("cuda"), **sizes)
     config = transformer_config(recipe(checkpoints / family), model, ranks, grouped_experts=False)
-    mlp = layers.layer_spec(config, LocalSpecProvider(), None, config.num_moe_experts or 0).submodules.mlp.submodules
+    mlp = mlp_parts(layers.layer_spec(config, LocalSpecProvider(), None, config.num_moe_experts or 0).submodules.mlp)
     if not model.experts:
         assert mlp.activation_func is SwiGLU
     assert config.use_te_activation_func == (not model.experts), "Megatron takes the spec's activation"

@@ -193,11 +193,11 @@ def truncated(model: str, sections: dict[str, Any]) -> tuple[dict[str, float], d
     learner = build_learner(recipe(Path(model), **sections))
     generator = np.random.default_rng(0)
     data = []
-    for sample in samples():
+    for number, sample in enumerate(samples()):
         kept = generator.permuted(np.tile(np.arange(90, dtype=np.int32), (len(sample.response_ids), 1)), axis=1)[:, :4]
         kept[~(kept == sample.response_ids[:, None]).any(1), 3] = -1
         kept[:, 0] = np.where((kept == sample.response_ids[:, None]).any(1), kept[:, 0], sample.response_ids)
-        data.append(replace(sample, kept=kept))
+        data.append(replace(sample, kept=np.pad(kept, ((0, 0), (0, number % 3)), constant_values=-1)))
     own = token_logprobs(learner, data)
     data = [replace(sample, behaviour_logprobs=mine) for sample, mine in zip(data, own, strict=True)]
     return update(learner, data, advantages(len(data))), update(learner, data, advantages(len(data)))

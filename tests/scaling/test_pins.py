@@ -13,11 +13,15 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from mugrpo_megatron.commands.doctor import STACKS
+
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LOCKED = {
     "constraints-cpu.txt": ("cpu", "dev", "study", "compare"),
     "constraints-cuda.txt": ("cuda", "dev", "study"),
+    "constraints-cpu-new.txt": ("cpu-new", "dev", "study"),
+    "constraints-cuda-new.txt": ("cuda-new", "dev", "study"),
 }
 """File -> the extras that are installed with it."""
 
@@ -47,9 +51,10 @@ def test_every_requirement_is_pinned_in_its_range(name: str, extras: tuple[str, 
         assert requirement.specifier.contains(version, prereleases=True), f"{requirement}: {name} has {version}"
 
 
-def test_the_cuda_lock_is_of_its_input() -> None:
-    locked = pins("constraints-cuda.txt")
-    for requirement in requirements("constraints-cuda.in"):
+@pytest.mark.parametrize("name", ["constraints-cuda", "constraints-cuda-new"])
+def test_the_cuda_lock_is_of_its_input(name: str) -> None:
+    locked = pins(f"{name}.txt")
+    for requirement in requirements(f"{name}.in"):
         assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)]), requirement
 
 
@@ -61,19 +66,32 @@ def test_transformer_engine_is_in_megatrons_range_everywhere() -> None:
     assert not extra.specifier.contains("2.12.0")
 
 
+@pytest.mark.parametrize("suffix", ["", "-new"])
+def test_a_stack_is_one_everywhere(suffix: str) -> None:
+    """Its extras, its locks, what setup.sh adds on CPU and what `doctor` has as tested."""
+    cpu, cuda = pins(f"constraints-cpu{suffix}.txt"), pins(f"constraints-cuda{suffix}.txt")
+    pair = cuda["megatron-core"], cuda["sglang"]
+    assert cpu["megatron-core"] == pair[0]
+    assert f" sglang={pair[1]} " in (ROOT / "run_scripts" / "setup.sh").read_text(encoding="utf-8")
+    assert STACKS[pair] == (suffix.lstrip("-") or "pinned")
+
+
 @pytest.mark.night
 @pytest.mark.process
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
-def test_the_cuda_lock_resolves(python: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "python"),
+    [("constraints-cuda.txt", "3.11"), ("constraints-cuda.txt", "3.12"), ("constraints-cuda-new.txt", "3.12")],
+)
+def test_the_cuda_lock_resolves(name: str, python: str) -> None:
     """uv finds no other versions for pyproject.toml under the lock, and needs nothing that it lacks."""
     if not shutil.which("uv"):
         pytest.skip("uv is not installed")
     command = ["uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--python-version", python]
-    command += ["--python-platform", "x86_64-manylinux_2_34", "--constraint", "run_scripts/constraints-cuda.txt"]
-    command += [word for extra in LOCKED["constraints-cuda.txt"] for word in ("--extra", extra)]
+    command += ["--python-platform", "x86_64-manylinux_2_34", "--constraint", f"run_scripts/{name}"]
+    command += [word for extra in LOCKED[name] for word in ("--extra", extra)]
     done = subprocess.run([*command, "pyproject.toml"], cwd=ROOT, capture_output=True, text=True)
     if "error sending request" in done.stderr or "dns error" in done.stderr:
         pytest.skip(f"the package index cannot be reached: {done.stderr.splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    lines = (ROOT / "run_scripts" / "constraints-cuda.txt").read_text().splitlines()
+    lines = (ROOT / "run_scripts" / name).read_text().splitlines()
     assert set(done.stdout.splitlines()) <= set(lines)

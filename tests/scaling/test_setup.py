@@ -40,11 +40,12 @@ def program(path: Path, text: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """A checkout in which nothing was installed, with stand-ins for the programs in `tools`."""
     (tmp_path / "run_scripts").mkdir()
-    for name in ("setup.sh", "constraints-cpu.txt", "constraints-cuda.txt"):
+    for name in ("setup.sh", *(f"constraints-{kind}.txt" for kind in ("cpu", "cuda", "cpu-new", "cuda-new"))):
         shutil.copy(SCRIPTS / name, tmp_path / "run_scripts")
     shutil.copy(SCRIPTS.parent / "pyproject.toml", tmp_path)
     (tmp_path / "tools").mkdir()
-    program(tmp_path / "tools" / "python3.11", PYTHON)
+    for python in ("python3.11", "python3.12"):
+        program(tmp_path / "tools" / python, PYTHON)
     program(tmp_path / "tools" / "pip", PIP)
     program(tmp_path / "tools" / "nvcc", "#!/bin/sh\necho Cuda compilation tools, release 13.0, V13.0.88\n")
     return tmp_path
@@ -168,3 +169,25 @@ def test_cuda_installs_the_locked_extra_and_builds_against_pips_cudnn(checkout: 
     assert "--constraint run_scripts/constraints-cuda.txt --editable .[cuda,dev,study]" in packages
     assert "transformer-engine[pytorch,core_cu13]==" in engine
     assert "nvidia/cudnn/include:" in engine
+
+
+def test_the_new_stack_stands_beside_the_pinned_one(checkout: Path) -> None:
+    run(checkout)
+    pinned = (checkout / ".venv").resolve()
+    assert "the new stack for cpu into .venv-new" in run(checkout, "--cpu", "--stack", "new")
+    new = (checkout / ".venv-new").resolve()
+    assert new.is_dir()
+    assert (checkout / ".venv").resolve() == pinned
+    packages, engine = calls(checkout, "pip")[-2:]
+    assert "--constraint run_scripts/constraints-cpu-new.txt --editable .[cpu-new,dev,study]" in packages
+    assert "sglang==0.5.23" in engine
+    assert run(checkout) == run(checkout, "--stack", "new", "--cpu") == ""
+    for pin in "ab":  # the environments of one stack do not remove those of the other
+        change_a_pin(checkout, pin)
+        run(checkout)
+    assert new.is_dir()
+
+
+@pytest.mark.parametrize("arguments", [["--stack"], ["--stack", "old"], ["--cuda", "--stack", "new", "--with-te"]])
+def test_a_stack_that_there_is_not_is_refused(checkout: Path, arguments: list[str]) -> None:
+    assert "--stack" in run(checkout, *arguments, code=2)
