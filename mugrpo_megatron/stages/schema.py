@@ -108,8 +108,12 @@ def check_rows(path: Path, table: pa.Table, groups: Sequence[int], remedy: str) 
 
 def _wrong(table: pa.Table, groups: Sequence[int]) -> Iterator[str]:
     for name in table.schema.names:
-        inner = table[name].combine_chunks().values if pa.types.is_list(table.schema.field(name).type) else table[name]
-        if (table[name].null_count and not COLUMNS[name].empty) or (name in LISTS and inner.null_count):
+        parts = [table[name].combine_chunks()]
+        if pa.types.is_list(parts[0].type):
+            parts.append(parts[0].values)
+        if pa.types.is_struct(parts[-1].type):
+            parts += parts[-1].flatten()
+        if any(part.null_count for part in parts) and not COLUMNS[name].empty:
             yield f"{name} is empty in some rows"
             return
     numbers = table["group"].to_numpy()

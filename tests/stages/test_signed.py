@@ -105,6 +105,7 @@ FILES: dict[str, tuple[Callable[[Tables], Tables], str]] = {
     "no token": (column("response_ids", lambda values: [[]] * len(values)), "has no token"),
     "a token more": (column("response_ids", lambda values: [[*one, 1] for one in values]), "more or fewer values"),
     "null tokens": (column("prompt_ids", lambda values: [[None]] * len(values)), "prompt_ids is empty"),
+    "null components": (column("components", lambda values: [[None]] * len(values)), "components is empty"),
     "negative tokens": (column("prompt_ids", lambda values: [[-1]] * len(values)), "negative numbers"),
 }
 
