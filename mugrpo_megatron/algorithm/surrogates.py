@@ -105,7 +105,9 @@ def total_variation(ratio: Tensor) -> Tensor:
 def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
-    gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    # torch 2.14 halves or drops clamp's gradient at a bound, and m2po's bound is a token's own ratio.
+    inside = torch.where((ratio >= low) & (ratio <= high), ratio, ratio.detach().clamp(low, high))
+    gain = torch.minimum(ratio * advantage, inside * advantage)
     clipped = torch.where(advantage > 0, ratio > high, (advantage < 0) & (ratio < low))
     if config.dual_clip is not None:
         gain = torch.where(advantage < 0, torch.maximum(gain, config.dual_clip * advantage), gain)

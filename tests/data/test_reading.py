@@ -138,7 +138,7 @@ def test_the_row_shares_its_texts_with_the_problem() -> None:
 
 def test_a_row_that_is_nested_too_deep_is_named(tmp_path: Path) -> None:
     path = tmp_path / "set.jsonl"
-    path.write_text('{"problem": "q", "answer": 1, "x": ' + "[" * 900 + "]" * 900 + "}\n")
+    path.write_text('{"problem": "q", "answer": 1, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     with pytest.raises(UserError, match=r"set.jsonl:1: .*nested too deep"):
         load(str(path), DataSection())
 
