@@ -51,6 +51,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid",
         **LATENT,
     },
+    "glm4_moe": {
+        "attention_bias": True,
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    },
     "glm4_moe_lite": {**LATENT, "first_k_dense_replace": 1, "v_head_dim": 24, "rms_norm_eps": 1e-6},
 }
 

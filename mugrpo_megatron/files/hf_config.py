@@ -55,6 +55,7 @@ class RopeParameters(TypedDict, total=False):
     mscale: NotNegative
     mscale_all_dim: NotNegative
     truncate: Flag
+    partial_rotary_factor: Positive
 
 
 @with_config(ConfigDict(extra="allow", strict=True))
@@ -103,6 +104,7 @@ class ModelConfig(TypedDict, total=False):
     v_head_dim: Size
     rope_interleave: Flag
     partial_rotary_factor: Positive
+    use_qk_norm: Flag
     n_routed_experts: OptionalCount
     n_shared_experts: OptionalCount
     n_group: Heads

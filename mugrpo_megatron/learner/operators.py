@@ -100,17 +100,19 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool
     if x.is_cuda:
         from mugrpo_megatron.kernels.triton_rope import rotate
 
-        return rotate(x, cos, sin, inverse)
+        turning, plain = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
+        turned = rotate(turning, cos, sin, inverse)
+        return torch.cat([turned, plain], dim=-1) if plain.shape[-1] else turned
     return rotate_(x.clone(), cos, -sin if inverse else sin)
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [t, heads, d] in place by the angles of its rows: cos and sin [t, 1, d / 2] (arXiv 2104.09864, eq. 34).
+    """Rotate x [t, heads, d] in place by the angles of its rows: cos and sin [t, 1, r / 2] (arXiv 2104.09864, eq. 34).
 
-    The dimensions i and i + d / 2 form a pair, as in Llama. With -sin it is the inverse rotation, which is also the
-    gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
+    The dimensions i and i + r / 2 form a pair, as in Llama; those from r on stay. With -sin it is the inverse rotation,
+    which is also the gradient. With float32 tables a half-precision x is rotated in float32 and rounded once.
     """
-    first, second = x.chunk(2, -1)
+    first, second = x[..., : 2 * cos.shape[-1]].chunk(2, -1)
     turned = (first * cos).addcmul_(second, sin, value=-1)
     second.copy_((second * cos).addcmul_(first, sin))
     first.copy_(turned)

@@ -17,7 +17,7 @@ class Rope:
     kind: Literal["default", "linear", "llama3", "yarn"]
     base: float
     dim: int
-    """Dimension of a head."""
+    """Rotated dimensions of a head."""
     settings: tuple[Any, ...] = ()
     """Further arguments of this kind's function in `rope`, after base and dim."""
     attention_factor: float = 1.0
@@ -114,7 +114,6 @@ class Architecture:
         head_dim, heads = self.transformer["kv_channels"], self.transformer["num_attention_heads"]
         if self.latent:
             return self._other_letters | {
-                "S": self.transformer["moe_shared_expert_intermediate_size"] or 0,
                 "Q": heads * self.latent.head,
                 "C": self.latent.query,
                 "L": self.latent.key_value,
@@ -131,7 +130,8 @@ class Architecture:
     @property
     def _other_letters(self) -> dict[str, int]:
         """Those that do not belong to attention."""
-        return {
+        shared = self.transformer.get("moe_shared_expert_intermediate_size")
+        return ({"S": shared} if shared else {}) | {
             "V": self.vocab_size,
             "H": self.transformer["hidden_size"],
             "F": self.transformer["ffn_hidden_size"],

@@ -95,12 +95,14 @@ def decoder(
     rope_theta: float = 10000.0,
     rms_norm_eps: float = 1e-6,
     latent: Latent | None = None,
+    rotated: float = 1.0,
     **transformer: Any,
 ) -> Architecture:
     """A pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward; the family adds the rest.
 
     head_dim, rope_theta, rms_norm_eps: the family's defaults, for a config without these fields. latent: sizes of
-    latent attention, which take the place of head_dim. transformer: the family's own arguments of TransformerConfig.
+    latent attention, which take the place of head_dim. rotated: share of a head that is rotated. transformer: the
+    family's own arguments of TransformerConfig.
     Raises UserError for a field that is missing, malformed or not supported.
     """
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
@@ -116,7 +118,7 @@ def decoder(
     context = fields.size("max_position_embeddings")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("attention_dropout", (0.0,), 0.0)
-    rotary = read_rope(fields, head_dim, context, rope_theta)
+    rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta)
     tied = fields.take("tie_word_embeddings", False)
     architecture = Architecture(
         family=family,
@@ -231,6 +233,7 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
     theta = float(scaling.take("rope_theta", outer_theta))
     legacy = scaling.take("type", "default")
     kind = scaling.take("rope_type", legacy)
+    scaling.take("partial_rotary_factor", None)  # `head_dim` is of the rotated part already
     settings: tuple[Any, ...] = ()
     factor = of_scores = 1.0
     if kind == "linear":

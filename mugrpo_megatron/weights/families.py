@@ -19,6 +19,7 @@ from mugrpo_megatron.weights.blocks import (
     QKV_BIAS,
     ROUTER_BIAS,
     TRUNK,
+    Row,
     experts,
     in_layers,
     latent_trunk,
@@ -144,16 +145,10 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
             "learner's attention does not support"
         )
     routed = sigmoid_routing(fields, dense)
-    shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
     architecture = decoder(
         fields,
         family=family,
-        table=(
-            *latent_trunk(compressed=sizes.query > 0),
-            *in_layers("dense", GATED_MLP),
-            *in_layers("routed", experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
-            *in_layers("routed", ROUTER_BIAS + shared),
-        ),
+        table=(*latent_trunk(compressed=sizes.query > 0), *_routed_rows(routed)),
         latent=sizes,
         **routed,
     )
@@ -165,8 +160,40 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
     return architecture
 
 
+def _glm4_moe(fields: Fields) -> Architecture:
+    """GLM-4.5 and 4.5-Air: sigmoid routing, shared experts, first layers dense; half of each head is rotated.
+
+    Config of transformers' `Glm4MoeForCausalLM`.
+    """
+    for unused in ("num_nextn_predict_layers", "auto_map"):
+        fields.take(unused, None)
+    share = fields.take("partial_rotary_factor", 0.5)
+    bias, normed = fields.take("attention_bias", False), fields.take("use_qk_norm", False)
+    routed = sigmoid_routing(fields, fields.take("first_k_dense_replace", 1))
+    return decoder(
+        fields,
+        family="glm4_moe",
+        table=(*TRUNK, *(QKV_BIAS if bias else ()), *(QK_NORM if normed else ()), *_routed_rows(routed)),
+        rotated=share,
+        add_qkv_bias=bias,
+        qk_layernorm=normed,
+        **routed,
+    )
+
+
+def _routed_rows(routed: Mapping[str, Any]) -> tuple[Row, ...]:
+    """Feed-forward rows of a model with `sigmoid_routing`."""
+    shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
+    return (
+        *in_layers("dense", GATED_MLP),
+        *in_layers("routed", experts("mlp", gate="gate_proj", up="up_proj", down="down_proj")),
+        *in_layers("routed", ROUTER_BIAS + shared),
+    )
+
+
 FAMILIES = {
     "deepseek_v3": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "kimi_k2": _deepseek_v3,
     "llama": _llama,
@@ -188,7 +215,6 @@ CLOSE = {
     "kimi_linear": "linear attention (Kimi Delta Attention), which the pinned Megatron does not have",
     "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
     "gpt_oss": "attention sinks and weights in mxfp4",
-    "glm4_moe": "rotation of a part of each head",
 }
 """`model_type` of models that resemble a family -> what they need beyond it."""
 

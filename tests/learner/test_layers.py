@@ -97,7 +97,7 @@ def parameter_names(model: str) -> list[str]:
 def test_names_are_those_of_the_modules_and_come_back(checkpoints: Path, family: str) -> None:
     model = architecture(json.loads((checkpoints / family / "config.json").read_text()))
     known = {fused_name(name, model): name for name in entries(model)}
-    for name, expected in (LATENT if model.latent else ROUTED if model.experts else DENSE).items():
+    for name, expected in (LATENT if model.latent else DENSE if model.dense_layers else ROUTED).items():
         assert known[LAYER + expected] == LAYER + name
     assert {name: table_name(name) for name in known} == known
     assert all(table_name(name) == name for name in known.values())

@@ -34,6 +34,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3-yarn": ("deepseek_v3", {"rope_parameters": LATENT_YARN, "q_lora_rank": None, "n_shared_experts": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", {"vocab_size": 131}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True, "attention_bias": False, "num_key_value_heads": 4}),
 }
 LAYOUTS: dict[str, Layout] = {
     "tp2": {"tensor": 2},

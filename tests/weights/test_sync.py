@@ -43,6 +43,7 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
         ("deepseek_v3", {}, 1),
         pytest.param("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}, 1, marks=pytest.mark.night),
         pytest.param("glm4_moe_lite", {}, 1, marks=pytest.mark.night),
+        pytest.param("glm4_moe", {}, 1, marks=pytest.mark.night),
     ],
 )
 def test_engine_computes_with_the_learners_weights(

@@ -47,17 +47,20 @@ PUBLISHED = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "DeepSeek-V3": 671_026_419_200,
     "DeepSeek-R1": 671_026_419_200,
+    "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.7-Flash": 29_943_393_920,
     "Kimi-K2": 1_026_408_232_448,
     "Moonlight-16B-A3B": 15_960_111_936 - 27 * 64,
 }
 """Parameters as the models' safetensors files count them, a tied output layer once; -Base and -Instruct alike.
 
-Without layers that predict further tokens; Moonlight's also hold 64 rotary frequencies in each of 27 layers.
+Without layers that predict further tokens, of GLM-4.5-Air as in INTELLECT-3; Moonlight's also hold 64 rotary
+frequencies in each of 27 layers.
 """
 VARIANT = re.compile(r"-(Base|Instruct|Thinking)(-2507)?$")
 KV_NUMBERS = {
     "DeepSeek-V3": 61 * 576,
+    "GLM-4.5-Air": 46 * 2 * 8 * 128,
     "GLM-4.7-Flash": 47 * 576,
     "Kimi-K2-Instruct": 61 * 576,
     "Moonlight-16B-A3B-Instruct": 27 * 576,
