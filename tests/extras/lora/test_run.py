@@ -46,7 +46,7 @@ def test_engines_get_merged_weights(run: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_stage_killed_inside_ends_bitwise_like_the_unbroken_one(run: Path, tmp_path: Path) -> None:
     recipe = write_run(tmp_path, run.parent / "model", **SECTIONS)
     take_stages(run, tmp_path / "run")

@@ -61,11 +61,11 @@ FACTORS = {"lora": {"forward": "factors"}}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "factors": (1, FACTORS),
     "tp2 sp": (2, {"parallel": {"tensor": 2, "sequence": True}}),
-    "tp2 factors": (2, {"parallel": {"tensor": 2}, **FACTORS}),
     "pp2 cp2": (4, {"parallel": {"pipeline": 2, "context": 2}}),
     "full recompute": (1, {"learner": {"recompute": "full"}}),
 }
 AT_NIGHT: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 factors": (2, {"parallel": {"tensor": 2}, **FACTORS}),
     "tp2": (2, {"parallel": {"tensor": 2}}),
     "tp2 sp factors": (2, {"parallel": {"tensor": 2, "sequence": True}, **FACTORS}),
     "tp2 pp2 sp": (4, {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}}),
