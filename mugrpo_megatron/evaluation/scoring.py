@@ -72,6 +72,8 @@ class Scorer:
         if all(response.episode is None for response in responses):
             return texts, ids
         turns = [r.ids[r.episode.last_turn :].tolist() for r in responses if r.episode and not r.episode.settled]
+        if not turns:  # of no rows, `batch_decode` makes one empty text
+            return [], []
         return self._tokenizer.batch_decode(turns, skip_special_tokens=True), turns
 
     def _submit(self, problem: Problem, texts: list[str], ids: list[list[int]]) -> Pending:

@@ -134,3 +134,15 @@ def test_of_an_episode_the_last_turn_is_scored_and_nothing_of_one_that_has_its_s
     assert found.texts == ["ask? 7 seven", "own", "broken"]
     assert [(one.reward, one.why) for one in found.scores] == [(5.0, ""), (0.5, "own"), (0.0, "broken")]
     assert found.scores[0].components == {"episode.turns": 2.0}
+
+
+def test_a_group_of_episodes_that_all_have_their_scores_needs_no_verifier(verifier: Slow, scorer: Scorer) -> None:
+    prompt, responses = group(0, "a", "b")
+    none = np.array([], dtype=np.int32)
+    episodes = [
+        replace(one, episode=Episode(none, np.ones(len(one.ids), dtype=bool), float(place)))
+        for place, one in enumerate(responses)
+    ]
+    [found] = scorer.during([(prompt, episodes)])
+    assert [one.reward for one in found.scores] == [0.0, 1.0]
+    assert [texts for _, texts, _ in verifier.submitted] == [[]]
