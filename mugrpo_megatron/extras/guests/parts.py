@@ -61,7 +61,8 @@ class Parts:
         """A part; UserError when it is damaged."""
         path = self._path(update)
         try:
-            return pq.read_table(path, page_checksum_verification=True)
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
+                return file.read(use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
 
