@@ -133,7 +133,8 @@ def test_the_plan_prints_and_has_both_splits(capsys: pytest.CaptureFixture[str])
     assert values["launch"] == {"here": "mugrpo train r"}
     print_plan(plan, {"here": "mugrpo train 'a [b].toml'"})
     said = capsys.readouterr().out
-    assert said.startswith("planned for 2 nodes with 8 x h200 of 139 GiB (--nodes, ")
+    assert said.startswith("fits: ")
+    assert "planned for 2 nodes with 8 x h200 of 139 GiB (--nodes, " in said
     assert "schedule.max_sample_age" in said
     assert "GPU-hours" in said
     assert "    mugrpo train 'a [b].toml'\n" in said
