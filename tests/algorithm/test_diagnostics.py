@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,10 @@ def test_only_documented_names_are_reported(batch: Batch) -> None:
 def test_every_documented_name_is_reported_on_an_ordinary_batch() -> None:
     batch = random_batch(0, [9, 8, 7, 6, 5])
     batch.advantages = [-1.0, 1.0, 0.0, -1.0, 1.0]
-    found = metrics_of(batch, ObjectiveSection(trigger_ratio=0.9, kl_anchor="start"))
+    config = ObjectiveSection(trigger_ratio=0.9, kl_anchor="start", teacher="t")
+    logprobs, behaviour, advantages = batch.tensors()
+    segments = replace(batch.segments(config), teacher=behaviour)
+    found = policy_loss(logprobs, behaviour, advantages, segments, config, anchor=batch.anchor_for(config))[1]
     assert set(found) == {name for name, _, _ in METRICS}
 
 
