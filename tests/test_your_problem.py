@@ -47,6 +47,7 @@ def written(folder: Path) -> list[str]:
     return commands
 
 
+@pytest.mark.process
 def test_the_pages_recipe_passes_a_dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = written(tmp_path)
     assert [shlex.split(line)[1] for line in commands] == ["train", "train", "rollouts", "eval"]

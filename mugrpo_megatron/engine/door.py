@@ -6,7 +6,7 @@ Importing this module imports neither torch nor SGLang.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mugrpo_megatron.cpu import sglang as cpu
@@ -94,6 +94,14 @@ def _accepted(answer: tuple[bool, str], what: str) -> None:
     accepted, message = answer
     if not accepted:
         raise RuntimeError(f"the engine refused {what}: {message}")
+
+
+def tool_parser(tools: Sequence[Any], name: str) -> Any:
+    """SGLang's parser of the calls of these tools, JSON schemas as in OpenAI's chat API. Imports SGLang: seconds."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    return FunctionCallParser([Tool.model_validate(tool) for tool in tools], name)
 
 
 def of_all_ranks(own: Any) -> list[Any] | None:

@@ -16,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.prompts import Template
+from mugrpo_megatron.engine import door
 from mugrpo_megatron.extras.episodes.trajectory import Broken, Trajectory
 
 Message = Mapping[str, Any]
@@ -103,10 +104,7 @@ class Chat:
         return list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
 
     def _parse(self, text: str, tools: Sequence[Any]) -> tuple[str, list[dict[str, Any]]]:
-        from sglang.srt.entrypoints.openai.protocol import Tool  # seconds, for those that give tools alone
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-
-        parser = FunctionCallParser([Tool.model_validate(tool) for tool in tools], self.parser)
+        parser = door.tool_parser(tools, self.parser)
         if not parser.has_tool_call(text):
             return text, []
         try:
