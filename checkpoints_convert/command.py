@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from checkpoints_convert.output import Output
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.observe.progress import Bar, open_display
+from mugrpo_megatron.weights.safetensors_dir import Shard, write_index, write_shard
 
 DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MEGABYTE = 10**6
@@ -35,6 +37,21 @@ def run(name: str, command: Callable[[], None]) -> int:
 def advance(bar: Bar, done: int) -> None:
     """Set a bar that counts megabytes to `done` bytes."""
     bar.advance(done // MEGABYTE - bar.done)
+
+
+def fill_hf(
+    output: Output, source: str, shards: Sequence[Shard], tensors: Callable[[Shard], Iterator[torch.Tensor]]
+) -> None:
+    """Write what `output` lacks of the shards of a Hugging Face checkpoint, and their index, with a bar."""
+    done = 0
+    total = sum(shard.bytes for shard in shards)
+    with open_display() as display, display.bar(f"{source} -> Hugging Face", total // MEGABYTE, "MB") as bar:
+        for shard in shards:
+            if not output.finished(shard.file):
+                write_shard(output.directory, shard, tensors(shard))
+                output.finish(shard.file)
+            advance(bar, done := done + shard.bytes)
+        write_index(output.directory, shards)
 
 
 def fingerprint(directory: Path) -> dict[str, list[int]]:

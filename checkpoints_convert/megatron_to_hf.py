@@ -10,20 +10,18 @@ from pathlib import Path
 
 import torch
 
-from checkpoints_convert.command import DTYPES, MEGABYTE, advance, fingerprint, run
+from checkpoints_convert.command import DTYPES, fill_hf, fingerprint, run
 from checkpoints_convert.output import checked_output, open_output
 from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.torch_dist import Reader
-from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
-from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide, write_index, write_shard
+from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
+from mugrpo_megatron.weights.safetensors_dir import Shard, TensorSpec, divide
 from mugrpo_megatron.weights.table import Entry, entries, split, stored, whole_shape
 
-SHARD_BYTES = 4 * 1024**3
 ABOUT_THE_FILE = {"dtype", "torch_dtype", "transformers_version", "num_nextn_predict_layers"}
 """Config fields that describe how a checkpoint was written and what is stored besides the model."""
 
@@ -53,25 +51,14 @@ def convert(
     owners = {name: entry for entry in entries(architecture).values() for name in entry.hf}
     specs = [spec for entry in entries(architecture).values() for spec in specs_of(reader, entry, architecture, dtype)]
     shards = divide(specs, shard_bytes)
-    total = sum(shard.bytes for shard in shards)
     recipe = {
         "source": fingerprint(megatron),
         "like": fingerprint(like),
         "dtype": str(dtype),
         "shards": [shard.file for shard in shards],
     }
-    done = 0
-    with (
-        open_output(out, recipe, total, overwrite) as output,
-        open_display() as display,
-        display.bar("Megatron -> Hugging Face", total // MEGABYTE, "MB") as bar,
-    ):
-        for shard in shards:
-            if not output.finished(shard.file):
-                write_shard(output.directory, shard, tensors_of(reader, shard, owners, architecture))
-                output.finish(shard.file)
-            advance(bar, done := done + shard.bytes)
-        write_index(output.directory, shards)
+    with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
+        fill_hf(output, "Megatron", shards, lambda shard: tensors_of(reader, shard, owners, architecture))
         carry_files(like, output.directory, specs[0].dtype)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,7 @@ from mugrpo_megatron.weights.families import architecture
 
 Say = Callable[[str], None]
 
+ADMISSION = "mugrpo_megatron.extras.lora.admission:check"
 GUESTS = "mugrpo_megatron.extras.guests.checks:check_guests"
 
 ANY_PROBLEM = Problem("a question", "1+1=", "2")
@@ -265,7 +265,7 @@ def _check_anchor(recipe: Recipe, model: Architecture) -> None:
 
 def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
     if recipe.lora.rank is not None:
-        say(import_module("mugrpo_megatron.extras.lora.admission").check(recipe, model))
+        say(load_function("lora", ADMISSION)(recipe, model))
 
 
 def _check_guests(recipe: Recipe, say: Say) -> None:

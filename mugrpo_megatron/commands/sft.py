@@ -27,7 +27,7 @@ from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
 from mugrpo_megatron.learner.loss import TokenLoss, predicting
-from mugrpo_megatron.learner.model import PolicyModel, policy
+from mugrpo_megatron.learner.model import PolicyModel
 from mugrpo_megatron.learner.packing import MicroBatch, Tokens
 from mugrpo_megatron.learner.passes import forward_only, gather_tokens, pack_share, plan_update
 from mugrpo_megatron.learner.update import optimize
@@ -85,7 +85,7 @@ def train(recipe: Recipe) -> None:
                 _write_recipe(recipe, learner)
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
-                save_hf([policy(chunk) for chunk in learner.chunks], learner.architecture, like=fresh, out=out / "hf")
+                save_hf(learner.models, learner.architecture, like=fresh, out=out / "hf")
                 _tell(learner, out)
 
 
@@ -115,7 +115,7 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
                     bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))
         hub = hub_model(recipe)
         save_hf(
-            [policy(chunk) for chunk in learner.chunks],
+            learner.models,
             learner.architecture,
             like=recipe.model.directory,
             out=section.output / "hf",

@@ -232,7 +232,7 @@ def null_columns(row: dict[str, Any]) -> Columns | None:
     """The columns of a row that has a question and a gold under usual names, null or not; None without both."""
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
-    answer = next((name for name in ANSWERS if _is_there(row, name)), None)
+    answer = next((name for name in ANSWERS if has(row, name, or_null=True)), None)
     return Columns(question, answer) if question and answer else None
 
 
@@ -289,21 +289,12 @@ def found_in(row: Mapping[str, Any]) -> str:
     return f"(found {', '.join(sorted(map(str, row))) or 'none'})"
 
 
-def has(row: dict[str, Any], path: str) -> bool:
-    """Whether `field_at` finds something other than null."""
+def has(row: dict[str, Any], path: str, or_null: bool = False) -> bool:
+    """Whether `field_at` finds something other than null, or with `or_null` anything."""
     try:
-        return field_at(row, path) is not None
+        return field_at(row, path) is not None or or_null
     except KeyError:
         return False
-
-
-def _is_there(row: dict[str, Any], path: str) -> bool:
-    """Whether `field_at` finds anything, null included."""
-    try:
-        field_at(row, path)
-    except KeyError:
-        return False
-    return True
 
 
 def field_at(row: dict[str, Any], path: str) -> Any:

@@ -31,7 +31,7 @@ import numpy as np
 from mugrpo_megatron.engine import door
 from mugrpo_megatron.engine.engine_group import EngineGroup
 from mugrpo_megatron.engine.process import SHARED_MEMORY, Channel
-from mugrpo_megatron.engine.scoring import answer, pieces, request
+from mugrpo_megatron.engine.prompt_logprobs import answer, pieces, request
 from mugrpo_megatron.engine.wire import FINISH_REASONS, Message, Sampling, Work, pack, seeds
 from mugrpo_megatron.files.tensors import Sums
 

@@ -19,7 +19,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.hf_config import experts_of, read_model_config
 from mugrpo_megatron.observe.environment import finds_cuda, usable_cores
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.sections import RolloutSection
+from mugrpo_megatron.recipe.policy import RolloutSection
 from mugrpo_megatron.recipe.systems import BLOCK, EngineSection
 
 if TYPE_CHECKING:
@@ -139,9 +139,8 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "node_rank": slot.node,
         "context_length": min(limits + LENGTH_MARGIN, positions),
         "max_running_requests": engine.max_running_requests,
-        "skip_tokenizer_init": not (
-            recipe.rollout.stop or recipe.rollout.function
-        ),  # texts that end a response need one
+        # Only texts that end a response need a tokenizer.
+        "skip_tokenizer_init": not (recipe.rollout.stop or recipe.rollout.function),
         "grammar_backend": "none",
         "skip_server_warmup": True,
         "sleep_on_idle": True,

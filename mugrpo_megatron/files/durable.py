@@ -152,6 +152,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
+def write_content(path: Path, content: Any) -> None:
+    """Write bytes as they are, atomically, and any other value as `write_json` does."""
+    if not isinstance(content, bytes):
+        write_json(path, content)
+        return
+    with durable_file(path) as file:
+        file.write(content)
+
+
 def write_sealed(path: Path, name: str, body: Any, **head: Any) -> None:
     """Write a JSON value with its SHA-256: {"sha256": ..., NAME: body}, and the keys of `head`."""
     write_text(path, json.dumps({**head, "sha256": _sum(body), name: body}))

@@ -50,6 +50,10 @@ class Learner:
         """The chunks without their data parallel wrappers."""
         return [policy(chunk) for chunk in self.chunks]
 
+    def adapter_files(self) -> dict[str, Any]:
+        """The adapter's files by their names in `hf/`, none without adapters; on rank 0, collective."""
+        return self.adapters.files(self.models) if self.adapters else {}
+
     @property
     def routed(self) -> tuple[int, int]:
         """Experts of a layer, and those of them that a token is sent to."""

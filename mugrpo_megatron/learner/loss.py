@@ -126,30 +126,27 @@ def make_objective(learner: Learner, samples: Sequence[Sample], advantages: np.n
 def _reference(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
     if section.reference_every == 1:
         return None  # the reference is the current policy
-    rows = [s.trained(s.reference_logprobs) for s in samples if s.reference_logprobs is not None]
-    if len(rows) < len(samples):
-        raise ValueError(
-            f"objective.reference_every = {section.reference_every} needs every sample's reference_logprobs"
-        )
-    return _flat(rows, device)
+    return _column(samples, "reference_logprobs", f"reference_every = {section.reference_every}", device)
 
 
 def _anchor(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
     if section.kl_anchor is None:
         return None
-    rows = [s.trained(s.anchor_logprobs) for s in samples if s.anchor_logprobs is not None]
-    if len(rows) < len(samples):
-        raise ValueError(f'objective.kl_anchor = "{section.kl_anchor}" needs every sample\'s anchor_logprobs')
-    return _flat(rows, device)
+    return _column(samples, "anchor_logprobs", f'kl_anchor = "{section.kl_anchor}"', device)
 
 
 def _teacher(samples: Sequence[Sample], section: ObjectiveSection, device: torch.device) -> torch.Tensor | None:
     if section.teacher is None:
         return None
-    rows = [s.trained(s.teacher_logprobs) for s in samples if s.teacher_logprobs is not None]
-    if len(rows) < len(samples):
-        raise ValueError(f'objective.teacher = "{section.teacher}" needs every sample\'s teacher_logprobs')
-    return _flat(rows, device)
+    return _column(samples, "teacher_logprobs", f'teacher = "{section.teacher}"', device)
+
+
+def _column(samples: Sequence[Sample], field: str, key: str, device: torch.device) -> torch.Tensor:
+    """The field's logprobs of all trained tokens; ValueError where a sample has none, naming the objective's `key`."""
+    values = [(sample, getattr(sample, field)) for sample in samples]
+    if any(logprobs is None for _, logprobs in values):
+        raise ValueError(f"objective.{key} needs every sample's {field}")
+    return _flat([sample.trained(logprobs) for sample, logprobs in values], device)
 
 
 def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,6 +32,7 @@ from mugrpo_megatron.learner.linear import DirectLayers
 from mugrpo_megatron.learner.operators import RMSNorm, SwiGLU
 from mugrpo_megatron.megatron import mlp_spec
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.weights.architecture import Architecture, Latent, Rope, stage_layers
 from mugrpo_megatron.weights.rope import frequencies
 from mugrpo_megatron.weights.table import NORMS
@@ -146,6 +146,9 @@ class PolicyModel(GPTModel):
         return self.shared_embedding_or_output_weight() if self.shares_weight else self.output_layer.weight
 
 
+ADAPTERS = "mugrpo_megatron.extras.lora.adapters:LoraAdapters"
+
+
 class Adapters(Protocol):
     """What trains in place of the model's weights: the learner's one door for an extra, here `extras.lora`.
 
@@ -173,8 +176,7 @@ def adapters_of(recipe: Recipe, architecture: Architecture) -> Adapters | None:
     """The adapters of a recipe with `[lora]`, else None."""
     if recipe.lora.rank is None:
         return None
-    module = import_module("mugrpo_megatron.extras.lora.adapters")
-    return module.LoraAdapters(recipe, architecture)  # type: ignore[no-any-return]
+    return load_function("lora", ADAPTERS)(recipe, architecture)  # type: ignore[no-any-return]
 
 
 def build_model(

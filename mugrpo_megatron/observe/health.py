@@ -47,6 +47,11 @@ class Sign:
     def sentence(self) -> str:
         return f"{self.text}; {self.remedy}"
 
+    @property
+    def line(self) -> str:
+        """As the console has it."""
+        return f"sick? {self.sentence} (docs/sick.md)"
+
 
 def signs(
     updates: Sequence[Row], stages: Sequence[Row], evals: Sequence[Row], clip_grad: float | None = None
@@ -227,7 +232,7 @@ class Watch:
             current = signs(self.rows["update"], self.rows["stage"], self.rows["eval"], self.clip_grad)
             for sign in current:
                 if sign.name not in self.present:
-                    self.say(f"sick? {sign.sentence} (docs/sick.md)")
+                    self.say(sign.line)
             self.present = {sign.name for sign in current}
 
     def take(self, row: Row) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ def anchor_is_behaviour(recipe: Recipe) -> bool:
     return recipe.objective.kl_anchor == "stage" and recipe.rollout.behaviour == "learner"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageUpdates:
     """The updates of sealed stage `stage` as a recipe takes them: formed, in its order, and with its columns."""
 
@@ -157,7 +158,7 @@ class StageUpdates:
         if self.recipe.objective.zero_variance != "leave_out":
             return self._stored(update)
         per_update = self.recipe.rollout.prompts_per_update
-        rewards, groups = self._rewards()
+        rewards, groups = self._rewards
         differs = np.zeros(groups.max() + 1, dtype=bool)
         differs[groups] = informative(rewards, groups)
         chosen = informative_updates(differs, per_update)[update]
@@ -169,8 +170,12 @@ class StageUpdates:
             if sample.group == group
         ]
 
+    @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rewards float64 [n] and groups int64 [n] of the stage's samples, its judges' scores included."""
+        """Rewards float64 [n] and groups int64 [n] of the stage's samples, its judges' scores included.
+
+        Every update asks for them; the scores of the whole stage are read once.
+        """
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.observe.health import Sign
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.observe.results import summarize, summary_table
 from mugrpo_megatron.phases.evaluate import evaluate_weights
@@ -32,7 +33,7 @@ def show(directory: RunDirectory, display: Display) -> None:
     summary = summarize(directory.path)
     display.table(summary_table(summary))
     for sign in summary.get("signs", ()):
-        display.say(f"sick? {sign['text']}; {sign['remedy']} (docs/sick.md)")
+        display.say(Sign(**sign).line)
     display.say(f"Hugging Face checkpoint: {directory.hf}\nreport: {directory.path / FILE_NAME}")
 
 
@@ -61,13 +62,12 @@ def export(run: Run, learner: Learner, cursor: Cursor) -> None:
     run.saver.wait()  # for one that is still written beside training
     so_far = f"all updates are saved, {run.directory.hf} is not written yet"
     with run.log.phase("save", cursor.stage), run.stop.at_once(so_far):
-        adapter = learner.adapters.files(learner.models) if learner.adapters else {}
         save_hf(
             learner.models,
             learner.architecture,
             like=run.recipe.model.directory,
             out=run.directory.hf,
             replace=True,
-            notes={MARK: mark(run.record, asdict(cursor)), **adapter},
+            notes={MARK: mark(run.record, asdict(cursor)), **learner.adapter_files()},
         )
         run.world.barrier()

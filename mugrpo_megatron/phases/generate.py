@@ -168,8 +168,8 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
                 stage.append(rows_of(group, recipe))
             if run.stop.asked:
                 stage.flush()  # before it waits: another rank may have died
-        run.world.barrier(lambda: _show_totals(bar, queue, run.is_main))
-        _show_totals(bar, queue, run.is_main)
+        run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
+        show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
         facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
         _log_loads(run, leader, cursor)
@@ -250,7 +250,7 @@ def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue,
         leader.failures_in_a_row = 0
         yield prompt, responses
         queue.finished(sum(len(response.ids) for response in responses))
-        _show_totals(bar, queue, run.is_main)
+        show_totals(bar, queue, run.is_main)
     if not leader.engine.running:
         queue.leave()
 
@@ -270,7 +270,7 @@ def _log_loads(run: Run, leader: EngineLeader | None, cursor: Cursor) -> None:
             run.log.engine(cursor.stage, engine, load.time, load.metrics())
 
 
-def _show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
+def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
     """Advance the main rank's bar to what all engines have finished of the queue."""
     if is_main:
         groups, tokens = queue.totals()

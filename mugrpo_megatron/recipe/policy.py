@@ -1,4 +1,4 @@
-"""The recipe's sections of models: the policy that a run starts from, `mugrpo sft`, which makes one, and guests."""
+"""The recipe's sections of models: the policy that a run starts from and how it samples, `mugrpo sft`, and guests."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     PrivateAttr,
@@ -23,7 +24,7 @@ from pydantic import (
 )
 
 from mugrpo_megatron.files.hub import REPOSITORY
-from mugrpo_megatron.recipe.objective import Section, changes
+from mugrpo_megatron.recipe.objective import OWN_FUNCTION, Section, changes
 from mugrpo_megatron.recipe.systems import EngineSection
 
 
@@ -102,6 +103,68 @@ class LoraSection(Section):
         if self.rank is None and any(getattr(self, name) != field.default for name, field in fields):
             raise ValueError("without a rank all weights are trained, and its other keys mean nothing; set lora.rank")
         return self
+
+
+class RolloutSection(Section):
+    """How the responses of an update are sampled."""
+
+    prompts_per_update: PositiveInt = 32
+    """Problems whose responses make up one optimizer update."""
+    responses_per_prompt: int = Field(8, ge=2)
+    """G: responses sampled for each problem; the group that the advantage is relative to."""
+    max_response_tokens: PositiveInt = 1024
+    """A longer response is cut and finishes with reason `length`."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature; the learner divides its logits by it too, so that ratios compare the same policies."""
+    top_k: NonNegativeInt = 0
+    """Sample only from this many most likely tokens; 0 is all. Up to 64, with SGLang 0.5.23 4,096, the stage stores
+    them, and ratios are exact."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Nucleus sampling: below 1, ratios are exact with a `top_k` that the stage stores, otherwise biased."""
+    min_p: float = Field(0.0, ge=0.0, lt=1.0)
+    """Sample no token below this share of the most likely token's probability; ratios are exact as with `top_p`."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, besides the end-of-sequence token, for base models; the response includes them."""
+    function: str | None = Field(None, pattern=OWN_FUNCTION.pattern + "$")
+    """Your own `module:function` (or class) that makes a response of several turns, with tools; its parameters say how
+    (docs/episodes.md)."""
+    behaviour: Literal["engine", "learner"] = Field("engine", json_schema_extra=changes("method"))
+    """Source of the behaviour logprobs: the engine (free) or a learner pass at the stage's start (ratio exactly 1)."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stops(cls, value: list[str]) -> list[str]:
+        if "" in value:
+            raise ValueError("an empty text would end every response at once")
+        return value
+
+
+class EpisodesSection(Section):
+    """Limits of the episodes of `rollout.function`; all their tokens together are at most
+    `rollout.max_response_tokens`."""
+
+    model_config = ConfigDict(json_schema_extra=changes("branch"))
+
+    turns: PositiveInt = 16
+    """A longer episode is cut, like one with too many tokens, and finishes with reason `length`."""
+    seconds: float = Field(300.0, gt=0.0, le=86_400.0)
+    """Wall-clock of an episode; a longer one fails, and what hangs in it is killed."""
+    retries: NonNegativeInt = 1
+    """A failed episode is begun again this many times, then dropped from its group; an evaluation scores it 0."""
+    max_failure_share: float = Field(0.1, ge=0.0, le=1.0)
+    """More dropped episodes than this share (of at least 16) end the run with the last one's error; 1 lets them
+    fail."""
+    at_once: NonNegativeInt = 0
+    """Most episodes of an engine in flight; 0 is twice `engine.max_running_requests`, since some wait for tools."""
+    memory_mb: PositiveInt = 4096
+    """Address space of a process that runs the function, so that a tool cannot take the machine's memory."""
+    tool_parser: str = "auto"
+    """SGLang's parser of tool calls by name; `auto` takes the one of the chat template's own format."""
 
 
 class SftSection(Section):

@@ -108,8 +108,7 @@ class Saver:
         """
         self._hf.wait()
         chunks, model = self._learner.models, self._learner.architecture
-        if self._learner.adapters:
-            notes = {**notes, **self._learner.adapters.files(chunks)}
+        notes = {**notes, **self._learner.adapter_files()}
         if not self._section.asynchronous:
             save_hf(chunks, model, like, out, replace=True, notes=notes)
             return

@@ -16,7 +16,6 @@ from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
 from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
-from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.log import MetricLog, open_log
@@ -279,10 +278,9 @@ def restore(learner: Learner, directory: RunDirectory, record: Record, log: Metr
 
 def bridge_of(learner: Learner) -> Bridge:
     """The bridge from this learner to the engines. Collective."""
-    chunks = [policy(chunk) for chunk in learner.chunks]
     engine = learner.recipe.engine
     return build_bridge(
-        chunks,
+        learner.models,
         learner.architecture,
         BUCKET_BYTES,
         engine.tensor,

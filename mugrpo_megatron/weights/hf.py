@@ -15,7 +15,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory, durable_file, write_json, write_text
+from mugrpo_megatron.files.durable import durable_directory, write_content, write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config, reading
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.weights.architecture import Architecture
@@ -158,11 +158,7 @@ def _write(
         carry_files(like, partial, dtype)
         for name, note in notes.items():
             (partial / name).parent.mkdir(exist_ok=True)
-            if isinstance(note, bytes):
-                with durable_file(partial / name) as file:
-                    file.write(note)
-            else:
-                write_json(partial / name, note)
+            write_content(partial / name, note)
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:

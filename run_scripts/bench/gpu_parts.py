@@ -263,7 +263,6 @@ def switch(how: How) -> Result:
     """Seconds of the switch from learner to engine and back, as in phases/generate.py."""
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.learner import build_learner
-    from mugrpo_megatron.learner.model import policy
     from mugrpo_megatron.recipe.systems import BUCKET_BYTES
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
@@ -275,7 +274,7 @@ def switch(how: How) -> Result:
             engine.wait_ready()
             engine.sleep()
             mine = build_learner(recipe)
-            chunks = [policy(chunk) for chunk in mine.chunks]
+            chunks = mine.models
             bridge = build_bridge(chunks, mine.architecture, BUCKET_BYTES, recipe.engine.tensor)
             rounds = [one_switch(mine, bridge, engine, sync) for _ in range(4)][1:]
         finally:

@@ -88,7 +88,6 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     from mugrpo_megatron.engine.client import Engine
     from mugrpo_megatron.learner.groups import shutdown
     from mugrpo_megatron.learner.learner import build_learner
-    from mugrpo_megatron.learner.model import policy
     from mugrpo_megatron.weights.check import check
     from mugrpo_megatron.weights.sync import build_bridge, sync
 
@@ -110,7 +109,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
         learner = build_learner(recipe)
         start = time.perf_counter()
         bridge = build_bridge(
-            [policy(chunk) for chunk in learner.chunks],
+            learner.models,
             learner.architecture,
             options.bucket_megabytes * 10**6,
             recipe.engine.tensor,

@@ -16,7 +16,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 
 def test_a_sign_is_a_line_of_its_own_below_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "equal rewards everywhere, " * 5
-    summary: dict[str, Any] = {"signs": [{"text": text, "remedy": "read some"}]}
+    summary: dict[str, Any] = {"signs": [{"name": "equal rewards", "text": text, "remedy": "read some"}]}
     monkeypatch.setattr(finish, "summarize", lambda directory: summary)
     monkeypatch.setattr(finish, "summary_table", lambda summary: Table("narrow"))
     console = Console(width=60, record=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.episodes.trajectory import Trajectory
-from mugrpo_megatron.recipe.sections import EpisodesSection
+from mugrpo_megatron.recipe.policy import EpisodesSection
 from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
 

@@ -25,7 +25,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import score_column, teacher_column
-from mugrpo_megatron.phases.generate import check_shared, shared_queue
+from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.run import Run, give_devices
@@ -200,8 +200,8 @@ def _round(
     updates: set[int] = set()
     with run.display.bar(title, queue.total, "updates") as bar:
         failure = _write(run, engine, store, job, queue, bar, updates) if engine else ""
-        run.world.barrier(lambda: _show(bar, queue, run.is_main))
-        _show(bar, queue, run.is_main)
+        run.world.barrier(lambda: show_totals(bar, queue, run.is_main))
+        show_totals(bar, queue, run.is_main)
     return failure, updates
 
 
@@ -216,7 +216,7 @@ def _write(
             job.parts.write(one.update, job.rows(one.samples, one.responses))
             updates.add(one.update)
             queue.finished(sum(len(response.ids) for response in one.responses.values()))
-            _show(bar, queue, run.is_main)
+            show_totals(bar, queue, run.is_main)
             if run.stop.heard():
                 break
     except EngineStopped:
@@ -256,10 +256,3 @@ def _answered(engine: Engine, store: StageStore, job: Job, queue: PromptQueue, w
 
 STRIDE = 1 << 32
 """Between the prompt indices of two updates."""
-
-
-def _show(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
-    """Advance the main rank's bar to what all engines have finished."""
-    if is_main:
-        updates, tokens = queue.totals()
-        bar.advance(updates - bar.done, tokens - bar.tokens)

@@ -11,36 +11,30 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from checkpoints_convert.command import MEGABYTE, advance, fingerprint, run
+from checkpoints_convert.command import fill_hf, fingerprint, run
 from checkpoints_convert.output import checked_output, open_output
 from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.low_rank import merge as merged
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, check_base, read_adapter
 from mugrpo_megatron.extras.lora.targets import Leaf, adapted_leaves, is_linear, kind, leaves_of
-from mugrpo_megatron.files.durable import durable_file, write_json
+from mugrpo_megatron.files.durable import write_content
 from mugrpo_megatron.files.hf_config import read_state
 from mugrpo_megatron.files.torch_dist import Reader
-from mugrpo_megatron.observe.progress import open_display
 from mugrpo_megatron.weights import families
 from mugrpo_megatron.weights.families import read_architecture
-from mugrpo_megatron.weights.hf import carry_files, check_tokenizer
+from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import (
     HFCheckpoint,
     Shard,
     TensorSpec,
     divide,
     open_checkpoint,
-    write_index,
-    write_shard,
 )
 from mugrpo_megatron.weights.table import ADAPTER, entries
-
-SHARD_BYTES = 4 * 1024**3
 
 
 def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
@@ -62,19 +56,9 @@ def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
         for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True)
     ]
     shards = divide(specs, SHARD_BYTES)
-    total, done = sum(shard.bytes for shard in shards), 0
     recipe = {"source": fingerprint(hf), "adapter": fingerprint(adapter), "shards": [shard.file for shard in shards]}
-    with (
-        open_output(out, recipe, total, overwrite) as output,
-        open_display() as display,
-        display.bar("adapter -> Hugging Face", total // MEGABYTE, "MB") as bar,
-    ):
-        for shard in shards:
-            if not output.finished(shard.file):
-                write_shard(output.directory, shard, _merged(checkpoint, shard, leaves, factors, scale))
-                output.finish(shard.file)
-            advance(bar, done := done + shard.bytes)
-        write_index(output.directory, shards)
+    with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
+        fill_hf(output, "adapter", shards, lambda shard: _merged(checkpoint, shard, leaves, factors, scale))
         carry_files(hf, output.directory, specs[0].dtype)
 
 
@@ -122,15 +106,7 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     recipe = {"source": fingerprint(megatron), "like": fingerprint(hf)}
     with open_output(out, recipe, sum(one.nbytes for one in tensors.values()), overwrite) as output:
         for name, content in files.items():
-            _write(output.directory / name, content)
-
-
-def _write(path: Path, content: Any) -> None:
-    if not isinstance(content, bytes):
-        write_json(path, content)
-        return
-    with durable_file(path) as file:
-        file.write(content)
+            write_content(output.directory / name, content)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
