@@ -3,7 +3,7 @@
     python -m run_scripts.study.lora --out DIR              # everything, seed by seed; Ctrl-C saves
     python -m run_scripts.study.lora --out DIR --collect    # docs/lora.csv and the table in docs/lora.md alone
 
-Run it in the repository's root. A seed has a warm start and a stage of its own, which its five cells share.
+Run it in the repository's root. The warm start is one, and a seed has its own stage, which its five cells share.
 """
 
 from __future__ import annotations
