@@ -52,7 +52,7 @@ def test_updates_are_those_of_peft_in_transformers(model: str, start: str, alone
     check_same(alone, updates_by_peft(model, start), 2e-5)
     before = load_file(Path(start) / "adapter_model.safetensors")
     assert len(before) == 2 * LAYERS * (4 + 2)
-    assert all(np.abs(alone[2][name] - factor.numpy()).max() > 1e-3 for name, factor in before.items())
+    assert all(np.abs(alone[2][name] - factor.numpy()).max() > 1e-4 for name, factor in before.items())
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {"ep2": (2, EXPERT)}
