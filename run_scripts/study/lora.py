@@ -12,15 +12,15 @@ import argparse
 import signal
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.rundata import read_run
 from run_scripts.study.cells import Cell
-from run_scripts.study.collect import write_rows
+from run_scripts.study.collect import over, write_rows
 from run_scripts.study.grid import Grid, load_grid
-from run_scripts.study.results import DOCS, Row, read_rows
+from run_scripts.study.results import DOCS, Row
 from run_scripts.study.run import BULK, Interrupted, Study, commits_of, interrupt, run_all
 
 GRID = Path(__file__).with_name("lora_grid.toml")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return code
         rows = [row for cell in sorted(study.outcomes()) for row in rows_of(study, cell)]
         write_rows(options.docs / CSV, COLUMNS, rows)
-        write_table(options.docs / PAGE, table(study.grid, read_rows(options.docs / CSV)))
+        write_table(options.docs / PAGE, table(study.grid, rows))
     except UserError as error:
         print(f"lora: {error}", file=sys.stderr)
         return 2
@@ -74,29 +74,28 @@ def rows_of(study: Study, cell: Cell) -> list[Row]:
     rows = []
     for row in {one["update"]: one for one in (stage.evals[0], *run.evals)}.values():
         updates = run.updates[max(0, row["update"] - study.grid.every) : row["update"]]
-        means = {name: statistics.fmean(one[key] for one in updates) for name, key in MEANS.items()} if updates else {}
+        means = {name: over(updates, key) for name, key in MEANS.items()}
         rows.append(whole | {"update": row["update"], "accuracy": row[measure]} | means)
     return rows
 
 
+HEAD = ["", "percent right", "s an update", "GB", "MB a checkpoint"]
 MEANS = {"kl": "kl_k3", "seconds": "seconds"}
 """Column -> metric of the updates."""
 
 
 def table(grid: Grid, rows: Sequence[Row]) -> str:
-    """The table of docs/lora.md: means over the seeds that have all cells, and each seed's end."""
+    """The table of docs/lora.md: means over the seeds that have all cells, of the ends with their range."""
     ends = {(row["seed"], row["method"]): row for row in rows if row["update"] == grid.updates}
     seeds = [seed for seed in range(grid.seeds) if all((seed, method) in ends for method in grid.methods)]
-    updates = range(0, grid.updates + 1, grid.every)
-    head = ["", *(str(update) for update in updates), "each seed's end", "s an update", "checkpoint"]
-    lines = [head, ["---", *(["--:"] * (len(head) - 1))]]
+    lines = [HEAD, ["---", *(["--:"] * (len(HEAD) - 1))]]
     for method in grid.methods.values():
         own = [row for row in rows if row["method"] == method.name and row["seed"] in seeds]
-        curve = [_percent(row["accuracy"] for row in own if row["update"] == update) for update in updates]
-        each = ", ".join(f"{100 * ends[seed, method.name]['accuracy']:.1f}" for seed in seeds)
+        last = [100 * ends[seed, method.name]["accuracy"] for seed in seeds]
+        accuracy = f"{statistics.fmean(last):.1f} ({min(last):.1f}–{max(last):.1f})"
         seconds = statistics.fmean(row["seconds"] for row in own if row["update"])
-        size = max(row["checkpoint"] for row in own)
-        lines.append([method.title, *curve, each, f"{seconds:.2f}", f"{size / 1e6:.1f} MB"])
+        memory, size = (statistics.fmean(row[name] for row in own) for name in ("memory", "checkpoint"))
+        lines.append([method.title, accuracy, f"{seconds:.1f}", f"{memory / 1e9:.2f}", f"{size / 1e6:.1f}"])
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines) + "\n"
 
 
@@ -104,10 +103,6 @@ def write_table(page: Path, lines: str) -> None:
     """Put the table between the page's two marks."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(f"{before}{BEGIN}{lines}{END}{rest.partition(END)[2]}", encoding="utf-8")
-
-
-def _percent(shares: Iterable[float]) -> str:
-    return f"{100 * statistics.fmean(shares):.1f}"
 
 
 if __name__ == "__main__":
