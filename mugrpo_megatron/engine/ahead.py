@@ -30,7 +30,7 @@ def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
         yield None
         return
     environment = engine_environment(recipe, recipe.model.directory, cuda=False, slot=slot)
-    host = HostProcess(environment, cuda=False, compiled=recipe.engine.compiled)
+    host = HostProcess(environment, cuda=False)
     try:
         yield host
     finally:

@@ -103,7 +103,7 @@ class Engine:
         arguments = self._arguments | {"random_seed": self._arguments["random_seed"] + 1_000_003 * self._starts}
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.cuda != self._cuda:
-            ahead = HostProcess(self._environment, self._cuda, self._section.compiled, self._section.nodes == 1)
+            ahead = HostProcess(self._environment, self._cuda, self._section.nodes == 1)
         self._host = ahead
         self._host.load(replica_arguments(arguments, self._replicas), self.log, self._cancelled, self._bond.broken)
         self._starts += 1

@@ -153,7 +153,7 @@ class JoinedEngine:
         self.stop()
         self._bond, self._stopping = bond, threading.Event()
         # Made in this thread: the kernel ends it with the thread that made it.
-        host = HostProcess(self._environment, self._cuda, self._section.compiled, alone=False)
+        host = HostProcess(self._environment, self._cuda, alone=False)
         host.load([self._arguments | {"dist_init_addr": bond.address}], self.log, self._stopping.is_set, bond.broken)
         self._host = host
         self._thread = threading.Thread(target=self._watch, args=(host, bond), name="joined engine", daemon=True)

@@ -91,8 +91,6 @@ class DataSection(Section):
     """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
-    generated_problems: int = Field(50_000, gt=0, le=10_000_000)
-    """Training problems that a bundled task generates; fewer start sooner."""
     question_field: str = "problem"
     """Column with the question, text or messages, or a path inside one; at the default other names are recognised
     too."""

@@ -158,7 +158,7 @@ def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint
         ({"between_stages": "restart"}, {"enable_memory_saver": False}),
         ({"memory_fraction": 0.5}, {"mem_fraction_static": 0.5}),
         ({"tensor": 2}, {"tp_size": 2}),
-        ({"attention_backend": "fa3"}, {"attention_backend": "fa3"}),
+        ({"extra": {"attention_backend": "fa3"}}, {"attention_backend": "fa3"}),
         ({"extra": {"cuda_graph_max_bs_decode": 8}}, {"cuda_graph_max_bs_decode": 8}),
         ({"extra": {"kv_cache_dtype": "fp8_e5m2"}}, {"kv_cache_dtype": "fp8_e5m2"}),
     ],
