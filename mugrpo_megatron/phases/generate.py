@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
 
-from mugrpo_megatron.engine.client import Engine, PromptSource
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
@@ -151,7 +151,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
 
     Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after
     the sync that restarts it: the stage is then not sealed. Raises EngineFailure on every
-    rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
+    rank after MOST_FAILURES failures of one engine in a row without a finished group between them, and Stopped,
     with every scored group on disk, when the run was asked to stop.
     """
     recipe, leader = run.recipe, engines.leader
@@ -223,7 +223,7 @@ def sampled(
 def report_failures(run: Run, leader: EngineLeader | None) -> None:
     """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
-    Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
+    Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row.
     """
     mine = None
     if leader and leader.failure:
@@ -232,7 +232,7 @@ def report_failures(run: Run, leader: EngineLeader | None) -> None:
         if report is None:
             continue
         text = f"rank {rank}: {report[0]}" if run.world.ranks.world > 1 else report[0]
-        if report[1] >= run.recipe.engine.max_failures:
+        if report[1] >= MOST_FAILURES:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
