@@ -9,7 +9,7 @@ from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
-from mugrpo_megatron.learner.learner import Learner, reload
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
@@ -70,7 +70,7 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
         sync_weights(run, learner, engines, cursor)
         done = _evaluate(run, engines.leader, cursor)
         sleep_engines(run, engines)
-        reload(learner)
+        learner.reload()
         if any(run.world.any_rank(not done and run.stop.asked)):
             raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
 

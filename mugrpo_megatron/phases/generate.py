@@ -16,7 +16,7 @@ from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
-from mugrpo_megatron.learner.learner import Learner, offload, reload
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.cursor import Cursor
@@ -73,8 +73,8 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
     """
     leader = engines.leader
     with run.phase("sync", cursor) as facts:
-        reload(learner)  # where it is offloaded already: an engine that failed is synced again
-        offload(learner, "optimizer")
+        learner.reload()  # where it is offloaded already: an engine that failed is synced again
+        learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
         if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
             leader.failed(EngineFailure(ended))
@@ -87,7 +87,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
             leader.failed(failure)
             engine = None
         _check_weights(run, engines, engine, facts)
-        offload(learner, "weights")
+        learner.offload("weights")
         run.world.barrier()
         if leader and leader.engine.running:
             _wake_kv_cache(leader)

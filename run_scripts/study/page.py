@@ -177,11 +177,11 @@ def schedules(results: Results) -> list[str]:
     if not best:
         return []
     (_, name), apart = max(best.items(), key=lambda one: statistics.fmean(one[1]))
-    said = f"Closest to GRPO, minus GRPO: {results.grid.methods[name].title}, {tables.over_seeds(apart)} (exploratory)."
+    said = f"Closest to GRPO: {results.grid.methods[name].title}, {tables.over_seeds(apart)} (exploratory)."
     fifth = findings(results)[4]
     if fifth.contrast.left and fifth.values and fifth.contrast.left != name:
         title = results.grid.methods[fifth.contrast.left].title
-        said += f" The schedule that tuning chose, {title}: {tables.over_seeds(fifth.values)} (claim 5)."
+        said += f" Claim 5, the schedule that tuning chose: {title}, {tables.over_seeds(fifth.values)}."
     return [said]
 
 
@@ -209,7 +209,7 @@ def shape(results: Results) -> list[str]:
         if (apart := differences(results.column("long", name, "after"), grpo))
     ]
     return (
-        [f"Closest to the paper's shape, with 2,048 updates, minus GRPO: {'; '.join(gaps)} (exploratory)."]
+        [f"Closest to the paper's shape, 2,048 updates, against GRPO: {'; '.join(gaps)} (exploratory)."]
         if gaps
         else []
     )
