@@ -22,7 +22,7 @@ def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
 
     It is gone when the block ends, whether an engine has used it or not.
     """
-    if recipe.run.device != "cpu" and (recipe.run.device == "cuda" or may_find_cuda()):
+    if may_find_cuda():
         yield None
         return
     slot = slot_of_environment(recipe.engine, cuda=False)

@@ -65,7 +65,7 @@ BY_RECIPE = {
     "enable_return_routed_experts": "learner.routing_replay",
     "random_seed": "run.seed",
     "enable_deterministic_inference": "run.deterministic",
-    "device": "run.device",
+    "device": "CUDA_VISIBLE_DEVICES",
     "quantization": "engine.quantization",
     "nnodes": "engine.nodes",
     "preferred_sampling_params": "[rollout]",
@@ -105,11 +105,6 @@ def check_extra(extra: Mapping[str, Any]) -> None:
             raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
         if name in BY_PROJECT:
             raise UserError(f"{key}: {BY_PROJECT[name]} depends on it, so it cannot be set; remove it")
-
-
-def runs_on_cuda(recipe: Recipe) -> bool:
-    """Whether `run.device` means CUDA on this machine; UserError as in `finds_cuda`."""
-    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and finds_cuda())
 
 
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
@@ -307,7 +302,7 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         min_p=rollout.min_p,
         keep=keeps(rollout),
         masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
-        one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
+        one_after_another=finds_cuda() and rollout.min_p > 0,
         stream=_stream(recipe, "train"),
     )
 

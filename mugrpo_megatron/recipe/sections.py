@@ -58,14 +58,13 @@ def asked(question: str, template: str | None) -> str:
 
 
 class RunSection(Section):
-    """The run's directory, seed, device and reproducibility."""
+    """The run's directory, seed and reproducibility. It runs on CUDA if torch finds it; `CUDA_VISIBLE_DEVICES=` hides
+    it."""
 
     dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
-    """Device of learner and engine; `auto` takes CUDA if torch finds it; `cpu` leaves a GPU to other work."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""

@@ -26,9 +26,10 @@ import torch
 from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.door import engine_type
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.files.hf_config import read_model_config
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.models import save_model
@@ -46,7 +47,7 @@ def main() -> None:
                 "engine": {"max_running_requests": options.running},
             }
         )
-        cuda = runs_on_cuda(recipe)
+        cuda = finds_cuda()
         os.environ.update(engine_environment(recipe, model, cuda))
         prompts = [Prompt(i, Problem(str(i), "", ""), _prompt_ids(i, model)) for i in range(options.prompts)]
         sides = {name: _Side(name, recipe, model, cuda, Path(folder), options.replicas) for name in options.sides}

@@ -216,12 +216,13 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
 
 def engine_bare(how: How) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
-    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
+    from mugrpo_megatron.observe.environment import finds_cuda
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
         recipe = recipe_of(model, how)
-        cuda = runs_on_cuda(recipe)
+        cuda = finds_cuda()
         os.environ.update(engine_environment(recipe, model, cuda))
         import sglang  # reads the environment at import
 
