@@ -227,7 +227,7 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def _check_own_loss(recipe: Recipe) -> None:
-    if recipe.objective.surrogate_depends_on is not None:
+    if ":" in recipe.objective.surrogate:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
         load_function("objective.diagnostics", recipe.objective.diagnostics)

@@ -25,6 +25,9 @@ from mugrpo_megatron.samples import Prompt, Response
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
+MOST_FAILURES = 3
+"""Failures in a row, without a finished response between them, after which an engine is not started again: the third
+has the cause of the first two."""
 PROMPTS_PER_MESSAGE = 64
 EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
 """What answers prompts with a user's function (`rollout.function`) instead of one response."""

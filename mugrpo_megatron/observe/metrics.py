@@ -48,7 +48,7 @@ PHASES: dict[str, str] = {
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
     "reference policy if `objective.reference_every` is above 1.",
     "guest": "A model of `[guest.NAME]` starts, scores the stage, and leaves.",
-    "probe": "The learner computes logprobs of `report.probe_responses` responses, for the report's heat map.",
+    "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
     "eval": "Held-out problems are sampled and scored.",

@@ -110,8 +110,6 @@ class EngineSection(Section):
     models from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
-    max_failures: PositiveInt = 3
-    """End the run after this many engine failures in a row without a finished response between them."""
     quantization: Literal["none", "fp8"] = "none"
     """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
     at each weight sync (CUDA, bfloat16)."""

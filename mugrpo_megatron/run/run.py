@@ -15,7 +15,7 @@ from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
+from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.log import MetricLog, open_log
@@ -252,7 +252,7 @@ def open_engines(
 def give_devices(learner: Learner, world: World) -> None:
     """Offload the learner of every rank: an engine spans several ranks' devices. Collective."""
     for part in PARTS:
-        offload(learner, part)
+        learner.offload(part)
     world.barrier()
 
 
@@ -297,7 +297,7 @@ def hand_over(engines: Engines, learner: Learner, world: World) -> None:
     if engines.leader and gives:
         engines.leader.engine.sleep()
     sleep_joined(world, engines.joined if gives else None, engine.nodes)
-    reload(learner)
+    learner.reload()
 
 
 def first_start(leader: EngineLeader | None, world: World) -> None:

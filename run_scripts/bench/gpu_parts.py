@@ -286,16 +286,15 @@ def switch(how: How) -> Result:
 
 def one_switch(mine: Any, bridge: Any, engine: Any, sync: Any) -> dict[str, float]:
     """Seconds of each step."""
-    from mugrpo_megatron.learner.learner import offload, reload
 
     steps: dict[str, Callable[[], object]] = {
-        "optimizer_sleeps": lambda: offload(mine, "optimizer"),
+        "optimizer_sleeps": lambda: mine.offload("optimizer"),
         "engine_weights_wake": lambda: engine.wake("weights"),
         "sync": lambda: sync(bridge, engine, version=1),
-        "learner_weights_sleep": lambda: offload(mine, "weights"),
+        "learner_weights_sleep": lambda: mine.offload("weights"),
         "engine_cache_wakes": lambda: engine.wake("kv_cache"),
         "engine_sleeps": engine.sleep,
-        "learner_wakes": lambda: reload(mine),
+        "learner_wakes": mine.reload,
     }
     found = {}
     for name, step in steps.items():

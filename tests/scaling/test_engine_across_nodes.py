@@ -48,7 +48,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rollout={"prompts_per_update": PROMPTS, "max_response_tokens": 48},
         engine={"tensor": 2, "nodes": 2, "max_running_requests": 16, "compiled": False, "check_weights": "every"},
         eval={"max_tokens": 12},
-        report={"eval_problems": 16},
         reward=COIN,
     )
 

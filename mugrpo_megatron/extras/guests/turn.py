@@ -11,7 +11,7 @@ from typing import Protocol
 import psutil
 import pyarrow as pa
 
-from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
 from mugrpo_megatron.engine.launch import runs_on_cuda
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.queue import PromptQueue
@@ -84,7 +84,7 @@ def take_turns(run: Run, learner: Learner, store: StageStore, cursor: Cursor) ->
 
     Where a column lacks, the learner is offloaded and stays so. Parts of columns are on disk as they are finished: a
     run that is killed or stopped in the turn asks for the others alone. Raises UserError when a guest's weights are not
-    those of its earlier columns, EngineFailure after `engine.max_failures` rounds in a row in which an engine fails and
+    those of its earlier columns, EngineFailure after MOST_FAILURES rounds in a row in which an engine fails and
     nothing is done, and Stopped, with the finished parts on disk, when the run was asked to stop.
     """
     for name in run.recipe.guest.by_name:
@@ -181,7 +181,7 @@ def _work(
             )
         texts = list(filter(None, run.world.gather(failure)))
         failures = bool(texts) + (0 if updates else failures)
-        if failures >= run.recipe.engine.max_failures:
+        if failures >= MOST_FAILURES:
             raise EngineFailure(texts[0])
         for text in texts:
             run.log.event("engine_failure", text.splitlines()[0])

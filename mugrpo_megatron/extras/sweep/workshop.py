@@ -21,7 +21,7 @@ from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload
+from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
@@ -114,7 +114,7 @@ class Workshop:
         read = self.world.broadcast(prepared)
         assert read is not None
         for part in PARTS:
-            offload(learner, part)
+            learner.offload(part)
         self.world.barrier()
         leader = None
         if slot.leads_engine:
