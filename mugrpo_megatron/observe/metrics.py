@@ -1,8 +1,4 @@
-"""Defines every metric of a run: name, unit and meaning.
-
-`docs/metrics.md` is generated from this table (run_scripts/metrics_page.py). A name that is not in it cannot be
-logged.
-"""
+"""Every metric of a run: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from this table."""
 
 from __future__ import annotations
 
@@ -140,8 +136,8 @@ METRICS: tuple[Metric, ...] = (
         "update",
         "routes_flipped_tokens",
         "fraction",
-        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in a layer; "
-        "with `learner.routing_replay`.",
+        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in some "
+        "layer; with `learner.routing_replay`.",
     ),
     Metric(
         "update",
