@@ -58,14 +58,13 @@ def asked(question: str, template: str | None) -> str:
 
 
 class RunSection(Section):
-    """The run's directory, seed, device and reproducibility."""
+    """The run's directory, seed and reproducibility. It runs on CUDA if torch finds it; `CUDA_VISIBLE_DEVICES=` hides
+    it."""
 
     dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
-    """Device of learner and engine; `auto` takes CUDA if torch finds it; `cpu` leaves a GPU to other work."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""
@@ -91,8 +90,6 @@ class DataSection(Section):
     """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
-    generated_problems: int = Field(50_000, gt=0, le=10_000_000)
-    """Training problems that a bundled task generates; fewer start sooner."""
     question_field: str = "problem"
     """Column with the question, text or messages, or a path inside one; at the default other names are recognised
     too."""
