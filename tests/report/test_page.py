@@ -26,17 +26,10 @@ from tests.report.synthetic import recipe_of, rows_of, write_run
 
 BROWSER = shutil.which("chromium")
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=2000",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=2000",
     "--dump-dom",
-)
+)  # fmt: skip
 
 
 def dom_of(address: str, tmp_path: Path, script: str = "") -> str:

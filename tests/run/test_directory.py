@@ -90,12 +90,8 @@ def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
     changed = (
-        "parallel.tensor=2",
-        "engine.tensor=2",
-        "checkpoint.keep=9",
-        "schedule.stages=9",
-        "optimizer.max_skipped=1",
-    )
+        "parallel.tensor=2", "engine.tensor=2", "checkpoint.keep=9", "schedule.stages=9", "optimizer.max_skipped=1",
+    )  # fmt: skip
     with open_directory(recipe(tmp_path, *changed)) as directory:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
 

@@ -30,17 +30,11 @@ for name in sys.argv[1:]:
 print(sys.modules["sgl_kernel"].__file__)
 """
 MODULES = (
-    "sgl_kernel",
-    "sglang.srt.entrypoints.engine",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.model_executor.model_runner",
-    "sglang.srt.models.qwen2",
-    "sglang.srt.models.qwen3",
-    "sglang.srt.models.qwen3_moe",
-    "sglang.srt.models.llama",
-    "sglang.srt.layers.attention.triton_backend",
+    "sgl_kernel", "sglang.srt.entrypoints.engine", "sglang.srt.managers.scheduler",
+    "sglang.srt.model_executor.model_runner", "sglang.srt.models.qwen2", "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe", "sglang.srt.models.llama", "sglang.srt.layers.attention.triton_backend",
     "sglang.srt.layers.sampler",
-)
+)  # fmt: skip
 """What an engine on CUDA imports."""
 
 
