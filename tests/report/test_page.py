@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import threading
 from html import unescape
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -123,39 +122,6 @@ def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     assert found["another axis"]
     assert found["csv"].startswith('series,update,seconds,value,low,high|"math500",0,')
     assert found["picture"] == "whole"
-
-
-LABELS = """
-drawing.boundaries.splice(0, Infinity, ...[0, 2, 24, 44].map((u, stage) => ({ u, t: u, stage })));
-const panel = panels[0];
-panel.draw();
-const boxes = [...panel.plot.querySelectorAll("text.stage")].map((node) => node.getBoundingClientRect());
-document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
-document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) => [box.left, box.right]));
-"""
-
-
-@pytest.mark.process
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
-    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
-    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
-    assert len(labels) == 3
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))
-
-
-@pytest.mark.process
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_comparison_is_drawn_in_a_browser(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, rows_of(2, 8, seed=seed), recipe_of(2, 8)) for seed, name in enumerate("abc")]
-    page = write_comparison(runs, tmp_path / "compared.html")
-    dom = dom_of(page.as_uri(), tmp_path)
-    cards = dict(re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL))
-    assert {"held_out_accuracy", "reward_mean", "ess", "ratio_neg_mean"} <= set(cards)
-    for name, drawn in cards.items():
-        assert len(re.findall(r"<path ", drawn)) >= 3, name
-        assert "NaN" not in drawn, name
 
 
 WATCHED = """

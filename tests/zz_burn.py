@@ -1,6 +1,0 @@
-import time
-
-
-def burn():
-    while time.process_time() < 5:
-        pass
