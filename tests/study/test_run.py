@@ -16,31 +16,7 @@ from run_scripts.study.results import read_kept, read_results
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
 
-GRID = """
-updates = 64
-every = 32
-seeds = 2
-warm_starts = 2
-trigger_ratio = 1e-4
-tuning_seed = 100
-ladder = [1e-4, 1e-3]
-start = [1e-4]
-order = [["one"], ["best"], ["noise"]]
-[blocks.one]
-rate = 1e-3
-methods = ["none", "veto", "grpo"]
-[blocks.best]
-methods = ["none"]
-[blocks.noise]
-rate = 1e-3
-methods = ["none"]
-seeds = [0]
-repeats = 1
-[methods]
-grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }
-none = { title = "none", objective = { name = "mu_grpo", veto = "none" } }
-veto = { title = "veto", twin = "none", objective = { name = "mu_grpo" } }
-"""
+GRID = Path(__file__).with_name("grid.toml").read_text()
 
 PROGRAM = """
 import json, sys
