@@ -92,7 +92,7 @@ def test_an_engine_that_fails_to_start_is_named(model: Path, tmp_path: Path) -> 
 def test_interrupt_leaves_no_process_behind(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "r.toml", model, tmp_path / "run", schedule={"stages": 500})
     with started("train", recipe) as command:
-        while "stage 2 of" not in command.said:
+        while "stage 1 of" not in command.said:
             assert command.wait(0.05) is None, command.said
         offspring = command.offspring
         assert offspring, "the engine should be running"
