@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mugrpo_megatron.data.problems import PRESETS, load, load_problems
+from mugrpo_megatron.data.reading import final_answer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import DataSection
 
@@ -149,3 +150,16 @@ def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -
     answer = f"['a', {'-' * 100_000}'b']"
     (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
     assert load_problems(str(tmp_path / "set.jsonl"), DataSection())[0].answer == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("27.0", "27.0"),
+        ("a #### b #### 5", "5"),
+        ("\\boxed{1} then \\boxed{\\frac{1}{2}} q.e.d.", "\\frac{1}{2}"),
+        (" 3 ", "3"),
+    ],
+)
+def test_final_answers(text: str, answer: str) -> None:
+    assert final_answer(text) == answer

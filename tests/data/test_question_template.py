@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.commands.eval import Record, settings_of
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import prepare, read_problems
 from mugrpo_megatron.data.prompts import STYLES, Template, render, template_of
@@ -102,6 +103,17 @@ def test_a_resume_with_another_template_is_refused(tmp_path: Path) -> None:
     assert differing(old, new) == ["data.question_template"]
     problems = [read_problems(one.data, one.reward) for one in (old, new)]
     assert fingerprint(problems[0]) == fingerprint(problems[1])  # the data are the same, the recipe is not
+
+
+def test_an_evaluation_begun_before_the_key_is_continued(tmp_path: Path) -> None:
+    settings = settings_of(recipe_with(None), {"a": "a"}, [])
+    before = {**settings, "data": {key: value for key, value in settings["data"].items() if key != "question_template"}}
+    assert before != settings
+    Record(tmp_path, before)
+    Record(tmp_path, settings)
+    Record(tmp_path, before)
+    with pytest.raises(UserError, match="holds an evaluation with other data"):
+        Record(tmp_path, settings_of(recipe_with(TEXT), {"a": "a"}, []))
 
 
 def test_no_template_is_no_text_around() -> None:

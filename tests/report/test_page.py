@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 from html import unescape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -210,3 +211,23 @@ def test_a_live_page_is_served_on_loopback_and_follows_its_run(tmp_path: Path) -
     assert 'data-live="10"' in after
     assert "connect-src 'self'" in after
     assert 'data-live="0"' in write_report(run).read_text()
+
+
+LABELS = """
+drawing.boundaries.splice(0, Infinity, ...[0, 2, 24, 44].map((u, stage) => ({ u, t: u, stage })));
+const panel = panels[0];
+panel.draw();
+const boxes = [...panel.plot.querySelectorAll("text.stage")].map((node) => node.getBoundingClientRect());
+document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
+document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) => [box.left, box.right]));
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
+    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
+    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    assert len(labels) == 3
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))

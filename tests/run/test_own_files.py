@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mugrpo_megatron.commands.eval import Record, settings_of
 from mugrpo_megatron.errors import RewardFailure, UserError
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
@@ -148,3 +149,12 @@ def test_a_damaged_record_is_told(content: bytes, recipe: Recipe, tmp_path: Path
     (tmp_path / "run" / FILE_NAME).write_bytes(content)
     with pytest.raises(UserError, match=rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue"):
         check_directory(recipe)
+
+
+def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path) -> None:
+    settings = settings_of(recipe, {"a": "a"}, [])
+    Record(tmp_path / "out", {key: value for key, value in settings.items() if key != "template file"})  # an older one
+    Record(tmp_path / "out", settings)
+    (tmp_path / "own.jinja").write_text("edited", encoding="utf-8")
+    with pytest.raises(UserError, match="holds an evaluation with other template file"):
+        Record(tmp_path / "out", settings_of(recipe, {"a": "a"}, []))

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from run_scripts.bench.alone import keep_logs
-from run_scripts.bench.first import PROBES
-from run_scripts.bench.gpu import alone, obstacle
+from run_scripts.bench.first import PROBES, SECONDS
+from run_scripts.bench.gpu import PARTS, alone, obstacle
 from run_scripts.bench.gpu_parts import How, recipe_of
 from run_scripts.bench.gpu_whole import recipe_text
 
@@ -64,6 +64,22 @@ def test_the_prepared_commands_name_modules_options_and_files_that_exist() -> No
             assert f'"{option}"' in text, f"{module} has no {option}"
     for name in re.findall(r"((?:tests|run_scripts)/[\w/.]+)", block):
         assert (SCRIPTS.parent / name).exists(), name
+
+
+def test_the_prepared_commands_have_time_for_all_their_parts() -> None:
+    """A call, and the parts in it; a call on a borrowed machine takes ten minutes and 2,000 characters at most."""
+    for line in prepared_commands():
+        patience = [int(seconds) for seconds in re.findall(r"timeout (\d+)", line)]
+        loops = [len(chunks.split()) for chunks in re.findall(r"for chunk in ([\d ]+);", line)]
+        repeated = sum((count - 1) * 30 for count in loops)
+        assert sum(patience) + repeated <= 600
+        assert len(line) <= 2000
+        for limit, budget, parts in re.findall(
+            r"timeout (\d+) \S+ -m run_scripts.bench.gpu .*?--seconds (\d+) --parts ([\w ]+)", line
+        ):
+            assert sum(PARTS[part].limit_s for part in parts.split() if part in PARTS) <= int(budget) < int(limit)
+        if "bench.first" in line:
+            assert sum(probe.limit_s for probe in PROBES.values()) <= SECONDS < patience[0]
 
 
 def verdicts(**failed: str) -> dict[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,30 @@ def test_methods_with_several_stages_are_those_of_the_plan() -> None:
     assert (lengths["four_long"], lengths["two_long"]) == ([512] * 4, [1024] * 2)
     for falling in (RECIPES[name].optimizer for name in FALLING):
         assert (falling.decay, falling.decay_over, falling.min_lr) == ("linear", "stage", pytest.approx(RATE / 10))
+
+
+def evaluated(recipe: Recipe) -> list[int]:
+    """The updates after which a run evaluates, by docs/recipe.md's words on the two keys."""
+    found, start = [0], 0
+    for stage in range(recipe.schedule.stages):
+        length = recipe.schedule.length(stage)
+        if recipe.eval.every_stages and stage % recipe.eval.every_stages == 0:
+            found.append(start)
+        if recipe.eval.every_updates:
+            found += range(start + recipe.eval.every_updates, start + length, recipe.eval.every_updates)
+        start += length
+    return sorted({*found, start})
+
+
+@pytest.mark.parametrize("name", STUDY.methods)
+def test_no_run_goes_long_without_an_evaluation_and_all_end_with_one(name: str) -> None:
+    found = evaluated(RECIPES[name])
+    updates = STUDY.methods[name].updates
+    every = STUDY.every * updates // STUDY.updates
+    assert (found[0], found[-1]) == (0, updates)
+    assert max(late - early for early, late in pairwise(found)) <= every
+    if name in (*STALE, *LONG, "grpo", "four", "eight"):
+        assert found == [*range(0, updates + 1, every)]
 
 
 def test_a_collapse_is_more_than_evaluation_noise() -> None:

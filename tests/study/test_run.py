@@ -120,3 +120,37 @@ def test_a_cell_that_fails_is_named_and_tried_again(study: run.Study, capsys: py
     calls(study)
     assert run.run_all(study, [0, 1]) == 0
     assert calls(study) == ["train veto-0.001"] * 2
+
+
+def test_cells_whose_rate_was_found_elsewhere_are_collected(study: run.Study, tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text(GRID.replace('methods = ["none", "veto", "grpo"]', 'methods = ["grpo"]'))
+    study = replace(study, grid=load_grid(tmp_path / "grid.toml"))
+    assert run.run_all(study) == 0
+    words = ["--out", str(study.out), "--docs", str(tmp_path / "docs"), "--grid", str(tmp_path / "grid.toml")]
+    assert collect(words) == 0
+    found = (tmp_path / "docs" / "cells.csv").read_text()
+    cell = Cell(1, "none", 1e-3)
+    for directory in (study.directory(cell), study.stage(cell)):
+        moved = tmp_path / "elsewhere" / directory.relative_to(study.out)
+        moved.parent.mkdir(parents=True, exist_ok=True)
+        directory.rename(moved)
+    (tmp_path / "docs" / "cells.csv").write_text(
+        "".join(line for line in found.splitlines(keepends=True) if not line.startswith("1,0,none,"))
+    )
+    words[1] = str(tmp_path / "elsewhere")
+    assert collect(words) == 0
+    assert sorted((tmp_path / "docs" / "cells.csv").read_text().splitlines()) == sorted(found.splitlines())
+
+
+def test_cells_of_another_stage_do_not_count(study: run.Study) -> None:
+    cell = Cell(0, "none", 1e-3)
+    assert run.run_cell(study, cell)
+    outcome = study.outcome(cell)
+    assert outcome
+    other = Cell(0, "veto", 1e-3)
+    for stage, counts in ((study.fingerprint(cell), True), ("another", False)):
+        assert bool(replace(study, kept={other: (stage, outcome)}).outcome(other)) is counts
+    assert replace(study, kept={Cell(0, "grpo", 1e-3): ("", outcome)}).outcome(Cell(0, "grpo", 1e-3))
+    assert run.run_cell(study, Cell(100, "none", 1e-3))
+    tuning = Cell(100, "none", 1e-4)
+    assert replace(study, kept={tuning: ("another", outcome)}).outcome(tuning)  # a rate that was found stays

@@ -50,6 +50,11 @@ def test_tuning_climbs_to_the_best_rate_and_tries_both_its_neighbours(best: int)
     assert len(tried) <= 2 + abs(best - 4) + 1
 
 
+def test_of_two_equal_rates_the_lower_is_tuned() -> None:
+    done = {Cell(STUDY.tuning_seed, "veto", rate): outcome(0.5) for rate in LADDER}
+    assert tuned_rate(STUDY, done, "veto").rate == LADDER[0]
+
+
 def test_tuned_cells_wait_for_their_rate_and_schedules_for_the_choice() -> None:
     waiting = {one for one in wanted(STUDY, {}) if isinstance(one, Waiting)}
     assert len(waiting) == 4 * 8 + 8 + (5 + 3 + 1) * 3
@@ -71,6 +76,13 @@ def test_the_schedule_that_ends_best_is_chosen_and_in_a_tie_the_one_with_fewer_s
     cells = list(dict.fromkeys(wanted(STUDY, done)))
     seeds = {name: [one.seed for one in on_the_test_split(cells, (name,))] for name in SCHEDULES}
     assert seeds == {name: [*range(8)] if name == best[0] else [5, 6, 7] for name in SCHEDULES}
+
+
+def test_fewer_stages_win_a_tie_wherever_they_stand() -> None:
+    turned = replace(PRIMARY, methods=SCHEDULES[::-1])
+    found = choose(STUDY, tuned(dict.fromkeys(SCHEDULES, 0.6)), turned).best
+    assert found
+    assert found.method == "four"
 
 
 def test_a_veto_that_had_no_trigger_has_the_outcome_of_its_twin() -> None:
