@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from mugrpo_megatron.checks.preflight import check_warm_start
 from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
-from mugrpo_megatron.data.arithmetic import demonstration, problems
+from mugrpo_megatron.data.arithmetic import GENERATED, demonstration, problems
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import problem_at
 from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
@@ -185,7 +185,7 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
     recipe, section = learner.recipe, learner.recipe.sft
-    train = problems(recipe.run.seed, "train", recipe.data.generated_problems, recipe.data.train)
+    train = problems(recipe.run.seed, "train", GENERATED, recipe.data.train)
     held_out = problems(recipe.run.seed, "eval", recipe.data.eval_problems, recipe.data.train)
     answers = [answered(problem, tokenizer) for problem in train]
     checked = [answered(problem, tokenizer) for problem in held_out]

@@ -225,7 +225,7 @@ def load(
     result = Read()
     for name, one in named_sources(source).items():
         if one in arithmetic.TASKS:
-            count = section.generated_problems if split == "train" else section.eval_problems
+            count = arithmetic.GENERATED if split == "train" else section.eval_problems
             result.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
         read = read_source(replace(resolve(one, section, split), name=name), any_gold)

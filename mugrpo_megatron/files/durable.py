@@ -1,8 +1,7 @@
-"""Atomic, fsynced writes of files and directories, and checksums.
+"""Atomic, fsynced writes of all files and directories that have to be complete or absent, and checksums.
 
-Every file that has to be complete or absent is written here. A temporary is named `.NAME.XXXXXXXX.partial`, with eight
-random hexadecimal digits: two writers of one path never share one, and a killed writer's leftovers are recognised. A
-directory that several ranks fill, or that a later command continues, is `resumable(path)`, `.NAME.partial`.
+A temporary is named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, so that a killed writer's leftovers are
+recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`config.json` of a Hugging Face checkpoint: the one reader, with a type and a range for every field used here.
 
-It imports neither torch nor transformers, so a wrong model is found before anything slow starts. A family's reading
-(`weights.families`) is stricter: it refuses fields that it does not know.
+It imports neither torch nor transformers. `weights.families` is stricter: it refuses fields that it does not know.
 """
 
 from __future__ import annotations

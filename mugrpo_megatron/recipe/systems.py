@@ -81,9 +81,6 @@ class EngineSection(Section):
     """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
     nodes: PositiveInt = 1
     """Nodes that each engine spans, with all devices: for a model that does not fit on one node (docs/engine.md)."""
-    per_node: NonNegativeInt = 0
-    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU); fewer leave
-    them to other work."""
     between_stages: Literal["restart", "sleep"] = "sleep"
     """While the learner trains: `sleep` keeps the engine's process and releases its memory, `restart` stops the
     process."""
@@ -91,27 +88,14 @@ class EngineSection(Section):
     """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
     max_running_requests: PositiveInt = 1024
     """Maximum number of responses decoded together; a large number helps short responses."""
-    max_total_tokens: NonNegativeInt = 0
-    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU),
-    which on a shared machine may be too much."""
-    attention_backend: str = Field("auto", pattern=r"^[a-z0-9_]+$")
-    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
     """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
     short ones slower, replicas both faster; on busy cores threads slow each other down."""
-    replicas: int = Field(0, ge=0, le=64)
-    """Copies of each engine that decode in parallel processes and share its requests (CPU). 0 takes two if each has a
-    core and the weights take at most 256 MiB, else one."""
-    compiled: bool = True
-    """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
-    compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""
     start_timeout_s: PositiveFloat = 1800.0
     """Seconds until an engine that has not started counts as failed; an engine that exits is noticed at once. Large
     models from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
-    max_failures: PositiveInt = 3
-    """End the run after this many engine failures in a row without a finished response between them."""
     quantization: Literal["none", "fp8"] = "none"
     """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
     at each weight sync (CUDA, bfloat16)."""

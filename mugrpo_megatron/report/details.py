@@ -1,7 +1,6 @@
 """What a report reads besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
 
-What is read is bounded: of a long run some stages, of a stage the lengths in some of its updates. A damaged file
-is left out and named.
+It reads some stages of a long run, and lengths of some updates of a stage. A damaged file is left out and named.
 """
 
 from __future__ import annotations

@@ -86,14 +86,13 @@ def accuracy_table(results: Results, entries: Sequence[Entry]) -> str:
             [
                 results.grid.methods[name].title,
                 scientific(results.rate(block, name)),
-                str(len(after)),
                 level([*results.column(block, name, "before").values()]),
                 level([*after.values()]),
                 difference(apart) if apart else "–",
                 collapsed(results, block, name),
             ]
         )
-    head = ("Method", "Rate", "Seeds", "Before %", "After %", "Minus no veto, points", "Collapsed")
+    head = ("Method", "Rate", "Before %", "After %", "Minus no veto, points", "Collapsed")
     return markdown(head, rows) if rows else ""
 
 
@@ -106,8 +105,8 @@ def price_table(results: Results, entries: Sequence[Entry], grpo: str) -> str:
             continue
         apart = differences(after, results.column(block, grpo, "after")) if name != grpo else []
         title, rate = results.grid.methods[name].title, scientific(results.rate(block, name))
-        rows.append([title, rate, str(len(after)), level([*after.values()]), difference(apart) if apart else "–"])
-    return markdown(("Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows) if rows else ""
+        rows.append([title, rate, level([*after.values()]), difference(apart) if apart else "–"])
+    return markdown(("Method", "Rate", "After %", "Minus GRPO, points"), rows) if rows else ""
 
 
 def measures_table(results: Results, entries: Sequence[Entry]) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mugrpo_megatron.commands import sft
 from mugrpo_megatron.commands.sft import greedy_accuracy, train
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import build_learner
@@ -24,7 +25,7 @@ def warm_start(out: str, **changes: object) -> Recipe:
     sft = {"output": out, "layers": 2, "hidden": 32, "max_updates": 30}
     return Recipe.model_validate(
         {
-            "data": {"generated_problems": 500, "eval_problems": 20},
+            "data": {"eval_problems": 20},
             "model": {"dtype": "float32"},
             "learner": {"threads": 1},
             "sft": {**sft, "target_accuracy": 1.0, **changes},
@@ -34,7 +35,7 @@ def warm_start(out: str, **changes: object) -> Recipe:
 
 def trained(out: str) -> list[int]:
     """Times of the checkpoint's files after a first and a second call."""
-    times = []
+    sft.GENERATED, times = 500, []
     for _ in range(2):
         train(warm_start(out))
         times.append(max(path.stat().st_mtime_ns for path in (Path(out) / "hf").rglob("*")))

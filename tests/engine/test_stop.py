@@ -22,7 +22,6 @@ def test_a_response_ends_with_the_token_that_completes_a_stop(tmp_path: Path) ->
     model = save_model(tmp_path / "model")
     changes: dict[str, Any] = {
         "rollout": {"stop": STOPS, "max_response_tokens": 40, "top_k": 10},
-        "run": {"device": "cpu"},
     }
     recipe = load_recipe(write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", **changes))
     tokenizer = load_tokenizer(model)

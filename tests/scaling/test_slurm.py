@@ -186,7 +186,6 @@ def test_two_nodes_train_from_a_fresh_clone_over_a_time_limit(tmp_path: Path) ->
         run_dir,
         schedule={"stages": 1, "updates_per_stage": UPDATES},
         checkpoint={"every_updates": 100},
-        engine={"per_node": 1},
         reward=COIN,
     )
 

@@ -133,10 +133,9 @@ def committed(statement: str, text_gold: bool = False) -> str:
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
     amounts = _AMOUNT.findall(_MATH.sub("", statement))
-    found = _MATH.findall(statement if len(amounts) != 1 else _GIVEN.sub("", statement)) or amounts
-    found = found or _PLAIN_VALUE.findall(statement)
-    found = [part for part in found if not text_gold or _TEXT.match(part)]
-    return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
+    values = _MATH.findall(_GIVEN.sub("", statement) if len(amounts) == 1 else statement) or amounts
+    values = [value for value in values or _PLAIN_VALUE.findall(statement) if not text_gold or _TEXT.match(value)]
+    return ", ".join(dict.fromkeys(value.strip("$ ") for value in values)) if values else statement
 
 
 def last_said(text: str, text_gold: bool) -> str:
@@ -151,10 +150,10 @@ def last_said(text: str, text_gold: bool) -> str:
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line
     line = line[-_PROSE_CHARS:]
-    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
-    if not found or _NEGATED.search(line, found[-1].end()):
+    values = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
+    if not values or _NEGATED.search(line, values[-1].end()):
         return line
-    group = _last_group(line, found)
+    group = _last_group(line, values)
     return line if any(_is_changed(line, value) for value in group) else _listed(group)
 
 
@@ -255,8 +254,8 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool = False
     """
     text = response.strip()
     if extract == "last_number":
-        found = NUMBER.findall(text[-_TAIL_CHARS:])
-        return found[-1] if found else ""
+        numbers = NUMBER.findall(text[-_TAIL_CHARS:])
+        return numbers[-1] if numbers else ""
     if extract != "boxed" and is_integer(text):
         return text
     text = after_thoughts(text).strip()[-_TAIL_CHARS:]
@@ -305,7 +304,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     r"""Every complete, outermost `\boxed{...}` or `\fbox{...}`, in one pass; escaped braces are text."""
-    found: list[_Box] = []
+    boxes: list[_Box] = []
     open_braces: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
@@ -313,7 +312,7 @@ def _boxes(text: str) -> list[_Box]:
         elif token[0] == "}" and open_braces:
             opening = open_braces.pop()
             if opening[0] != "{":
-                while found and found[-1].start > opening.start():
-                    found.pop()
-                found.append(_Box(opening.start(), opening.end(), token.end()))
-    return found
+                while boxes and boxes[-1].start > opening.start():
+                    boxes.pop()
+                boxes.append(_Box(opening.start(), opening.end(), token.end()))
+    return boxes
