@@ -141,4 +141,4 @@ def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(finis
     assert "Traceback" not in said
     [batch] = (tmp_path / "b" / "poisoned").iterdir()
     assert batch.name == "stage00000-age00010.parquet"
-    assert [path.name for path in complete(tmp_path / "b" / "checkpoints")] == ["stage00000-age00011"]
+    assert max(path.name for path in complete(tmp_path / "b" / "checkpoints")) == "stage00000-age00011"
