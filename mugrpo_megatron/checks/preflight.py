@@ -73,6 +73,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         _check_tracking(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
+        _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -117,8 +118,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
-        with Verifier(recipe.reward):  # the users' functions are loaded
-            pass
+        _try_rewards(recipe)
         return
     problems = _read(recipe, say)
     for note in problems.notes:
@@ -246,6 +246,13 @@ def _check_rewards(recipe: Recipe) -> None:
             check_function(f"reward.functions.{name}" if section.functions else "reward.function", one.function)
     if recipe.rollout.function:
         check_function("rollout.function", recipe.rollout.function)
+
+
+def _try_rewards(recipe: Recipe) -> None:
+    """UserError for a user's function that cannot be loaded or takes other parameters: a worker of each is started."""
+    if any(one.function != MATH for one in recipe.reward.table.values()):
+        with Verifier(recipe.reward.model_copy(update={"workers": 1})):
+            pass
 
 
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:
