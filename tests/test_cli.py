@@ -367,11 +367,6 @@ def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys:
     assert not (tmp_path / "run").exists()
 
 
-def test_report_of_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("words", [["train", "r"], ["generate", "r"], ["optimize", "r"], ["sweep", "runs/r"]])
 def test_a_command_that_is_stopped_while_it_starts_ends_with_0(
     words: list[str], monkeypatch: pytest.MonkeyPatch

@@ -215,7 +215,7 @@ def load(
 ) -> Read:
     """All problems of a source, or of several separated by commas; `split` and `seed` choose inside a named set.
 
-    A problem's `source` is the short name of its set (`sets.named_sources`).
+    A problem's `source` is the short name of its set (`named_sources`).
 
     A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file read as that preset is),
     or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the columns

@@ -41,7 +41,7 @@ class Span:
 
 
 class NameTaken(UserError):
-    """Something has come to lie where a finished directory was to be; it is kept under its temporary name."""
+    """The name of a finished directory is taken; it is kept under its temporary name."""
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` once it is complete; the old `path` stays until then.
 
     Raises UserError when the directory cannot be created or the disk is full, and, as `publish` without `replace`, when
-    something has come to lie at `path` meanwhile.
+    `path` has appeared meanwhile.
     """
     partial = _temporary(path)
     try:

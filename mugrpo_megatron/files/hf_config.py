@@ -200,7 +200,7 @@ SHOWN_CHARACTERS = 200
 def reading(path: Path, what: str) -> Iterator[None]:
     """Raise UserError, "`path` is not `what`", for anything but a UserError that the block raises.
 
-    Also for what is no Exception: a panic of a library in Rust derives from BaseException.
+    Also for a BaseException: the panic of a library in Rust is one.
     """
     try:
         yield

@@ -71,15 +71,15 @@ MISMATCH_RESPONSES = 64
 """Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
 
 LARGEST_TIME = 1e11
-"""Unix seconds; what is beyond is damage."""
+"""Unix seconds; a larger one is damage."""
 LARGEST_COUNT = 10**7
-"""Updates and stages; what is beyond is damage."""
+"""Updates and stages; a larger number is damage."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
-"""Name of a part of the reward: a function's, or `function.part` (rewards/combine.py)."""
+"""Name of a part of the reward: a function's, or `function.part` (`rewards.pool.combined`)."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Short name of a held-out set (data/sets.py)."""
+"""Short name of a held-out set (`data.problems.named_sources`)."""
 
 
 def _sentence(text: str) -> str:

@@ -99,8 +99,8 @@ class RewardSection(Section):
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
-    """Processes of each function on each generating rank; 0 divides one per two cores among the node's engines, at
-    least 1."""
+    """Processes of each function on each generating rank, more for one that waits for a service; 0 divides one per two
+    cores among the node's engines, at least 1."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"

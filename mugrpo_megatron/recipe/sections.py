@@ -103,7 +103,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System turn for chats without one; needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
+    """Jinja file that replaces the tokenizer's own chat template, or stands in for it in a base model."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
@@ -148,7 +148,8 @@ class ScheduleSection(Section):
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all.
     For short stages while the policy moves fast."""
     passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
-    """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
+    """Passes over each stage's updates, to sample less: µ x passes optimizer updates per stage, with later passes
+    shuffled."""
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
     """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
     The log's `kl_response`, smoothed; the next stage samples anew, and the run still takes all its updates."""

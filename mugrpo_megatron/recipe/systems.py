@@ -51,13 +51,14 @@ class LearnerSection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass, where they do not fit into memory."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes Transformer Engine if
-    installed."""
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms, which fp8 needs; `auto` takes
+    Transformer Engine if installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """GEMMs of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
-    engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
+    engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start. Fixed ones keep the
+    ratios of stale tokens from jumping."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them
     each run a micro-batch of their own, if the model is small and neither sharded, a mixture of experts nor recomputed.
@@ -97,8 +98,8 @@ class EngineSection(Section):
     request_timeout_s: PositiveFloat = 600.0
     """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
     quantization: Literal["none", "fp8"] = "none"
-    """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
-    at each weight sync (CUDA, bfloat16)."""
+    """Weights of the engine's linear layers: the learner's, or fp8 in half the memory, with a scale for each block of
+    128 x 128, quantised at each weight sync (CUDA, bfloat16)."""
     check_weights: Literal["first", "every", "never"] = "first"
     """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, after every sync, or
     never."""

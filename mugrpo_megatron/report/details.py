@@ -185,6 +185,6 @@ def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mappin
         try:
             tokenizer = Tokenizer.from_file(str(path))
             return [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts]
-        except Exception:  # tokenizers raises bare Exception for a file that is none
+        except Exception:  # tokenizers raises bare Exception for a damaged file
             continue
     return ["" for _ in prompts]

@@ -90,7 +90,7 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """A function's parameters are none of the forms; the message continues a sentence that begins with its name."""
+    """A function's parameters match no form; the message continues a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)

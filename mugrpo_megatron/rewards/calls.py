@@ -157,7 +157,7 @@ def start_guarded(
 
 @dataclass(slots=True)
 class Worker:
-    """A worker process and what it is at work on."""
+    """A worker process and its calls."""
 
     process: WorkerProcess
     deadline: float

@@ -69,7 +69,7 @@ def _told(problem: Problem) -> list[object]:
 
 
 def _told_with_place(problem: Problem) -> list[object]:
-    """As runs were told that began when the id still counted; they resume where their files still lie."""
+    """The fields of runs that began when the id still counted; they resume as long as their files do not move."""
     return [problem.id, *_told(problem)]
 
 

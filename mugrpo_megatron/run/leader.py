@@ -41,7 +41,7 @@ class EngineLeader:
     """Whether this engine's weights were compared with the learner's after a sync."""
 
     def failed(self, failure: EngineFailure) -> None:
-        """Record a failure; that the engine was ended because the run stops is none."""
+        """Record a failure, unless the engine was ended because the run stops."""
         self.checked = False
         if not isinstance(failure, EngineStopped):
             self.failure = failure

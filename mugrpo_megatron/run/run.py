@@ -257,7 +257,7 @@ def give_devices(learner: Learner, world: World) -> None:
 
 
 def greet(files: Files, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
-    """Say where the run goes on, and what there is to know of its data and sampling."""
+    """Say where the run continues, and notes on its data and sampling."""
     if cursor != Cursor():
         total = recipe.schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")

@@ -65,7 +65,7 @@ class StopRequest:
     _next: float = 0.0
 
     def heard(self) -> bool:
-        """Whether any rank was asked; cheap, any thread may call it often. Each rank hears at a time of its own."""
+        """Whether any rank was asked; cheap, any thread may call it often. Ranks hear at different times."""
         tells = self.asked and not self._told
         if tells or time.monotonic() >= self._next:
             self._told = self.asked

@@ -28,7 +28,7 @@ DIGITS = "[0-9]" * 5
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
 MERGED = ("shard-*.parquet", OTHER_MANIFESTS)
-"""What a sealed stage has no use for."""
+"""Files that a sealed stage does not need."""
 
 
 NUMBER = re.compile("[0-9]{5}")

@@ -49,7 +49,7 @@ def recipe_text(folder: Path, how: How) -> str:
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
     small = how.small
-    warm_start = {"layers": 2, "hidden": 64, "max_updates": 25, "batch": 16} if small else {}
+    warm_start = {"layers": 2, "hidden": 64, "target_accuracy": 1e-9, "batch": 16} if small else {}
     table = {
         "model": {
             "path": str(folder / "warm-start" / "hf"),

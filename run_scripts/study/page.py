@@ -211,7 +211,7 @@ def hot_ends(results: Results) -> list[str]:
     apart = mean_of(differences(ends["veto"], ends["none"]))
     return [
         f"At {scientific(rate)}, {rate / tuned:.3g} times mu-GRPO's tuned rate, the veto is worth {points(apart, 1)} "
-        f"points, but both ends are ruins: from {100 * before:.1f} %, {veto} with it and {none} without."
+        f"points, but both end far below the start: from {100 * before:.1f} %, {veto} with it and {none} without."
     ]
 
 
@@ -234,7 +234,6 @@ def _figures(results: Results) -> dict[str, Any]:
         **{one.__name__: partial(one, results) for one in (*made, *more)},
         "first_draw": tables.first_draw(results),
         "first_draw_gap": tables.first_draw_gap(results),
-        "tuning": tables.tuning_table(results),
         "rate": lambda block, method: scientific(results.rate(block, method)),
     }
 

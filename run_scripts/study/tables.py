@@ -190,23 +190,6 @@ def accuracies(results: Results, row: Row) -> Mapping[int, float]:
     return {one["update"]: one["accuracy"] for one in results.curve(row) if one["accuracy"] is not None}
 
 
-def tuning_table(results: Results) -> str:
-    """Validation accuracy of the warm start and at every rate that was tried, the tuned one in bold.
-
-    Empty before tuning. Methods that were tuned on different machines have different warm starts.
-    """
-    seed, rows = results.grid.tuning_seed, []
-    tried = sorted({row["rate"] for row in results.rows if row["seed"] == seed})
-    for name, method in results.grid.methods.items():
-        own = {row["rate"]: row for row in results.rows if (row["seed"], row["method"]) == (seed, name)}
-        if own:
-            best = results.tuned(name).rate
-            shown = {rate: f"{'**' if rate == best else ''}{100 * own[rate]['after']:.1f}" for rate in own}
-            before = " / ".join(f"{100 * value:.1f}" for value in sorted({row["before"] for row in own.values()}))
-            rows.append([method.title, before, *(shown.get(r, "–") + ("**" if r == best else "") for r in tried)])
-    return markdown(("Method", "Before", *map(scientific, tried)), rows) if rows else ""
-
-
 def gap(results: Results, block: str, left: str, right: str) -> str:
     """The difference of two methods' final accuracies in a block."""
     return over_seeds(differences(*(results.column(block, name, "after") for name in (left, right))))

@@ -1,4 +1,7 @@
-"""A learner in several layouts feeds a real engine, and the engine then computes what the learner computes."""
+"""A learner in several layouts feeds a real engine, and the engine then computes what the learner computes.
+
+By day one family and one engine rank: `tests/test_train.py` has an engine of two ranks and DeepSeek's shape.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,12 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "engine_tensor"),
     [
         ("qwen2", {"tie_word_embeddings": True, "vocab_size": 130}, 1),
-        ("qwen3", {}, 2),
-        ("deepseek_v3", {}, 1),
+        pytest.param("qwen3", {}, 2, marks=pytest.mark.night),
+        pytest.param("deepseek_v3", {}, 1, marks=pytest.mark.night),
         pytest.param("deepseek_v3", {"q_lora_rank": None, "rope_parameters": YARN}, 1, marks=pytest.mark.night),
         pytest.param("glm4_moe_lite", {}, 1, marks=pytest.mark.night),
         pytest.param("glm4_moe", {}, 1, marks=pytest.mark.night),

@@ -126,7 +126,7 @@ def said(statement: str, text_gold: bool) -> str:
 def committed(statement: str, text_gold: bool = False) -> str:
     """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
 
-    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
+    Text after "because" or "since" does not count. With `text_gold`, formulas without words and numbers do not either.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
@@ -243,11 +243,11 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    Thoughts in tags are left out; where an answer stands in tags, nothing else is searched (transcript.py). "boxed"
+    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed"
     takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
     stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
     `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
-    line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
+    line, or in prose its last formula or number. "last_number" takes the last number anywhere. "auto" is
     "final"; a recipe whose prompts ask for a box makes it "boxed".
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
