@@ -157,8 +157,8 @@ def in_turns(data: list[Sample]) -> list[Sample]:
 
 
 REACHES = ("turn", "response")
-BUDGETS = (4096, 160, 48)
-"""Tokens of a packed row: all samples in one, several in each, one or two."""
+BUDGETS = (4096, 48)
+"""Tokens of a packed row: all samples in one, or one or two in each."""
 
 
 def of_turns(model: str, parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -171,9 +171,9 @@ def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path)
     run = read_run(path)
     mask = np.arange(WINDOW + 40) % 10 < 6
     probed = followed(read_details(run.path, run.recipe), run.recipe)
-    highest = max((one for one in probed if one.negative), key=lambda one: one.log_ratio[-1].min())
-    several = replace(highest, response=replace(highest.response, mask=mask.tolist()))
-    heat = heat_map([several if one is highest else one for one in probed], ObjectiveSection())
+    last = max((one for one in probed if one.negative), key=lambda one: (one.log_ratio[-1].min(), one.response.update))
+    several = replace(last, response=replace(last.response, mask=mask.tolist()))
+    heat = heat_map([several if one is last else one for one in probed], ObjectiveSection())
     assert heat
     assert [len(one["turns"]) for one in heat["responses"]] == [0, 0, 13]
     start = heat["responses"][-1]["start"]
