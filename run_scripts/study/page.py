@@ -209,9 +209,7 @@ def shape(results: Results) -> list[str]:
         if (apart := differences(results.column("long", name, "after"), grpo))
     ]
     return (
-        [f"Closest to the paper's shape, 2,048 updates, against GRPO: {'; '.join(gaps)} (exploratory)."]
-        if gaps
-        else []
+        [f"Closest to the paper's shape, 2,048 updates, against GRPO: {'; '.join(gaps)} (exploratory)."] if gaps else []
     )
 
 

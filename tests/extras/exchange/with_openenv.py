@@ -1,4 +1,4 @@
-"""Runs in an environment that has OpenEnv: writes traces by its own functions, and reads ours. `with_openenv.py DIR`.
+"""Runs in an environment that has OpenEnv: writes traces by its functions, and reads ours. `with_openenv.py DIR`.
 
 DIR/ours.json is a trace of ours; into DIR go `theirs.jsonl`, each row a trace with its group and reward, and
 `views.json`: the sequences that the library makes of its captures, and of ours.

@@ -1,4 +1,4 @@
-"""Runs in an environment that has verifiers: writes traces by its own functions, and reads ours. `with_verifiers.py DIR`.
+"""Runs in an environment that has verifiers: writes traces by its functions, and reads ours. `with_verifiers.py DIR`.
 
 DIR/ours.json is a trace of ours; into DIR go `theirs.jsonl` (episodes as an evaluation saves them), `records.jsonl`
 (bare traces), and `views.json`: what the library makes of each of them, and of ours.
