@@ -37,8 +37,8 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     (
         "kl_anchor",
         "nats",
-        "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL(pi | anchor) per token while the responses are fresh, far "
-        "above it when they are stale",
+        "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL(pi | anchor) per token while the responses are fresh, "
+        "far above it when they are stale",
     ),
     ("kl_anchor_k1", "nats", "mean of d"),
     ("kl_teacher", "nats", "mean of log pi - log teacher"),

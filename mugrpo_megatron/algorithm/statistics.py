@@ -12,6 +12,9 @@ from mugrpo_megatron.algorithm.segments import Segments, running_sum
 from mugrpo_megatron.algorithm.surrogates import log_ratios
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
+M2PO_BUDGET = 0.04
+"""Of the second moment in squared nats, as its paper recommends (arXiv 2510.01161)."""
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateStatistics:
@@ -41,9 +44,9 @@ def update_statistics(
         return neutral
     log_ratio = log_ratios(logprobs.detach(), behaviour).double()
     if config.second_moment == "drop":
-        return replace(neutral, log_drop=_m2po_drop(log_ratio, config.second_moment_budget))
+        return replace(neutral, log_drop=_m2po_drop(log_ratio, M2PO_BUDGET))
     advantage = advantages.double()[segments.ids]
-    return replace(neutral, log_clip=_m2po_clip(log_ratio, advantage, config.second_moment_budget))
+    return replace(neutral, log_clip=_m2po_clip(log_ratio, advantage, M2PO_BUDGET))
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:

@@ -1,8 +1,4 @@
-"""Defines every metric of a run: name, unit and meaning.
-
-`docs/metrics.md` is generated from this table (run_scripts/metrics_page.py). A name that is not in it cannot be
-logged.
-"""
+"""Every metric of a run: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from this table."""
 
 from __future__ import annotations
 
@@ -75,15 +71,15 @@ MISMATCH_RESPONSES = 64
 """Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
 
 LARGEST_TIME = 1e11
-"""Unix seconds; what is beyond is damage."""
+"""Unix seconds; a larger one is damage."""
 LARGEST_COUNT = 10**7
-"""Updates and stages; what is beyond is damage."""
+"""Updates and stages; a larger number is damage."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
-"""Name of a part of the reward: a function's, or `function.part` (rewards/combine.py)."""
+"""Name of a part of the reward: a function's, or `function.part` (`rewards.pool.combined`)."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Short name of a held-out set (data/sets.py)."""
+"""Short name of a held-out set (`data.problems.named_sources`)."""
 
 
 def _sentence(text: str) -> str:
@@ -140,8 +136,8 @@ METRICS: tuple[Metric, ...] = (
         "update",
         "routes_flipped_tokens",
         "fraction",
-        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in a layer; "
-        "with `learner.routing_replay`.",
+        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in some "
+        "layer; with `learner.routing_replay`.",
     ),
     Metric(
         "update",

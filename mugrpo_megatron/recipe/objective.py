@@ -203,9 +203,7 @@ class ObjectiveSection(Section):
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
     """A response whose ratio is outside is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
-    """Keep the second moment of the log-ratios below a budget by a data-dependent clip range, or by dropping tokens."""
-    second_moment_budget: float = Field(0.04, gt=0.0)
-    """Budget of the second moment, in squared nats."""
+    """Keep the second moment of the log-ratios below 0.04 by a data-dependent clip range, or by dropping tokens."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
     """Correct for the mismatch of engine and learner: truncated weights or dropped tokens; needs `rollout.behaviour =
     "learner"`."""

@@ -58,14 +58,13 @@ def asked(question: str, template: str | None) -> str:
 
 
 class RunSection(Section):
-    """The run's directory, seed, device and reproducibility."""
+    """The run's directory, seed and reproducibility. It runs on CUDA if torch finds it; `CUDA_VISIBLE_DEVICES=` hides
+    it."""
 
     dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
-    """Device of learner and engine; `auto` takes CUDA if torch finds it; `cpu` leaves a GPU to other work."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""
@@ -91,8 +90,6 @@ class DataSection(Section):
     """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
-    generated_problems: int = Field(50_000, gt=0, le=10_000_000)
-    """Training problems that a bundled task generates; fewer start sooner."""
     question_field: str = "problem"
     """Column with the question, text or messages, or a path inside one; at the default other names are recognised
     too."""
@@ -106,7 +103,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System turn for chats without one; needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
+    """Jinja file that replaces the tokenizer's own chat template, or stands in for it in a base model."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
@@ -151,7 +148,8 @@ class ScheduleSection(Section):
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all.
     For short stages while the policy moves fast."""
     passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
-    """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
+    """Passes over each stage's updates, to sample less: µ x passes optimizer updates per stage, with later passes
+    shuffled."""
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
     """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
     The log's `kl_response`, smoothed; the next stage samples anew, and the run still takes all its updates."""

@@ -39,10 +39,10 @@ def objective(
     kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
     low, high = config.clip_low, config.clip_high
     if config.second_moment == "clip":
-        bound = m2po_bound(ratios, advantages, config.second_moment_budget)
+        bound = m2po_bound(ratios, advantages, 0.04)
         low, high = max(low, math.exp(-bound)), min(high, math.exp(bound) if bound < 700 else math.inf)
     if config.second_moment == "drop":
-        dropped = m2po_dropped(ratios, config.second_moment_budget)
+        dropped = m2po_dropped(ratios, 0.04)
         kept = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(kept)]
     if config.sequence_mask is not None:
         for i, logs in enumerate(ratios):

@@ -343,10 +343,11 @@ def test_m2po_clips_no_further_than_its_budget_asks(log_ratios: list[float], sha
     values = torch.tensor(log_ratios, dtype=torch.float64)
     squares = values.square().sort().values
     moment = squares.mean().item()
-    segments = make_segments(torch.tensor([len(values)]), torch.ones(1))
+    segments, config = make_segments(torch.tensor([len(values)]), torch.ones(1)), ObjectiveSection(name="m2po")
     for budget in (share * moment, math.nextafter(moment, 0.0)):
-        config = ObjectiveSection(name="m2po", second_moment_budget=budget)
-        found = update_statistics(values, torch.zeros_like(values), torch.ones(1), segments, config)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("mugrpo_megatron.algorithm.statistics.M2PO_BUDGET", budget)
+            found = update_statistics(values, torch.zeros_like(values), torch.ones(1), segments, config)
         bound = found.log_clip.square().item()
         assert squares.clamp(max=bound).mean().item() <= budget * (1 + 1e-12)
         for larger in squares[squares > bound * (1 + 1e-12)][:1].tolist():

@@ -18,10 +18,6 @@ from tests.tiny import COIN, mugrpo, save_model, write_recipe
 pytestmark = pytest.mark.process
 
 
-OF_THE_CLOCK = {"time", "start", "end", "seconds", "tflops", "environment", "learner_memory_peak"}
-"""What two equal runs log differently, besides tokens per second."""
-
-
 def weights(run_dir: Path) -> bytes:
     return (run_dir / "hf" / "model.safetensors").read_bytes()
 
@@ -79,31 +75,6 @@ def test_a_branch_with_the_same_objective_ends_bitwise_like_its_source(
     assert write_report(tmp_path / "b").exists()
 
 
-def test_max_sample_age_0_is_bitwise_the_run_without_the_key(finished_run: Path, tmp_path: Path) -> None:
-    """Weights and optimizer, figures, and which files there are; the stage is sealed, so no engine comes between."""
-    assert "max_sample_age" not in (finished_run.parent / "recipe.toml").read_text()
-    branched(finished_run, 0, tmp_path / "absent")
-    branched(finished_run, 0, tmp_path / "zero", "schedule.max_sample_age=0")
-    of_files, of_rows = [], []
-    for run in (tmp_path / "absent", tmp_path / "zero"):
-        of_files.append({str(path.relative_to(run)): path for path in run.rglob("*")})
-        rows = read_rows(run / "metrics.jsonl")
-        of_rows.append(
-            [{key: row[key] for key in row.keys() - OF_THE_CLOCK if "per_second" not in key} for row in rows]
-        )
-    absent, zero = of_files
-    assert absent.keys() == zero.keys()
-    bits = [name for name in absent if name.endswith((".distcp", ".safetensors", ".parquet", "data.json"))]
-    assert len(bits) > 10
-    assert [name for name in bits if absent[name].read_bytes() != zero[name].read_bytes()] == []
-    assert (absent["hf/mugrpo.json"].read_text().count("samples"), of_rows[0]) == (0, of_rows[1])
-
-
-def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, tmp_path: Path) -> None:
-    branched(finished_run, 1, tmp_path / "b", "objective.name=dr_grpo")
-    assert weights(tmp_path / "b") != weights(finished_run)
-
-
 @pytest.mark.parametrize(
     ("stage", "source", "changed", "words"),
     [
@@ -112,7 +83,7 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, 
         (0, "nowhere", [], "not a run directory"),
         (0, "run", ["rollout.temperature=0.5"], "rollout.temperature"),
         (0, "run", ["run.seed=9"], "run.seed"),
-        (0, "run", ["data.generated_problems=7"], "data.generated_problems"),
+        (0, "run", ["data.max_prompt_tokens=7"], "data.max_prompt_tokens"),
         (0, "run", ["reward.format_weight=0.5"], "reward.format_weight"),
         (0, "run", ["run.dir={run}"], "already holds a run"),
     ],
@@ -141,4 +112,4 @@ def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(finis
     assert "Traceback" not in said
     [batch] = (tmp_path / "b" / "poisoned").iterdir()
     assert batch.name == "stage00000-age00010.parquet"
-    assert [path.name for path in complete(tmp_path / "b" / "checkpoints")] == ["stage00000-age00011"]
+    assert max(path.name for path in complete(tmp_path / "b" / "checkpoints")) == "stage00000-age00011"

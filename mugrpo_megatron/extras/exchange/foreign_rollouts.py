@@ -21,6 +21,7 @@ from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.traces import flattened, unfolded
+from mugrpo_megatron.recipe.load import shown
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def _foreign(
 ) -> Foreign:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
-        raise ValueError(f"finish_reason {finish!r} is neither `stop` nor `length`")
+        raise ValueError(f"finish_reason {shown(finish)} is neither `stop` nor `length`")
     given = row.get("response_ids")
     if given is not None:
         response = _ids(given, "response_ids", len(tokenizer))

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mugrpo_megatron.recipe.load import shown
+
 SCHEMA = 1
 NODE = ("token_ids", "mask", "logprobs")
 TERM = ("score", "weight")
@@ -55,7 +57,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
-        raise ValueError(f"a trace of schema {trace['schema_version']!r}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of schema {shown(trace['schema_version'])}, and {SCHEMA} is read")
     turns = [_turn(place, one) for place, one in enumerate(_list(trace["turns"], "turns"))]
     trained = [one for one in turns if any(one["loss_mask"])]
     if not trained:
@@ -70,10 +72,10 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
         if ids[: len(context)] != context:
             pairs = enumerate(zip(context, ids, strict=False))
             place = next((place for place, (ours, theirs) in pairs if ours != theirs), len(ids))
-            token = ids[place] if place < len(ids) else "missing"
+            token = shown(ids[place]) if place < len(ids) else "missing"
             raise ValueError(
                 f"trained turn {number} of the trace does not continue the one before: its token {place} is {token}, "
-                f"and was {context[place]}"
+                f"and was {shown(context[place])}"
             )
         between = ids[len(context) :]
         response += [*between, *completion]
@@ -85,7 +87,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
     if trace["version"] != SCHEMA:
-        raise ValueError(f"a trace of version {trace['version']!r}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of version {shown(trace['version'])}, and {SCHEMA} is read")
     nodes = _list(trace["nodes"], "nodes")
     ids: list[Any] = []
     mask: list[Any] = []
@@ -118,7 +120,7 @@ def _reward(rewards: Any) -> dict[str, float]:
     terms = {name: one for name, one in (rewards or {}).items() if one is not None}
     for name, one in terms.items():
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), int | float) for key in TERM):
-            raise ValueError(f"the reward {name!r} of the trace has no numbers as score and weight")
+            raise ValueError(f"the reward {shown(name)} of the trace has no numbers as score and weight")
     return {"reward": sum(one["score"] * one["weight"] for one in terms.values())} if terms else {}
 
 

@@ -12,7 +12,6 @@ import psutil
 import pyarrow as pa
 
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
-from mugrpo_megatron.engine.launch import runs_on_cuda
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
@@ -22,7 +21,7 @@ from mugrpo_megatron.extras.guests.models import directory_of
 from mugrpo_megatron.extras.guests.parts import Parts
 from mugrpo_megatron.extras.guests.teacher import Teacher
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.environment import device_memory_in_use
+from mugrpo_megatron.observe.environment import device_memory_in_use, finds_cuda
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import score_column, teacher_column
 from mugrpo_megatron.phases.generate import check_shared, shared_queue, show_totals
@@ -154,7 +153,7 @@ def _memory(run: Run) -> float:
 @contextmanager
 def _engine(run: Run, own: Recipe, directory: Path, name: str) -> Iterator[tuple[EngineSlot, Engine | None]]:
     """This rank's place among the guest's engines, and the one that it leads; that has left when the block ends."""
-    slot = slot_of_environment(own.engine, runs_on_cuda(own))
+    slot = slot_of_environment(own.engine, finds_cuda())
     with ExitStack() as stack:
         engine = None
         if slot.leads_engine:

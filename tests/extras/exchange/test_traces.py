@@ -14,7 +14,7 @@ from mugrpo_megatron.extras.exchange.traces import flattened
 from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
 
 
-def turn(prompt: list[int], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
+def turn(prompt: list[Any], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
     own = [1] * len(completion) if mask is None else mask
     return {
         "node_id": node,
@@ -60,6 +60,8 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
     ("change", "why"),
     [
         ({"schema_version": 2}, "a trace of schema 2, and 1 is read"),
+        ({"schema_version": "x" * 5000}, r"a trace of schema 'x{10,60}\.\.\., and 1 is read"),
+        ({"turns": [turn(["x" * 5000], [3]), turn([1, 3], [5])]}, r"its token 0 is 1, and was 'x{10,60}\.\.\.$"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3, 6], [5])]}, "its token 3 is 6, and was 4"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3], [5])]}, "its token 3 is missing, and was 4"),
         ({"turns": [turn([1], [2], [0])]}, "no token to train on"),
@@ -133,6 +135,9 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
     ("change", "why"),
     [
         ({"version": 2}, "a trace of version 2, and 1 is read"),
+        ({"rewards": [1.0]}, "rewards of the trace is no object"),
+        ({"rewards": {"a": {"weight": 1.0}}}, "the reward 'a' of the trace has no numbers as score and weight"),
+        ({"rewards": {"a": 1.0}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
         ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
         ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),

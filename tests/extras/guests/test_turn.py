@@ -46,7 +46,7 @@ def taught(tmp_path: Path) -> Recipe:
     (model / "model.safetensors").write_bytes(b"weights")
     return Recipe.model_validate(
         {
-            "run": {"dir": tmp_path / "run", "device": "cpu"},
+            "run": {"dir": tmp_path / "run"},
             "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES},
             "objective": {"teacher": "big", "teacher_coef": 1.0},
             "guest": {"big": {"model": model}},
