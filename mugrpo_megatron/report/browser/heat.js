@@ -5,7 +5,7 @@ const LABELS = 46, ROW = 15; // pixels of the ages' labels and of a row
 const SHORT = 9; // tokens of responses that have room side by side
 const NAMED = 30; // pixels of a column that has room for its token
 const TURN = 48; // pixels that "turn 2" takes
-const TOOL = "color-mix(in oklab, var(--faint) 32%, var(--card))"; // the colour of what a tool wrote
+const TOOL = "color-mix(in oklab, var(--faint) 50%, var(--card))"; // the colour of what a tool wrote
 
 /** A panel for every response of the map; returns them, to be drawn again with the page. */
 function heatMap(card, map) {
