@@ -188,7 +188,7 @@ def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     """The first process evaluates at every other update, the second finds its stages and is not evaluated inside."""
     ends: list[Path] = []
     for name, section in (("evaluated", SAMPLED), ("plain", {})):
-        path = recipe(tmp_path / name, model, eval=section, engine={"per_node": 2})
+        path = recipe(tmp_path / name, model, eval=section)
         if ends:
             take_stages(ends[0], tmp_path / name / "run")
         done = subprocess.run([TORCHRUN, "2", "train", str(path)], capture_output=True, text=True)

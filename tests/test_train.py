@@ -82,7 +82,9 @@ def test_another_recipe_in_the_same_directory_is_refused(finished_run: Path) -> 
 
 
 def test_an_engine_that_fails_to_start_is_named(model: Path, tmp_path: Path) -> None:
-    recipe = write_recipe(tmp_path / "r.toml", model, tmp_path / "run", engine={"attention_backend": "no_such_backend"})
+    recipe = write_recipe(
+        tmp_path / "r.toml", model, tmp_path / "run", engine={"extra": {"attention_backend": "no_such_backend"}}
+    )
     failed = mugrpo("train", recipe, code=2)
     assert "engine" in failed.stderr
     assert "no_such_backend" in failed.stderr

@@ -85,7 +85,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
-        _check_toolkit(recipe)
+        _check_toolkit()
         _check_engine_device(recipe)
         slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
     _check_layers(recipe)
@@ -227,7 +227,7 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def _check_own_loss(recipe: Recipe) -> None:
-    if recipe.objective.surrogate_depends_on is not None:
+    if ":" in recipe.objective.surrogate:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
         load_function("objective.diagnostics", recipe.objective.diagnostics)
@@ -276,12 +276,12 @@ def _check_guests(recipe: Recipe, say: Say) -> None:
 
 def _check_engine_device(recipe: Recipe) -> None:
     if needs_a_kind_of_device(recipe):
-        check_engine_device(recipe, recipe.run.device != "cpu" and may_find_cuda() and finds_cuda())
+        check_engine_device(recipe, may_find_cuda() and finds_cuda())
 
 
-def _check_toolkit(recipe: Recipe) -> None:
+def _check_toolkit() -> None:
     """UserError when an engine on this node's GPUs could not compile its kernels; the first rank of a node looks."""
-    if recipe.run.device == "cpu" or os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():
         if not tool.fits and tool.found.startswith("not "):

@@ -33,13 +33,13 @@ def most_kept() -> int:
     return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS
 
 
-def engine_type(device: str, compiled: bool) -> Callable[..., Any]:
-    """What makes SGLang's engine of the arguments of its `ServerArgs`; on CPU, `compiled` with functions in C.
+def engine_type(device: str) -> Callable[..., Any]:
+    """What makes SGLang's engine of the arguments of its `ServerArgs`.
 
     Imports SGLang, which takes seconds.
     """
     if device == "cpu":
-        return cpu.engine_type(compiled, is_new())
+        return cpu.engine_type(is_new())
     from sglang.srt.entrypoints.engine import Engine
 
     return Engine  # type: ignore[no-any-return]

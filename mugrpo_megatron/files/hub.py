@@ -45,7 +45,7 @@ def snapshot(
 
 @contextmanager
 def _refusals(revision: str | None) -> Iterator[None]:
-    """Raise ValueError with the reason when the hub refuses what the block asks of it, or is not there."""
+    """Raise ValueError with the reason when the hub refuses the block's request or does not answer."""
     import httpx  # here, since most models and data sets are on disk and these take half a second
     from huggingface_hub import errors as hub
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
 
-from mugrpo_megatron.engine.client import Engine, PromptSource
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
-from mugrpo_megatron.learner.learner import Learner, offload, reload
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.cursor import Cursor
@@ -73,8 +73,8 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
     """
     leader = engines.leader
     with run.phase("sync", cursor) as facts:
-        reload(learner)  # where it is offloaded already: an engine that failed is synced again
-        offload(learner, "optimizer")
+        learner.reload()  # where it is offloaded already: an engine that failed is synced again
+        learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
         if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
             leader.failed(EngineFailure(ended))
@@ -87,7 +87,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
             leader.failed(failure)
             engine = None
         _check_weights(run, engines, engine, facts)
-        offload(learner, "weights")
+        learner.offload("weights")
         run.world.barrier()
         if leader and leader.engine.running:
             _wake_kv_cache(leader)
@@ -151,7 +151,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
 
     Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after
     the sync that restarts it: the stage is then not sealed. Raises EngineFailure on every
-    rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
+    rank after MOST_FAILURES failures of one engine in a row without a finished group between them, and Stopped,
     with every scored group on disk, when the run was asked to stop.
     """
     recipe, leader = run.recipe, engines.leader
@@ -223,7 +223,7 @@ def sampled(
 def report_failures(run: Run, leader: EngineLeader | None) -> None:
     """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
-    Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
+    Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row.
     """
     mine = None
     if leader and leader.failure:
@@ -232,7 +232,7 @@ def report_failures(run: Run, leader: EngineLeader | None) -> None:
         if report is None:
             continue
         text = f"rank {rank}: {report[0]}" if run.world.ranks.world > 1 else report[0]
-        if report[1] >= run.recipe.engine.max_failures:
+        if report[1] >= MOST_FAILURES:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")

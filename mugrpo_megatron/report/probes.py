@@ -20,7 +20,7 @@ from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.samples import turns_in
 from mugrpo_megatron.stages.probe import Probe, Probed
 
-VETO_KEYS = ("name", "veto", "veto_reach", "trigger", "trigger_ratio")
+VETO_KEYS = ("name", "veto", "veto_reach", "trigger_ratio")
 QUANTILES = ((0.99, "red"), (0.9, "orange"), (0.5, "blue"), (0.1, "teal"), (0.01, "violet"))
 AXIS = "probe"
 

@@ -41,7 +41,6 @@ def measured(model: Path, episodes: int, at_once: int, seconds: float) -> dict[s
     """Seconds, tokens and shares of one run."""
     recipe = Recipe.model_validate(
         {
-            "run": {"device": "cpu"},
             "model": {"path": model, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"function": "run_scripts.bench.slow_tools:episode", "max_response_tokens": 160},

@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "tensor": (QWEN2_7B, "bfloat16", {"max_running_requests": 512, "tensor": 4}),
     "2048": (QWEN2_7B, "bfloat16", {"max_running_requests": 2048, "between_stages": "restart"}),
     "float32": (QWEN2_7B, "float32", {}),
-    "chosen": (QWEN2_7B, "float32", {"attention_backend": "flashinfer"}),
+    "chosen": (QWEN2_7B, "float32", {"extra": {"attention_backend": "flashinfer"}}),
     "experts": (QWEN3_MOE, "bfloat16", {"tensor": 2}),
     "deterministic": (QWEN2_7B, "bfloat16", {"tensor": 2}),
     "fp8": (QWEN2_7B, "bfloat16", {"quantization": "fp8"}),

@@ -88,7 +88,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
         run_dir,
         schedule={"stages": 2, "updates_per_stage": UPDATES},
         rollout={"prompts_per_update": PROMPTS},
-        engine={"max_running_requests": 64, "per_node": 2},
+        engine={"max_running_requests": 64},
         reward=COIN,
     )
     output = tmp_path / "output.log"
@@ -114,7 +114,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
     zero, one = committed(second)
     assert zero.isdisjoint(one), "no group was claimed twice"
     before = groups_on_disk(second, zero | one)
-    mugrpo("train", recipe, "--set", "engine.per_node=1")
+    mugrpo("train", recipe)
     store = StageStore(second)
     assert store.present() == set(range(GROUPS))
     after = groups_of(store, zero | one)

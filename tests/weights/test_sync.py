@@ -30,7 +30,7 @@ def recipe(model: Path, engine_tensor: int) -> Recipe:
             "model": {"path": model, "dtype": "float32"},
             "parallel": {"tensor": 2, "pipeline": 2, "sequence": True},
             "learner": {"threads": 1},
-            "engine": {"tensor": engine_tensor, "max_running_requests": 16, "max_total_tokens": 4096},
+            "engine": {"tensor": engine_tensor, "max_running_requests": 16, "extra": {"max_total_tokens": 4096}},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": 32},
         }

@@ -19,6 +19,7 @@ from typing import Any
 
 SCHEMA = 1
 NODE = ("token_ids", "mask", "logprobs")
+TERM = ("score", "weight")
 LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
 
 
@@ -80,11 +81,21 @@ def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str,
     if not any(mask):
         raise ValueError("a trace whose masks leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-    rewards = [one for one in (trace.get("rewards") or {}).values() if one is not None]
-    reward = {"reward": sum(one["score"] * one["weight"] for one in rewards)} if rewards else {}
+    reward = _reward(trace.get("rewards"))
     others = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
     response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
     return {**reward, **others, "prompt_ids": ids[:first], **response}
+
+
+def _reward(rewards: Any) -> dict[str, float]:
+    """The sum of a trace's weighted scores as `reward`; nothing without a score."""
+    if rewards is not None and not isinstance(rewards, Mapping):
+        raise ValueError("rewards of the trace is no object")
+    terms = {name: one for name, one in (rewards or {}).items() if one is not None}
+    for name, one in terms.items():
+        if not isinstance(one, Mapping) or not all(isinstance(one.get(key), int | float) for key in TERM):
+            raise ValueError(f"the reward {name!r} of the trace has no numbers as score and weight")
+    return {"reward": sum(one["score"] * one["weight"] for one in terms.values())} if terms else {}
 
 
 def _turn(place: int, turn: Any) -> dict[str, list[Any]]:

@@ -112,15 +112,15 @@ def said(statement: str, text_gold: bool) -> str:
 def committed(statement: str, text_gold: bool = False) -> str:
     """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
 
-    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
+    Text after "because" or "since" does not count. With `text_gold`, formulas without words and numbers do not either.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
-    found = _MATH.findall(statement) or _PLAIN_VALUE.findall(statement)
-    found = [part for part in found if not text_gold or _TEXT.match(part)]
-    return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
+    values = _MATH.findall(statement) or _PLAIN_VALUE.findall(statement)
+    values = [value for value in values if not text_gold or _TEXT.match(value)]
+    return ", ".join(dict.fromkeys(value.strip("$ ") for value in values)) if values else statement
 
 
 def last_said(text: str, text_gold: bool) -> str:
@@ -134,10 +134,10 @@ def last_said(text: str, text_gold: bool) -> str:
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line
     line = line[-_PROSE_CHARS:]
-    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
-    if not found or _NEGATED.search(line, found[-1].end()):
+    values = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
+    if not values or _NEGATED.search(line, values[-1].end()):
         return line
-    group = _last_group(line, found)
+    group = _last_group(line, values)
     return line if any(_is_changed(line, value) for value in group) else _listed(group)
 
 
@@ -227,19 +227,19 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    Thoughts in tags are left out; where an answer stands in tags, nothing else is searched (transcript.py). "boxed"
+    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed"
     takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
     stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
     `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
-    line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
+    line, or in prose its last formula or number. "last_number" takes the last number anywhere. "auto" is
     "final"; a recipe whose prompts ask for a box makes it "boxed".
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
     text = response.strip()
     if extract == "last_number":
-        found = NUMBER.findall(text[-_TAIL_CHARS:])
-        return found[-1] if found else ""
+        numbers = NUMBER.findall(text[-_TAIL_CHARS:])
+        return numbers[-1] if numbers else ""
     if extract != "boxed" and is_integer(text):
         return text
     text = after_thoughts(text).strip()[-_TAIL_CHARS:]
@@ -288,7 +288,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     r"""Every complete, outermost `\boxed{...}` or `\fbox{...}`, in one pass; escaped braces are text."""
-    found: list[_Box] = []
+    boxes: list[_Box] = []
     open_braces: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
@@ -296,7 +296,7 @@ def _boxes(text: str) -> list[_Box]:
         elif token[0] == "}" and open_braces:
             opening = open_braces.pop()
             if opening[0] != "{":
-                while found and found[-1].start > opening.start():
-                    found.pop()
-                found.append(_Box(opening.start(), opening.end(), token.end()))
-    return found
+                while boxes and boxes[-1].start > opening.start():
+                    boxes.pop()
+                boxes.append(_Box(opening.start(), opening.end(), token.end()))
+    return boxes
