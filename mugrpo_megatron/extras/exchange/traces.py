@@ -9,7 +9,7 @@ conversations.
 
 verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py): `nodes`, each with its `parent`, the `token_ids` that
 it adds, a `mask` over them, and `logprobs` of those in the mask. One branch is read; sampling masks are not in its
-JSON.
+JSON. A line of its `traces.jsonl` (episode.py) is an episode: its `traces`, each of an agent, and its `group`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,27 @@ SCHEMA = 1
 NODE = ("token_ids", "mask", "logprobs")
 TERM = ("score", "weight")
 LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
+
+
+def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an episode of verifiers, one for each trace that trains the policy; another row alone, as it is.
+
+    Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
+    """
+    if not {"traces", "task", "env"} <= row.keys():
+        return [dict(row)]
+    traces = _list(row["traces"], "traces")
+    if not all(isinstance(one, Mapping) for one in traces):
+        raise ValueError("traces of the episode are no objects")
+    agents = [one.get("agent") for one in traces]
+    trained = [
+        {"trace": one}
+        for one, agent in zip(traces, agents, strict=True)
+        if not isinstance(agent, Mapping) or agent.get("trainable", True)
+    ]
+    if not trained:
+        raise ValueError("an episode without a trace to train on")
+    return trained
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,10 +104,13 @@ def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str,
     if not any(mask):
         raise ValueError("a trace whose masks leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-    reward = _reward(trace.get("rewards"))
+    calls = trace.get("calls")
+    last = calls[-1] if isinstance(calls, list) and calls else None
+    cut = isinstance(last, Mapping) and last.get("finish_reason") == "length"
+    outcome: dict[str, Any] = _reward(trace.get("rewards")) | ({"finish_reason": "length"} if cut else {})
     others = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
     response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
-    return {**reward, **others, "prompt_ids": ids[:first], **response}
+    return {**outcome, **others, "prompt_ids": ids[:first], **response}
 
 
 def _reward(rewards: Any) -> dict[str, float]:

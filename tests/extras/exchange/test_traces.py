@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
 from mugrpo_megatron.extras.exchange.traces import flattened
 from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
@@ -93,9 +94,30 @@ NODES = [
 VERIFIERS = {
     "version": 1,
     "task": {"type": "T", "data": {}},
+    "agent": {"config": {}},
     "nodes": NODES,
     "rewards": {"right": {"score": 1.0, "weight": 2.0}, "none": None, "short": {"score": 0.5, "weight": 1.0}},
 }
+
+
+def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
+    """The file that its evaluations save: agents that do not train the policy are left out, groups are its own."""
+    judge = {**VERIFIERS, "agent": {"config": {}, "trainable": False}}
+    cut = {**VERIFIERS, "calls": [{"finish_reason": "stop"}, {"finish_reason": "length"}]}
+    path = tmp_path / "traces.jsonl"
+    episodes = [
+        {"env": {"id": "e"}, "task": VERIFIERS["task"], "group": {"id": group}, "traces": traces}
+        for group, traces in (("a", [VERIFIERS, judge]), ("b", [cut]), ("a", [cut]), ("b", [judge, VERIFIERS]))
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    groups = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
+    assert [[one.finish_reason for one in own] for own in groups] == [["stop", "length"], ["length", "stop"]]
+    assert {one.row["reward"] for own in groups for one in own} == {2.5}
+    assert groups[0][0].response_ids.tolist() == [3, 4, 9, 9, 5]
+    for traces, why in (([judge], "without a trace to train on"), ("x", "traces is no list"), ([3], "are no objects")):
+        path.write_text(json.dumps({**episodes[0], "traces": traces}) + "\n")
+        with pytest.raises(UserError, match=rf"traces.jsonl:1: .*{why}"):
+            read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
 
 
 def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
