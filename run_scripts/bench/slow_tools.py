@@ -104,7 +104,7 @@ def measured(model: Path, episodes: int, at_once: int, seconds: float) -> dict[s
             tokens = sum(int(one.episode.mask.sum()) for group in groups for one in group if one.episode)
             done = sum(not one.episode.failed for group in groups for one in group if one.episode)
             mark()
-            most, mean = tools_at_once(Path(row["log"]))
+            most, mean = tools_at_once(Path(str(row["log"])))
         finally:
             engine.stop()
     (early, begin), (late, end), (busy, total) = marks[0], marks[1], marks[-1]
