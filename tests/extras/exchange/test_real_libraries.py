@@ -26,7 +26,7 @@ ROUNDING = 6e-5
 def installed(library: str, folder: Path) -> Path:
     """The Python of a new environment with the newest release of the library; skips where pip cannot get it."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    pip = [folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", library]
+    pip = [str(folder / "bin" / "pip"), "install", "--quiet", "--disable-pip-version-check", library]
     result = subprocess.run(pip, capture_output=True, text=True)
     if result.returncode:
         pytest.skip(f"pip cannot install {library}: {result.stderr.strip().splitlines()[-1]}")

@@ -31,7 +31,8 @@ def trace_of(group: int, draw: random.Random) -> WireTrace:
     task = TraceTask(type="Sums", data=WireTaskData(idx=group))
     trace = WireTrace(task=task, agent=AgentInfo(config=WireAgentConfig()))
     messages: list[Any] = [UserMessage(content=f"question {group}")]
-    ids, spans = [1, 2 + group], [(0, 2)]
+    ids = [1, 2 + group]
+    spans: list[tuple[int, int] | None] = [(0, 2)]
     turns = draw.randint(1, 3)
     for turn in range(turns):
         completion = [draw.randint(3, 95) for _ in range(draw.randint(1, 5))]
