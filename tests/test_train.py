@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -13,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.train import train
 from tests.forked import started
 from tests.hostile.outcome import refused
 from tests.ranks import run_ranks
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
@@ -27,10 +25,6 @@ pytestmark = pytest.mark.process
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model"))
-
-
-def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == kind]
 
 
 def test_a_run_leaves_everything_that_it_promises(finished_run: Path) -> None:

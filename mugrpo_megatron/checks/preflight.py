@@ -149,6 +149,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
+    _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -176,6 +177,7 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
     template_of(recipe.data)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    _try_rewards(recipe)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:

@@ -13,13 +13,9 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, weights, write_recipe
 
 pytestmark = pytest.mark.process
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
-from mugrpo_megatron.observe.log import read_rows
 from tests.tiny import mugrpo
 
 
@@ -15,12 +13,3 @@ def optimize(source: Path, run_dir: Path, *changes: str, code: int = 0) -> subpr
     of = [] if run_dir.exists() else ["--stage", "0", "--from", source]
     words = [word for change in (f"run.dir={run_dir}", *changes) for word in ("--set", change)]
     return mugrpo("optimize", source.parent / "recipe.toml", *of, *words, code=code)
-
-
-def updates_of(run_dir: Path) -> list[dict[str, Any]]:
-    """What the run logged of its updates."""
-    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()

@@ -22,7 +22,8 @@ from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.weights.families import fingerprint
 from tests.phases.bare import bare_run
-from tests.phases.branches import optimize, updates_of, weights
+from tests.phases.branches import optimize
+from tests.tiny import rows, weights
 
 
 def sample(reward: float, behaviour: float, anchor: float | None) -> Sample:
@@ -83,7 +84,7 @@ def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None
 def optimized(source: Path, run_dir: Path, *changes: str) -> list[dict[str, Any]]:
     """The first stage of the run in `source`, at a learning rate that moves the policy far in each update."""
     optimize(source, run_dir, "optimizer.lr=1e-2", *changes)
-    return updates_of(run_dir)
+    return rows(run_dir, "update")
 
 
 START = ("objective.kl_anchor=start", "objective.kl_coef=0.5")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.run.checkpoints import complete
-from tests.phases.branches import optimize, updates_of, weights
-from tests.tiny import FINISHED
+from tests.phases.branches import optimize
+from tests.tiny import FINISHED, rows, weights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 UPDATES, EVERY = FINISHED["updates_per_stage"], 10
@@ -31,7 +31,7 @@ def clipped(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def clipped_fractions(run_dir: Path) -> list[float]:
-    return [row["clipped_fraction"] for row in updates_of(run_dir)]
+    return [row["clipped_fraction"] for row in rows(run_dir, "update")]
 
 
 def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, clipped: Path, tmp_path: Path) -> None:

@@ -89,12 +89,7 @@ def test_a_directory_in_hf_that_the_run_did_not_write_is_kept(tmp_path: Path) ->
 def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
-    changed = (
-        "parallel.tensor=2",
-        "engine.tensor=2",
-        "checkpoint.keep=9",
-        "schedule.stages=9",
-    )
+    changed = ("parallel.tensor=2", "engine.tensor=2", "checkpoint.keep=9", "schedule.stages=9")
     with open_directory(recipe(tmp_path, *changed)) as directory:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
 
