@@ -216,7 +216,7 @@ def test_hostile_tools_cost_their_own_episode_alone(model: Path) -> None:
     expected = {
         "raises": "ValueError: invalid literal for int() with base 10: 'x' (functions.py:",
         "hangs": "it took longer than 5 s",
-        "hangs_the_loop": "it blocked its process for 5 s",
+        "hangs_the_loop": " 5 s",  # it took longer, or blocked its process: whichever is seen first
         "ten_megabytes": "ValueError: a text of 10,000,000 characters, and at most 1,048,576 go to the model",
         "wrong_type": "TypeError: 'object' object is not iterable",
         "exits": "its process died (exit code 3)",
