@@ -74,7 +74,8 @@ def measured(model: Path, episodes: int, at_once: int, seconds: float) -> dict[s
     """(busy, total) seconds at the first finished group, and when no prompt is left."""
 
     with TemporaryDirectory() as folder:
-        row = {"seconds": seconds, "log": str(Path(folder) / "tools")}
+        log = Path(folder) / "tools"
+        row = {"seconds": seconds, "log": str(log)}
         drawn = problems(0, "train", episodes // GROUP, "chain")
         source = iter(
             Prompt(place, type(one)(one.id, one.question, one.answer, row=row), tokenizer.encode(one.question))
@@ -104,7 +105,7 @@ def measured(model: Path, episodes: int, at_once: int, seconds: float) -> dict[s
             tokens = sum(int(one.episode.mask.sum()) for group in groups for one in group if one.episode)
             done = sum(not one.episode.failed for group in groups for one in group if one.episode)
             mark()
-            most, mean = tools_at_once(Path(str(row["log"])))
+            most, mean = tools_at_once(log)
         finally:
             engine.stop()
     (early, begin), (late, end), (busy, total) = marks[0], marks[1], marks[-1]
