@@ -28,7 +28,8 @@ from tests.extras.guests.stand import (
     stand,
 )
 
-LEARNER = cast(Learner, SimpleNamespace(ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")), offloaded={}))
+CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+LEARNER = cast(Learner, SimpleNamespace(ranks=CPU, offload=lambda part: None, reload=lambda: None))
 COUNT = UPDATES * PROMPTS * RESPONSES
 
 
