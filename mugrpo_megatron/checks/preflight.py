@@ -156,6 +156,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_tokenizer(directory)
     check_without_sync(recipe)
     check_engine(recipe, config)
+    _check_guests(recipe, say)
     return recipe, _read(recipe, say)
 
 

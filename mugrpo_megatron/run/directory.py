@@ -62,7 +62,7 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Held by processes that generate the stage ahead of the learner, which waits for them."""
+        """Held by processes that generate the stage ahead of the learner, or score it; the learner waits for them."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:
