@@ -103,6 +103,11 @@ class RunDirectory:
         """What a guest says of the stage's samples; outside the stage's directory, as `anchor`."""
         return self.path / "guests" / f"stage{stage:05d}-{what}.parquet"
 
+    def guest_files(self, stage: int) -> list[Path]:
+        """The files of guests' columns of the stage, whole ones alone."""
+        indices = sorted(self.path.glob(f"guests/stage{stage:05d}-*.json"))
+        return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
+
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"
 
