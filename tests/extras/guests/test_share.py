@@ -162,3 +162,7 @@ def test_two_processes_score_a_stage_and_one_is_killed_and_run_again(tmp_path: P
     for update in range(MANY):
         taught = read(guests / "stage00000-teacher-wise.parquet", update)
         np.testing.assert_allclose(taught, read(run_dir / "anchor" / "stage00000.parquet", update), atol=1e-4)
+    mugrpo("publish", run_dir, "--stage", 0, "--to", tmp_path / "set")
+    mugrpo("optimize", recipe, "--from", tmp_path / "set", "--set", f"run.dir={tmp_path / 'again'}")
+    weights = [(path / "hf" / "model.safetensors").read_bytes() for path in (run_dir, tmp_path / "again")]
+    assert weights[0] == weights[1], "a branch of the published stage has the guests' columns"
