@@ -26,9 +26,8 @@ POLICY = {"path": SMALL}
 
 def judged(model: str = SMALL, max_tokens: int = 512, **sections: Any) -> Recipe:
     judge = {"function": "judge", "model": "g", "prompt": "q.j2", "parse": "a:b", "max_tokens": max_tokens}
-    return recipe(
-        model=POLICY, guest={"g": {"model": model}}, reward={"functions": {**MATH, "quality": judge}}, **sections
-    )
+    functions = {"math": {"function": "math"}, "quality": judge}
+    return recipe(model=POLICY, guest={"g": {"model": model}}, reward={"functions": functions}, **sections)
 
 
 def taught(model: str = SMALL, engine: dict[str, Any] | None = None, **sections: Any) -> Recipe:
@@ -48,7 +47,7 @@ def test_no_guest_costs_nothing() -> None:
     assert phases(case, memory(case, engine_memory(case))).guest == 0.0
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.integers(256, 4096), st.integers(1, 4096), st.integers(1, 64))
 def test_more_tokens_and_more_updates_cost_more(longest: int, further: int, updates: int) -> None:
     def work(guests: Callable[..., Recipe], response: int, length: int) -> float:
