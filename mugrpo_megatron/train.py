@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.checks.preflight import check_run
-from mugrpo_megatron.learner.learner import reload
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.phases.column_passes import host_guests
 from mugrpo_megatron.phases.evaluate import evaluate_if_due
@@ -46,7 +45,7 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         generate(run, engines, stage, cursor)  # engine -> verifier -> stage store
         sleep_engines(run, engines)
     host_guests(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
-    reload(learner)
+    learner.reload()
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Cursor:

@@ -21,6 +21,7 @@ import pytest
 from mugrpo_megatron import __version__, cli
 from mugrpo_megatron.cli import COMMANDS, EXAMPLES, Command, command_parser, main
 from mugrpo_megatron.commands import training
+from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.engine import ahead
 from mugrpo_megatron.extras.sweep import grid as sweep_grid
@@ -229,7 +230,7 @@ def test_mistakes_are_told_before_anything_slow_is_imported(model: Path, tmp_pat
         "model.path=/nowhere": "no config.json there",
         f"model.path={strange}": "unknown field 'attention_sinks'",
         "parallel.tensor=3": "needs a multiple of 3 ranks",
-        "engine.per_node=2": "engine.per_node = 2 engines",
+        "engine.tensor=2": "engine.tensor = 2 does not divide the 1 ranks",
         "data.prompt_style=strange": "data.prompt_style 'strange' is unknown",
         "data.train=gsm8kk": "'gsm8kk' is not a file, a hub name",
         f"data.train={missing}": alike,
@@ -274,7 +275,8 @@ def test_a_run_says_what_it_does_before_it_imports_what_trains(
     for stand_in in (opening, training):
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     monkeypatch.setattr(ahead, "host_ahead", nullcontext)  # no engine
-    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run", data={"generated_problems": 70})
+    monkeypatch.setattr(arithmetic, "GENERATED", 70)
+    recipe = write_recipe(tmp_path / "recipe.toml", model, tmp_path / "run")
     assert main(["train", str(recipe)]) == 0
     ((printed, found),) = received
     start, read, layout, data, waits = printed.splitlines()
@@ -363,11 +365,6 @@ def test_a_dry_run_renders_the_first_prompt(model: Path, tmp_path: Path, capsys:
     assert elsewhere.startswith("a question: the chat template refuses the messages (no such roles)")
     assert "not on this machine" in told(asks, "model.path=/nowhere", "data.train=gsm8k")
     assert not (tmp_path / "run").exists()
-
-
-def test_report_of_a_directory_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["train", "r"], ["generate", "r"], ["optimize", "r"], ["sweep", "runs/r"]])

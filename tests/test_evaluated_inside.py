@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete
 from tests.scaling.nodes import TORCHRUN
-from tests.tiny import COIN, mugrpo, save_model, take_stages, write_recipe
+from tests.tiny import COIN, mugrpo, rows, save_model, take_stages, write_recipe
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -62,11 +61,6 @@ def on_the_same_responses(folder: Path, model: Path, plain: Path, **sections: di
     path = recipe(folder, model, **sections)
     take_stages(plain, folder / "run")
     return path, folder / "run"
-
-
-def rows(run_dir: Path, kind: str) -> Rows:
-    log = run_dir / "metrics.jsonl"
-    return [row for row in read_rows(log) if row["kind"] == kind] if log.exists() else []
 
 
 def evaluated(run_dir: Path) -> list[int]:
@@ -188,7 +182,7 @@ def test_two_ranks_with_an_engine_each(model: Path, tmp_path: Path) -> None:
     """The first process evaluates at every other update, the second finds its stages and is not evaluated inside."""
     ends: list[Path] = []
     for name, section in (("evaluated", SAMPLED), ("plain", {})):
-        path = recipe(tmp_path / name, model, eval=section, engine={"per_node": 2})
+        path = recipe(tmp_path / name, model, eval=section)
         if ends:
             take_stages(ends[0], tmp_path / name / "run")
         done = subprocess.run([TORCHRUN, "2", "train", str(path)], capture_output=True, text=True)

@@ -13,14 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("mugrpo_megatron", "checkpoints_convert")
 FAILURES = ("UserError", "TrainingFailure", "CollectiveFailure", "EngineFailure")
 AVOIDED = (
-    r"anew",
-    r"mend",
-    r"nobody",
-    r"whoever",
-    r"cannot be had",
-    r"is none of",
-    r"(?<!there )is no",
-)
+    r"anew", r"mend", r"nobody", r"whoever", r"cannot be had", r"is none of", r"(?<!there )is no",
+)  # fmt: skip
 """Regular expressions of whole words; "there is no X" is plain English, "X is no Y" is not."""
 PATTERN = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
 

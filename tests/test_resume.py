@@ -15,7 +15,7 @@ from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.run.checkpoints import newest_cursor
 from mugrpo_megatron.stages.store import StageStore
 from tests.forked import Command, started
-from tests.tiny import FINISHED, mugrpo, save_model, take_stages, write_recipe, write_run
+from tests.tiny import FINISHED, mugrpo, rows, save_model, take_stages, weights, write_recipe, write_run
 
 UPDATES = FINISHED["updates_per_stage"]
 
@@ -30,8 +30,7 @@ def recipe(finished_run: Path, tmp_path: Path) -> Path:
 
 
 def update_rows(run_dir: Path) -> list[int]:
-    log = run_dir / "metrics.jsonl"
-    return [row["update"] for row in read_rows(log) if row["kind"] == "update"] if log.exists() else []
+    return [row["update"] for row in rows(run_dir, "update")]
 
 
 def wait_for(command: Command, run_dir: Path, kind: str, count: int) -> None:
@@ -61,10 +60,6 @@ def kill(name: str, recipe: Path, updates: int) -> int:
     repeated = len(update_rows(run_dir)) - newest_cursor(run_dir / "checkpoints").updates
     assert repeated <= 6, "no more is repeated than the checkpoint before the one under way lacks"
     return repeated
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("updates", [pytest.param(1, marks=pytest.mark.night), 17])

@@ -66,16 +66,12 @@ def test_no_version_is_compared_outside_the_doors() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        'version("sglang") >= "0.5.23"',
-        'new = importlib.metadata.version("megatron-core")\nif new > "0.17": pass',
-        "sglang.__version__.startswith('0.5') == True",
-        'if (found := installed("torch")) != "2.14.1": pass',
-        'match version("sglang"):\n    case "0.5.23": pass',
-        'parse_version(torch.__version__) < Version("2.14")',
-        "from mugrpo_megatron.engine.door import is_new",
-        "if versions.BUILDERS: pass",
+        'version("sglang") >= "0.5.23"', 'new = importlib.metadata.version("megatron-core")\nif new > "0.17": pass',
+        "sglang.__version__.startswith('0.5') == True", 'if (found := installed("torch")) != "2.14.1": pass',
+        'match version("sglang"):\n    case "0.5.23": pass', 'parse_version(torch.__version__) < Version("2.14")',
+        "from mugrpo_megatron.engine.door import is_new", "if versions.BUILDERS: pass",
     ],
-)
+)  # fmt: skip
 def test_a_comparison_is_seen(source: str) -> None:
     assert list(comparisons(source))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.observe.log import read_rows
 from tests import models
 from tests.forked import started
 
@@ -82,6 +83,17 @@ def finish_run(folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """What a run has logged of a kind; nothing where it has no log yet."""
+    log = run_dir / "metrics.jsonl"
+    return [row for row in read_rows(log) if row["kind"] == kind] if log.exists() else []
+
+
+def weights(run_dir: Path) -> bytes:
+    """The weights that a run, or a stage of it, has left for others."""
+    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 def take_stages(source: Path, run_dir: Path) -> None:

@@ -11,21 +11,22 @@ from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.algorithm.veto import NEVER, TRIGGER_METRICS, trigger_metrics
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
+SIGNED_MEAN = "mean importance ratio of tokens with negative, positive advantage; the first is the paper's E[ρ | A < 0]"
 METRICS: tuple[tuple[str, str, str], ...] = (
     ("loss", "", "loss of the update: minus the surrogate objective, plus the KL penalty, minus the entropy bonus"),
-    ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 while the policy is the behaviour policy"),
-    ("ratio_neg_mean", "ratio", "mean importance ratio of tokens with negative advantage: the paper's E[ρ | A < 0]"),
-    ("ratio_neg_p01", "ratio", "1st percentile of the importance ratio, negative advantage"),
-    ("ratio_neg_p50", "ratio", "median importance ratio, negative advantage"),
-    ("ratio_neg_p99", "ratio", "99th percentile of the importance ratio, negative advantage"),
-    ("ratio_neg_min", "ratio", "smallest importance ratio, negative advantage"),
-    ("ratio_neg_max", "ratio", "largest importance ratio, negative advantage"),
-    ("ratio_pos_mean", "ratio", "mean importance ratio of tokens with positive advantage"),
-    ("ratio_pos_p01", "ratio", "1st percentile of the importance ratio, positive advantage"),
-    ("ratio_pos_p50", "ratio", "median importance ratio, positive advantage"),
-    ("ratio_pos_p99", "ratio", "99th percentile of the importance ratio, positive advantage"),
-    ("ratio_pos_min", "ratio", "smallest importance ratio, positive advantage"),
-    ("ratio_pos_max", "ratio", "largest importance ratio, positive advantage"),
+    ("ratio_mean", "ratio", "mean importance ratio of all response tokens; 1 on policy"),
+    ("ratio_neg_mean", "ratio", SIGNED_MEAN),
+    ("ratio_neg_p01", "ratio", "1st percentile of these ratios"),
+    ("ratio_neg_p50", "ratio", "median of these ratios"),
+    ("ratio_neg_p99", "ratio", "99th percentile of these ratios"),
+    ("ratio_neg_min", "ratio", "smallest of these ratios"),
+    ("ratio_neg_max", "ratio", "largest of these ratios"),
+    ("ratio_pos_mean", "ratio", SIGNED_MEAN),
+    ("ratio_pos_p01", "ratio", "1st percentile of these ratios"),
+    ("ratio_pos_p50", "ratio", "median of these ratios"),
+    ("ratio_pos_p99", "ratio", "99th percentile of these ratios"),
+    ("ratio_pos_min", "ratio", "smallest of these ratios"),
+    ("ratio_pos_max", "ratio", "largest of these ratios"),
     ("clipped_fraction", "fraction", "clipped response tokens, without a gradient: the paper's token clipping rate"),
     ("vetoed_fraction", "fraction", "response tokens that the veto (the paper's NAV) or a mask drops from the loss"),
     ("vetoed_responses", "fraction", "negative responses that have a trigger at the recipe's threshold"),
@@ -36,11 +37,11 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     (
         "kl_anchor",
         "nats",
-        "mean of exp(-d) - 1 + d, d = log pi - log anchor, over the sampled tokens: 0 if equal, KL(pi | anchor) "
-        "per token while the responses are fresh, far above it when they are stale",
+        "mean of exp(-d) - 1 + d, d = log pi - log anchor: KL(pi | anchor) per token while the responses are fresh, "
+        "far above it when they are stale",
     ),
-    ("kl_anchor_k1", "nats", "mean of d = log pi - log anchor over the sampled tokens"),
-    ("kl_teacher", "nats", "mean of log pi - log teacher over the sampled tokens, with the current policy"),
+    ("kl_anchor_k1", "nats", "mean of d"),
+    ("kl_teacher", "nats", "mean of log pi - log teacher"),
     ("second_moment", "nats^2", "mean squared log-ratio per token"),
     ("logprob_mean", "nats", "mean log-probability of the sampled tokens under the current policy"),
     ("advantage_mean", "", "mean advantage of the responses"),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mugrpo_megatron.algorithm.segments import Segments, response_mean, response_sum
 from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
-from mugrpo_megatron.algorithm.veto import Veto, VetoState, initial_state, veto
+from mugrpo_megatron.algorithm.veto import Veto, initial_state, veto
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -19,24 +19,25 @@ def keep_mask(
     segments: Segments,
     config: ObjectiveSection,
     log_drop: Tensor,
-    state: VetoState | None = None,
+    first_trigger: Tensor | None = None,
 ) -> Veto:
-    """Tokens that stay in the loss, and the veto's state after them.
+    """Tokens that stay in the loss, and the first triggers up to their end.
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
         advantage: [T].
         log_drop: []: tokens whose log-ratio is larger in magnitude are dropped.
-        state: of the veto, if the tokens continue earlier ones of the same responses.
+        first_trigger: of the veto, if the tokens continue earlier ones of the same responses.
     """
     log_ratio = log_ratio.detach()
-    verdict = veto(log_ratio, advantage, segments, config, initial_state(segments, config) if state is None else state)
+    first_trigger = initial_state(segments, config) if first_trigger is None else first_trigger
+    verdict = veto(log_ratio, advantage, segments, config, first_trigger)
     keep = verdict.keep & (log_ratio.abs().double() <= log_drop)
     if config.sequence_mask is not None:
         keep = keep & ~_off_policy(log_ratio, advantage, segments, config.sequence_mask)
     if config.reject != "none":
         keep = keep & _accepted(log_ratio, segments, config)
-    return Veto(keep, verdict.state)
+    return Veto(keep, verdict.first_trigger)
 
 
 def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:

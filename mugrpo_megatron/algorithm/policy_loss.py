@@ -20,9 +20,8 @@ from mugrpo_megatron.algorithm.surrogates import (
     log_ratios,
     own_metrics,
     surrogate_of,
-    total_variation,
 )
-from mugrpo_megatron.algorithm.veto import VetoState, initial_state
+from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 
@@ -38,8 +37,8 @@ class TokenLosses:
     """bool [T]"""
     keep: Tensor
     """bool [T]: neither vetoed nor masked."""
-    state: VetoState
-    """State for the tokens that follow."""
+    first_trigger: Tensor
+    """int64: the veto's state for the tokens that follow (`veto.Veto`)."""
     tokens: Tokens
     """What the surrogate saw of them."""
 
@@ -77,8 +76,8 @@ def policy_loss(
     """
     if statistics is None:
         statistics = update_statistics(logprobs, behaviour, advantages, segments, config)
-    state = initial_state(segments, config)
-    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, state, reference, anchor)
+    start = initial_state(segments, config)
+    losses = token_losses(logprobs, behaviour, advantages, segments, config, statistics, start, reference, anchor)
     loss = losses.loss.sum()
     if config.entropy_coef:
         if entropy is None:
@@ -92,7 +91,7 @@ def policy_loss(
         segments=segments,
         clipped=losses.clipped,
         keep=losses.keep,
-        first_trigger=losses.state.first_trigger,
+        first_trigger=losses.first_trigger,
         config=config,
         anchor=anchor,
     )
@@ -106,7 +105,7 @@ def token_losses(
     segments: Segments,
     config: ObjectiveSection,
     statistics: UpdateStatistics,
-    state: VetoState,
+    first_trigger: Tensor,
     reference: Tensor | None = None,
     anchor: Tensor | None = None,
 ) -> TokenLosses:
@@ -126,14 +125,13 @@ def token_losses(
     own = token_advantage(advantage, logprobs, sampled, segments.teacher, config)
     tokens = Tokens(logprobs, sampled, log_ratio, ratio, own, low, high, segments)
     terms = surrogate_of(config)(tokens, config)
-    loss = terms.loss + config.tv_penalty * total_variation(ratio) if config.tv_penalty else terms.loss
-    verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
-    weight = (segments.weights * statistics.scale).to(logprobs.dtype)[segments.ids]
+    verdict = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, first_trigger)
+    weight = segments.weights.to(logprobs.dtype)[segments.ids]
     weight = weight if segments.correction is None else weight * segments.correction.to(weight.dtype)
-    loss = torch.where(verdict.keep, loss, 0.0) * weight
+    loss = torch.where(verdict.keep, terms.loss, 0.0) * weight
     if anchor is not None and config.kl_coef and config.kl_in == "loss":
         loss = loss + kl_loss(logprobs, anchor, log_ratio, segments, config)
-    return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.state, tokens)
+    return TokenLosses(loss, log_ratio.detach(), terms.clipped, verdict.keep, verdict.first_trigger, tokens)
 
 
 def token_advantage(

@@ -1,17 +1,19 @@
-"""Statistics of a whole update that an objective needs before any gradient: M2PO, renormalisation."""
+"""Statistics of a whole update that an objective needs before any gradient: M2PO's."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.masks import keep_mask
 from mugrpo_megatron.algorithm.segments import Segments, running_sum
 from mugrpo_megatron.algorithm.surrogates import log_ratios
 from mugrpo_megatron.recipe.objective import ObjectiveSection
+
+M2PO_BUDGET = 0.04
+"""Of the second moment in squared nats, as its paper recommends (arXiv 2510.01161)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +24,12 @@ class UpdateStatistics:
     """float64 []: the clip range is narrowed to [exp(-log_clip), exp(log_clip)]; inf does not change it."""
     log_drop: Tensor
     """float64 []: tokens whose log-ratio is larger than this in magnitude are dropped; inf drops none."""
-    scale: Tensor
-    """float64 []: factor of every token's weight; 1 without `renormalise`."""
 
 
 def neutral_statistics(device: torch.device) -> UpdateStatistics:
     """Statistics that change nothing."""
     unbounded = torch.full((), math.inf, dtype=torch.float64, device=device)
-    return UpdateStatistics(unbounded, unbounded, torch.ones_like(unbounded))
+    return UpdateStatistics(unbounded, unbounded)
 
 
 def update_statistics(
@@ -43,15 +43,10 @@ def update_statistics(
     if not config.needs_statistics:
         return neutral
     log_ratio = log_ratios(logprobs.detach(), behaviour).double()
-    advantage = advantages.double()[segments.ids]
-    clip, drop, scale = neutral.log_clip, neutral.log_drop, neutral.scale
-    if config.second_moment == "clip":
-        clip = _m2po_clip(log_ratio, advantage, config.second_moment_budget)
     if config.second_moment == "drop":
-        drop = _m2po_drop(log_ratio, config.second_moment_budget)
-    if config.renormalise:
-        scale = _renormalisation(log_ratio, advantage, segments, config, drop)
-    return UpdateStatistics(clip, drop, scale)
+        return replace(neutral, log_drop=_m2po_drop(log_ratio, M2PO_BUDGET))
+    advantage = advantages.double()[segments.ids]
+    return replace(neutral, log_clip=_m2po_clip(log_ratio, advantage, M2PO_BUDGET))
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
@@ -84,13 +79,3 @@ def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
     means = running_sum(squares) / torch.arange(1, len(squares) + 1, device=squares.device)
     count = (means < budget).sum().clamp(min=1)
     return squares[count - 1].sqrt()
-
-
-def _renormalisation(
-    log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, drop: Tensor
-) -> Tensor:
-    """Weight of all tokens divided by the weight of those that stay."""
-    keep = keep_mask(log_ratio, advantage, segments, config, drop).keep
-    weight = segments.weights.double()[segments.ids]
-    remaining = torch.where(keep, weight, 0.0).sum()
-    return torch.where(remaining > 0, weight.sum() / remaining, 1.0)

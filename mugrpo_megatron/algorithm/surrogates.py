@@ -93,15 +93,6 @@ def moved_to(centre: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]
     return (centre - (1 - low)).clamp(min=0), centre + (high - 1)
 
 
-def total_variation(ratio: Tensor) -> Tensor:
-    """|r - 1| / 2 of each token [T].
-
-    With the ratio of a whole response, its mean under beta is the total variation between the two distributions of
-    responses, which the lower bound of arXiv 2505.22257 (theorem 1) penalises; with tokens it approximates that.
-    """
-    return (ratio - 1).abs() / 2
-
-
 def ppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
@@ -130,23 +121,31 @@ def topr(tokens: Tokens, config: ObjectiveSection) -> Terms:
     return Terms(-weight * advantage * tokens.logprobs, (advantage < 0) & (tapered != ratio))
 
 
+DPPO_TV, DPPO_KL = 0.15, 0.05
+"""Limits of DPPO's divergence at a token, the paper's (arXiv 2602.04879)."""
+SAPO_TAU = (1.0, 1.05)
+"""SAPO's temperatures for A > 0 and for other tokens, the paper's (arXiv 2511.20347)."""
+VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
+"""VESPO's k and lambda for A > 0 and for other responses, the defaults of TRL."""
+
+
 def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
 
     A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
-    for A < 0, with p its probability now and m the behaviour policy's. Binary total variation |p - m|, or binary KL
-    m log(m / p) + (1 - m) log((1 - m) / (1 - p)).
+    for A < 0, with p its probability now and m the behaviour policy's. `dppo` has the binary total variation |p - m|,
+    `dppo_kl` the binary KL m log(m / p) + (1 - m) log((1 - m) / (1 - p)).
     """
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     now, before = tokens.logprobs.detach().clamp(max=0), tokens.behaviour.clamp(max=0)
     probability, sampled = now.exp(), before.exp()
-    if config.dppo.divergence == "tv":
-        distance = (probability - sampled).abs()
+    if config.surrogate == "dppo":
+        far = (probability - sampled).abs() > DPPO_TV
     else:
         others = (-before.expm1()).clamp(min=1e-8).log() - (-now.expm1()).clamp(min=1e-8).log()
-        distance = sampled * (before - now) + (1 - sampled) * others
+        far = sampled * (before - now) + (1 - sampled) * others > DPPO_KL
     away = torch.where(advantage > 0, probability > sampled, (advantage < 0) & (probability < sampled))
-    outside = away & (distance > config.dppo.limit)
+    outside = away & far
     loss = -ratio.clamp(tokens.low, tokens.high) * advantage * tokens.logprobs
     return Terms(torch.where(outside, 0.0, loss), outside)
 
@@ -154,7 +153,7 @@ def dppo(tokens: Tokens, config: ObjectiveSection) -> Terms:
 def sapo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the advantage's sign (SAPO, arXiv 2511.20347): no token is clipped."""
     positive = tokens.advantage > 0
-    tau = _by_sign(positive, config.sapo.positive, config.sapo.negative, tokens.ratio)
+    tau = _by_sign(positive, *SAPO_TAU, tokens.ratio)
     gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
     return Terms(-gate * tokens.advantage, torch.zeros_like(positive))
 
@@ -178,8 +177,8 @@ def vespo(tokens: Tokens, config: ObjectiveSection) -> Terms:
     r is the ratio of the whole response. The weight is 1 at r = 1, highest at r = k / lambda, and 0 in both limits.
     """
     ratio, positive = tokens.ratio.detach(), tokens.advantage > 0
-    power = _by_sign(positive, config.vespo.positive[0], config.vespo.negative[0], ratio)
-    decay = _by_sign(positive, config.vespo.positive[1], config.vespo.negative[1], ratio)
+    power = _by_sign(positive, VESPO_POSITIVE[0], VESPO_NEGATIVE[0], ratio)
+    decay = _by_sign(positive, VESPO_POSITIVE[1], VESPO_NEGATIVE[1], ratio)
     weight = (decay * (1 - ratio) + power * ratio.log()).exp()
     return Terms(-weight * tokens.advantage * tokens.logprobs, torch.zeros_like(positive))
 
@@ -232,6 +231,7 @@ SURROGATES: dict[str, Surrogate] = {
     "cispo": cispo,
     "topr": topr,
     "dppo": dppo,
+    "dppo_kl": dppo,
     "sapo": sapo,
     "gmpo": gmpo,
     "vespo": vespo,

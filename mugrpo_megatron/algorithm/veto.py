@@ -14,8 +14,8 @@ The tokens after κ stand on a prefix that the policy would no longer produce, a
 With `objective.veto_reach = "turn"`, every turn of an episode is judged as if it were a response of its own: κ is the
 first trigger of the turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
 
-Triggers depend only on a response's tokens so far, so a pass in token order needs no more than `VetoState` from one
-chunk to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
+Whether a token is a trigger depends on that token alone, so a pass in token order carries no more than κ from one chunk
+to the next. Ratios are compared as log-ratios before the clamp of ±20 nats that the losses apply.
 """
 
 from __future__ import annotations
@@ -27,22 +27,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mugrpo_megatron.algorithm.segments import Segments, running_sum
+from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 NEVER = torch.iinfo(torch.int64).max
 """First trigger of a response that has none."""
-
-
-@dataclass(frozen=True, slots=True)
-class VetoState:
-    """What a response's earlier tokens mean for its later ones."""
-
-    first_trigger: Tensor
-    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one; of each turn where the reach is one:
-    [N * most_turns], as `Segments.of_turns` counts them."""
-    log_ratio_sum: Tensor
-    """float64 [N]: sum of the log-ratios so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +40,15 @@ class Veto:
 
     keep: Tensor
     """bool [T]: tokens that stay in the loss."""
-    state: VetoState
+    first_trigger: Tensor
+    """int64 [N]: κ, position of the first trigger so far, `NEVER` without one; of each turn where the reach is one:
+    [N * most_turns], as `Segments.of_turns` counts them."""
 
 
-def initial_state(segments: Segments, config: ObjectiveSection) -> VetoState:
-    """Nothing seen of any response."""
+def initial_state(segments: Segments, config: ObjectiveSection) -> Tensor:
+    """`Veto.first_trigger` with nothing seen of any response."""
     turns = segments.most_turns if config.veto_reach == "turn" else 1
-    first = segments.lengths.new_full((segments.responses * turns,), NEVER)
-    return VetoState(first, torch.zeros_like(segments.lengths, dtype=torch.float64))
+    return segments.lengths.new_full((segments.responses * turns,), NEVER)
 
 
 def reached(segments: Segments, config: ObjectiveSection) -> Tensor:
@@ -66,41 +56,22 @@ def reached(segments: Segments, config: ObjectiveSection) -> Tensor:
     return segments.of_turns() if config.veto_reach == "turn" else segments.ids
 
 
-def veto(log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, state: VetoState) -> Veto:
-    """Apply the veto to tokens that continue `state`.
+def veto(
+    log_ratio: Tensor, advantage: Tensor, segments: Segments, config: ObjectiveSection, first_trigger: Tensor
+) -> Veto:
+    """Apply the veto to tokens that follow those that `first_trigger` is of.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.
         advantage: [T], each token's advantage.
     """
-    log_ratio = log_ratio.detach()
-    before = state.log_ratio_sum
-    measure = _MEASURES[config.trigger](log_ratio, segments, before)
     threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
-    triggers = (advantage < 0) & (measure < threshold)
+    triggers = (advantage < 0) & (log_ratio.detach() < threshold)
     candidates = torch.where(triggers, segments.positions, NEVER)
     within = reached(segments, config)
-    first = state.first_trigger.scatter_reduce(0, within, candidates, "amin")
-    keep = _SCOPES[config.veto](triggers, segments.positions, first[within])
-    return Veto(keep, VetoState(first, before.index_add(0, segments.ids, log_ratio.double())))
+    first = first_trigger.scatter_reduce(0, within, candidates, "amin")
+    return Veto(_SCOPES[config.veto](triggers, segments.positions, first[within]), first)
 
-
-def _token_measure(log_ratio: Tensor, segments: Segments, before: Tensor) -> Tensor:
-    return log_ratio
-
-
-def _prefix_mean_measure(log_ratio: Tensor, segments: Segments, before: Tensor) -> Tensor:
-    """Mean log-ratio of the response up to and with each token; float64, as it is a difference of running sums."""
-    running = torch.nn.functional.pad(running_sum(log_ratio.double()), (1, 0))
-    index = torch.arange(len(log_ratio), device=log_ratio.device)
-    start = (index - segments.positions).clamp(min=0)
-    return (before[segments.ids] + running[1:] - running[start]) / (segments.positions + 1)
-
-
-_MEASURES: dict[str, Callable[[Tensor, Segments, Tensor], Tensor]] = {
-    "token": _token_measure,
-    "prefix_mean": _prefix_mean_measure,
-}
 
 # Each scope: (triggers [T], positions [T], κ of the token's response [T]) -> tokens that stay.
 _SCOPES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -149,7 +120,7 @@ def trigger_metrics(
     below = log_ratio[places, None] < bounds
     positions = torch.where(below, segments.positions[places, None], NEVER)
     within = reached(segments, config)
-    first = initial_state(segments, config).first_trigger[:, None].expand(-1, len(THRESHOLDS))
+    first = initial_state(segments, config)[:, None].expand(-1, len(THRESHOLDS))
     first = first.scatter_reduce(0, within[places, None].expand_as(positions), positions, "amin")
     triggered = first != NEVER
     nothing = positions.new_zeros(len(first))

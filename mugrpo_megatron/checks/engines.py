@@ -18,8 +18,8 @@ from mugrpo_megatron.weights.config import attention_factor
 SGLANG = "0.5.15"
 OURS = ""
 """A row's `until` where this project draws the line."""
-DETERMINISTIC_ATTENTION = ("auto", "fa3", "flashinfer", "triton")
-"""What `engine.attention_backend` may be where SGLang computes a response alike in every batch."""
+DETERMINISTIC_ATTENTION = ("fa3", "flashinfer", "triton")
+"""What `engine.extra.attention_backend` may be where SGLang computes a response alike in every batch."""
 UNTIED = ("mixtral", "qwen3_moe")
 """Model types whose class in SGLang has an output layer of its own, whatever `tie_word_embeddings` says."""
 
@@ -118,21 +118,9 @@ GAPS = (
         OURS,
     ),
     Gap(
-        lambda c: c.recipe.engine.nodes > 1 and c.recipe.engine.per_node > 1,
-        "engine.per_node = {engine.per_node}, but an engine of {engine.nodes} nodes takes all their devices; leave "
-        "engine.per_node out",
-        OURS,
-    ),
-    Gap(
         lambda c: c.recipe.rollout.function and c.recipe.learner.routing_replay == "rollout",
         'learner.routing_replay = "rollout" with rollout.function: an engine returns the experts of one request, and '
         'an episode has several; set it to "learner"',
-        OURS,
-    ),
-    Gap(
-        lambda c: c.recipe.engine.replicas > 1 and c.recipe.engine.tensor > 1,
-        "engine.replicas = {engine.replicas} with engine.tensor = {engine.tensor}: replicas are of engines with one "
-        "rank; leave one of the two out",
         OURS,
     ),
     Gap(
@@ -168,9 +156,13 @@ GAPS = (
         '"NGRAM", which needs none, or remove it',
     ),
     Gap(
-        lambda c: c.recipe.run.deterministic and c.recipe.engine.attention_backend not in DETERMINISTIC_ATTENTION,
-        'run.deterministic = true with engine.attention_backend = "{engine.attention_backend}": its results depend on '
-        f"the batch; take one of {', '.join(DETERMINISTIC_ATTENTION)}",
+        lambda c: (
+            c.recipe.run.deterministic
+            and _extra(c, "attention_backend") is not None
+            and _extra(c, "attention_backend") not in DETERMINISTIC_ATTENTION
+        ),
+        "run.deterministic = true with engine.extra.attention_backend = {engine.extra[attention_backend]!r}: its "
+        f"results depend on the batch; take one of {', '.join(DETERMINISTIC_ATTENTION)}, or leave it out",
     ),
     Gap(
         lambda c: c.recipe.run.deterministic and c.recipe.rollout.min_p > 0,
@@ -227,12 +219,6 @@ DEVICE_GAPS = (
         "run.deterministic = true needs CUDA to generate: the products and the attention of a CPU depend on what is "
         "batched together, and SGLang has its fixed ones for CUDA only; set it to false, the learner on a CPU gives "
         "equal bits on equal stages all the same",
-    ),
-    Gap(
-        lambda c: c.recipe.engine.replicas > 1 and c.cuda,
-        "engine.replicas = {engine.replicas} is for engines on CPU: on CUDA each rank leads an engine on its own "
-        "device; leave it out",
-        OURS,
     ),
     Gap(
         lambda c: c.recipe.model.dtype == "float32" and c.cuda and not c.recipe.run.deterministic,

@@ -268,7 +268,7 @@ def other_problems(recipe: Recipe, model: Mapping[str, Any]) -> Iterator[str]:
     if recipe.checkpoint.every_stages > 1 and recipe.schedule.ends_early:
         yield (
             "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
-            "could end a stage (schedule.min_ess, schedule.max_kl) at another update than before; set it to 1"
+            "could end a stage (schedule.max_kl) at another update than before; set it to 1"
         )
     yield from _sample_age_problems(recipe)
     limit = model.get("max_position_embeddings")

@@ -73,6 +73,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         _check_tracking(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
+        _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -85,7 +86,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     world = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(recipe, config, world)
     if generates:
-        _check_toolkit(recipe)
+        _check_toolkit()
         _check_engine_device(recipe)
         slot_of_environment(recipe.engine, cuda=True)  # whether the engines fit the node's ranks, whatever its cores
     _check_layers(recipe)
@@ -118,8 +119,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
-        with Verifier(recipe.reward):  # the users' functions are loaded
-            pass
+        _try_rewards(recipe)
         return
     problems = _read(recipe, say)
     for note in problems.notes:
@@ -150,6 +150,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
+    _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -178,6 +179,7 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
     template_of(recipe.data)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    _try_rewards(recipe)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
@@ -229,7 +231,7 @@ def _config(recipe: Recipe) -> tuple[Mapping[str, Any] | None, str]:
 
 
 def _check_own_loss(recipe: Recipe) -> None:
-    if recipe.objective.surrogate_depends_on is not None:
+    if ":" in recipe.objective.surrogate:
         load_function("objective.surrogate", recipe.objective.surrogate)
     if recipe.objective.diagnostics is not None:
         load_function("objective.diagnostics", recipe.objective.diagnostics)
@@ -248,6 +250,13 @@ def _check_rewards(recipe: Recipe) -> None:
             check_function(f"reward.functions.{name}" if section.functions else "reward.function", one.function)
     if recipe.rollout.function:
         check_function("rollout.function", recipe.rollout.function)
+
+
+def _try_rewards(recipe: Recipe) -> None:
+    """UserError for a user's function that cannot be loaded or takes other parameters: a worker of each is started."""
+    if any(one.function != MATH for one in recipe.reward.table.values()):
+        with Verifier(recipe.reward.model_copy(update={"workers": 1})):
+            pass
 
 
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:
@@ -278,12 +287,12 @@ def _check_guests(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
 
 def _check_engine_device(recipe: Recipe) -> None:
     if needs_a_kind_of_device(recipe):
-        check_engine_device(recipe, recipe.run.device != "cpu" and may_find_cuda() and finds_cuda())
+        check_engine_device(recipe, may_find_cuda() and finds_cuda())
 
 
-def _check_toolkit(recipe: Recipe) -> None:
+def _check_toolkit() -> None:
     """UserError when an engine on this node's GPUs could not compile its kernels; the first rank of a node looks."""
-    if recipe.run.device == "cpu" or os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():
         if not tool.fits and tool.found.startswith("not "):

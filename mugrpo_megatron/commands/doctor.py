@@ -34,6 +34,8 @@ with contextlib.suppress(BaseException):
     import torch
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        from mugrpo_megatron.engine import door
+        door.allow_import_on_cpu()
 for module in sys.argv[1:]:
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -173,9 +175,9 @@ def _errors(process: subprocess.Popen[str]) -> Iterator[str]:
 def stack(megatron: str | None, sglang: str | None) -> Finding:
     """Whether these versions of megatron-core and SGLang are a pair that was tested."""
     name = STACKS.get((megatron or "", sglang or ""))
-    found = f"{name}: {megatron} with {sglang}" if name else f"not a tested pair: {megatron} with {sglang}"
+    pair = f"{name}: {megatron} with {sglang}" if name else f"not a tested pair: {megatron} with {sglang}"
     use, remedy = "megatron-core with SGLang", f"{SETUP} --stack pinned or --stack new"
-    return Finding("stack", "ok" if name else "broken", found, use, False, remedy)
+    return Finding("stack", "ok" if name else "broken", pair, use, False, remedy)
 
 
 def apex() -> Finding:

@@ -154,8 +154,7 @@ def legend(objective: ObjectiveSection | None) -> str | None:
     """The caption that says what a trigger is and what is dropped."""
     if objective is None:
         return None
-    measure = {"token": "ratio", "prefix_mean": "prefix's mean ratio"}[objective.trigger]
-    return f"dropped: by veto {objective.veto}; trigger: {measure} below {objective.trigger_ratio:g} where A < 0"
+    return f"dropped: by veto {objective.veto}; trigger: ratio below {objective.trigger_ratio:g} where A < 0"
 
 
 def _response(one: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Text:

@@ -18,11 +18,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from mugrpo_megatron.checks.preflight import check_warm_start
 from mugrpo_megatron.commands.warm_start import RECIPE, is_warm_started, locked_warm_start
-from mugrpo_megatron.data.arithmetic import demonstration, problems
+from mugrpo_megatron.data.arithmetic import GENERATED, demonstration, problems
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import problem_at
 from mugrpo_megatron.data.prompts import first_prompt, shown, template_of
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer, load_tokenizer
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.learner.groups import joined
 from mugrpo_megatron.learner.learner import Learner, build_learner
@@ -35,8 +36,8 @@ from mugrpo_megatron.megatron import gather_from_tensor_model_parallel_region
 from mugrpo_megatron.observe.environment import rank_of_environment
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe, dump_recipe
-from mugrpo_megatron.recipe.policy import LoraSection, ModelSection
-from mugrpo_megatron.recipe.sections import OptimizerSection, ScheduleSection
+from mugrpo_megatron.recipe.policy import LoraSection, ModelSection, SftSection
+from mugrpo_megatron.recipe.sections import MOST_NUMBERED, OptimizerSection, ScheduleSection
 from mugrpo_megatron.run.record import MARK, hub_model
 from mugrpo_megatron.samples import Problem
 from mugrpo_megatron.weights.hf import save_hf
@@ -47,6 +48,8 @@ WARMUP_UPDATES = 30
 BETA2 = 0.98
 HEAD_DIM = 16
 """Of as many key/value heads as heads: with fewer, the bundled task needs several times as many updates."""
+MOST_UPDATES = 4000
+"""Updates of a new model, over which its learning rate decays, whatever its accuracy."""
 CHECK_EVERY = 25
 """Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
@@ -80,13 +83,24 @@ def train(recipe: Recipe) -> None:
             torch.manual_seed(recipe.run.seed)
             Qwen2ForCausalLM(model_config(recipe, tokenizer)).save_pretrained(fresh)
             model = recipe.model.model_copy(update={"path": fresh})
-            learner = build_learner(_as_one_stage(recipe, model, recipe.sft.max_updates))
+            learner = build_learner(_as_one_stage(recipe, model, MOST_UPDATES))
             with joined(learner.ranks):
                 _write_recipe(recipe, learner)
                 with open_display(show=learner.ranks.rank == 0) as display:
                     _imitate(learner, tokenizer, display)
                 save_hf(learner.models, learner.architecture, like=fresh, out=out / "hf")
                 _tell(learner, out)
+
+
+def updates_on(rows: int, section: SftSection) -> int:
+    """Updates of `epochs` passes over so many rows; UserError for more than can be numbered."""
+    updates = math.ceil(section.epochs * rows / section.batch)
+    if updates > MOST_NUMBERED:
+        raise UserError(
+            f"sft.epochs = {section.epochs} over {rows:,} rows is {updates:,} updates, and at most {MOST_NUMBERED:,} "
+            "can be numbered; raise sft.batch"
+        )
+    return updates
 
 
 def _learn_rows(recipe: Recipe, source: str) -> None:
@@ -96,7 +110,7 @@ def _learn_rows(recipe: Recipe, source: str) -> None:
     read = sequences(rows_of_source, tokenizer, recipe.data, recipe.rollout.max_response_tokens)
     rows = [Tokens(np.array([*prompt, *response]), len(prompt)) for prompt, response in read.pairs]
     section = recipe.sft
-    updates = min(section.max_updates, math.ceil(section.epochs * len(rows) / section.batch))
+    updates = updates_on(len(rows), section)
     learner = build_learner(_as_one_stage(recipe, recipe.model, updates))
     with joined(learner.ranks):
         _write_recipe(recipe, learner)
@@ -185,12 +199,12 @@ def greedy_accuracy(learner: Learner, sequences: Sequence[Tokens]) -> float:
 
 def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Display) -> None:
     recipe, section = learner.recipe, learner.recipe.sft
-    train = problems(recipe.run.seed, "train", recipe.data.generated_problems, recipe.data.train)
+    train = problems(recipe.run.seed, "train", GENERATED, recipe.data.train)
     held_out = problems(recipe.run.seed, "eval", recipe.data.eval_problems, recipe.data.train)
     answers = [answered(problem, tokenizer) for problem in train]
     checked = [answered(problem, tokenizer) for problem in held_out]
-    with display.bar("warm start", section.max_updates, "updates") as bar:
-        for update, batch in enumerate(_batches(recipe, answers, section.max_updates), start=1):
+    with display.bar("warm start", MOST_UPDATES, "updates") as bar:
+        for update, batch in enumerate(_batches(recipe, answers, MOST_UPDATES), start=1):
             tokens = sum(sequence.trained for sequence in batch)
             optimize(learner, batch, _cross_entropy(tokens))
             bar.advance(tokens=sum(len(sequence.ids) for sequence in batch))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 MOST_REPLICAS = 2
-"""That `engine.replicas = 0` takes: one host serves them all, and more were not measured."""
+"""Copies of an engine that share its requests: one host serves them all, and more were not measured."""
 LARGEST_WEIGHTS = 1 << 28
-"""Bytes of weights up to which it takes more than one; each replica holds its own."""
+"""Bytes of weights up to which there is more than one; each replica holds its own."""
 REPLICA_SEED_STRIDE = 104_729
 """Distance between the random seeds of two replicas."""
 NAMED_KERNELS = (
@@ -40,8 +40,8 @@ NAMED_KERNELS = (
 
 def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, cores: int | None) -> int:
     """Replicas of each of a node's engines. `cores`: the node's CPU cores where they run on CPU, None on CUDA."""
-    if engine.replicas or cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
-        return engine.replicas or 1
+    if cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
+        return 1
     return max(1, min(MOST_REPLICAS, cores // (local_engines * engine.threads)))
 
 
@@ -59,21 +59,17 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
     return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
 
-def engine_type(compiled: bool, new: bool) -> Callable[..., Any]:
-    """What makes a `CpuEngine` of SGLang's arguments; with `compiled`, one that decodes with functions in C.
-
-    new: whether SGLang is newer than 0.5.15.
+def engine_type() -> Callable[..., Any]:
+    """What makes a `CpuEngine` of SGLang's arguments, which decodes with functions in C if there is a compiler.
 
     Imports SGLang; the C compiler runs meanwhile.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
-    if new:
-        name_kernels()
-    build = Build() if compiled else None
+    build = Build()
     from mugrpo_megatron.cpu.forked_engine import CpuEngine
 
-    return partial(CpuEngine, build.wait() if build else None)
+    return partial(CpuEngine, build.wait())
 
 
 def name_kernels() -> None:

@@ -15,6 +15,8 @@ from mugrpo_megatron.samples import Problem
 
 Split = Literal["train", "eval"]
 
+GENERATED = 50_000
+"""Training problems of a bundled task, more than any bundled recipe samples from one."""
 PARTS = 8
 """A hash of a question's operands puts it into one of this many parts; a task's splits are made of whole parts."""
 

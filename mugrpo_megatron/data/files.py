@@ -63,7 +63,7 @@ def check_file(path: Path) -> None:
 
 
 def names_alike(path: Path) -> list[Path]:
-    """What lies where a missing path goes astray, and is called almost as its part there; the most alike first."""
+    """Files and folders beside the first missing part of a path whose names are like it; the most alike first."""
     there = path
     while not os.path.lexists(there.parent) and there.parent != there:
         there = there.parent

@@ -215,7 +215,7 @@ def load(
 ) -> Read:
     """All problems of a source, or of several separated by commas; `split` and `seed` choose inside a named set.
 
-    A problem's `source` is the short name of its set (`sets.named_sources`).
+    A problem's `source` is the short name of its set (`named_sources`).
 
     A source is a bundled task, a file (`files.SUFFIXES`), a preset's name, `NAME@FILE` (a file read as that preset is),
     or a hub name `owner/name[/config][:split]`. Unless the section names other columns, a row is read by the columns
@@ -225,7 +225,7 @@ def load(
     result = Read()
     for name, one in named_sources(source).items():
         if one in arithmetic.TASKS:
-            count = section.generated_problems if split == "train" else section.eval_problems
+            count = arithmetic.GENERATED if split == "train" else section.eval_problems
             result.problems.extend(arithmetic.problems(seed, split, count, one))
             continue
         read = read_source(replace(resolve(one, section, split), name=name), any_gold)

@@ -22,7 +22,7 @@ def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
 
     It is gone when the block ends, whether an engine has used it or not.
     """
-    if recipe.run.device != "cpu" and (recipe.run.device == "cuda" or may_find_cuda()):
+    if may_find_cuda():
         yield None
         return
     slot = slot_of_environment(recipe.engine, cuda=False)
@@ -30,7 +30,7 @@ def host_ahead(recipe: Recipe) -> Iterator[HostProcess | None]:
         yield None
         return
     environment = engine_environment(recipe, recipe.model.directory, cuda=False, slot=slot)
-    host = HostProcess(environment, cuda=False, compiled=recipe.engine.compiled)
+    host = HostProcess(environment, cuda=False)
     try:
         yield host
     finally:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mugrpo_megatron.cpu.sglang import replica_arguments
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, runs_on_cuda, starts_before
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, replicas, starts_before
 from mugrpo_megatron.engine.nodes import Bond
 from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess
@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.files.tensors import Sums
-from mugrpo_megatron.observe.environment import group_memory
+from mugrpo_megatron.observe.environment import finds_cuda, group_memory
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.samples import Prompt, Response
@@ -25,6 +25,9 @@ from mugrpo_megatron.samples import Prompt, Response
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 STOP_SECONDS = 5.0
+MOST_FAILURES = 3
+"""Failures in a row, without a finished response between them, after which an engine is not started again: the third
+has the cause of the first two."""
 PROMPTS_PER_MESSAGE = 64
 EPISODES = "mugrpo_megatron.extras.episodes.episodes:Episodes"
 """What answers prompts with a user's function (`rollout.function`) instead of one response."""
@@ -56,7 +59,7 @@ class Engine:
         repeatedly; once that is True, the call ends the engine and raises EngineStopped.
         """
         self._recipe, self._section, self._cancelled, self.slot = recipe, recipe.engine, cancelled, slot
-        self._cuda = runs_on_cuda(recipe)
+        self._cuda = finds_cuda()
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
         self._replicas = replicas(self._section, model_dir, self._cuda, slot)
@@ -100,7 +103,7 @@ class Engine:
         arguments = self._arguments | {"random_seed": self._arguments["random_seed"] + 1_000_003 * self._starts}
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead.cuda != self._cuda:
-            ahead = HostProcess(self._environment, self._cuda, self._section.compiled, self._section.nodes == 1)
+            ahead = HostProcess(self._environment, self._cuda, self._section.nodes == 1)
         self._host = ahead
         self._host.load(replica_arguments(arguments, self._replicas), self.log, self._cancelled, self._bond.broken)
         self._starts += 1

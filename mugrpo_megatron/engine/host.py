@@ -1,6 +1,6 @@
 """The engine's own process.
 
-    python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda compiled|plain SCRATCH
+    python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda SCRATCH
 
 It imports SGLang before it is told what to load. Its main thread then waits for a command, carries it out with SGLang's
 public calls, answers, and waits again. While it generates, SGLang's event loop runs and reads the socket as one more
@@ -284,14 +284,14 @@ def main() -> None:
     descriptor, parent, device = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     # First: it cleans up even if the parent is gone already. Not what `tempfile` names: that is /tmp, or the current
     # directory, where the disk of the scratch folder is full.
-    guard = start_guard(sys.argv[5])
+    guard = start_guard(sys.argv[4])
     die_with_parent(parent)
     connection = Channel(socket.socket(fileno=descriptor))
     # Forked children must not keep these open: client and guard see by their closing that this process has ended.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:
-        make = door.engine_type(device, compiled=sys.argv[4] == "compiled")
+        make = door.engine_type(device)
         kind, (arguments, log) = connection.receive()
         assert kind == "start"
         log_to(Path(log))

@@ -57,17 +57,15 @@ BY_RECIPE = {
     "model_path": "model.path",
     "dtype": "model.dtype",
     "tp_size": "engine.tensor",
-    "base_gpu_id": "engine.tensor and engine.per_node",
+    "base_gpu_id": "engine.tensor",
     "context_length": "data.max_prompt_tokens and rollout.max_response_tokens",
     "max_running_requests": "engine.max_running_requests",
-    "max_total_tokens": "engine.max_total_tokens",
     "mem_fraction_static": "engine.memory_fraction",
     "enable_memory_saver": "engine.between_stages",
-    "attention_backend": "engine.attention_backend",
     "enable_return_routed_experts": "learner.routing_replay",
     "random_seed": "run.seed",
     "enable_deterministic_inference": "run.deterministic",
-    "device": "run.device",
+    "device": "CUDA_VISIBLE_DEVICES",
     "quantization": "engine.quantization",
     "nnodes": "engine.nodes",
     "preferred_sampling_params": "[rollout]",
@@ -109,11 +107,6 @@ def check_extra(extra: Mapping[str, Any]) -> None:
             raise UserError(f"{key}: {BY_PROJECT[name]} depends on it, so it cannot be set; remove it")
 
 
-def runs_on_cuda(recipe: Recipe) -> bool:
-    """Whether `run.device` means CUDA on this machine; UserError as in `finds_cuda`."""
-    return recipe.run.device == "cuda" or (recipe.run.device == "auto" and finds_cuda())
-
-
 def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
     """Arguments of `sglang.Engine`; each engine of a run has its own random seed.
 
@@ -150,8 +143,6 @@ def engine_arguments(recipe: Recipe, model_dir: Path, cuda: bool, slot: EngineSl
         "load_format": "safetensors",  # never a pickle next to it
         "gc_threshold": list(GC_THRESHOLD),
     }
-    if engine.attention_backend != "auto":
-        arguments["attention_backend"] = engine.attention_backend
     if engine.quantization == "fp8":
         scheme = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
         arguments |= FP8 | {"json_model_override_args": json.dumps({"quantization_config": scheme})}
@@ -192,12 +183,10 @@ def _cuda_arguments(recipe: Recipe, gpu: int) -> dict[str, Any]:
         # SGLang would compile FlashInfer's kernels for some mixtures of experts; not measured next to the memory saver.
         "enforce_disable_flashinfer_allreduce_fusion": True,
     }
-    if recipe.model.dtype == "float32" and recipe.engine.attention_backend == "auto":
+    if recipe.model.dtype == "float32":
         arguments["attention_backend"] = "triton"  # SGLang's choice, FlashAttention 3, takes half precision only
     if recipe.run.deterministic:  # products and attention alike in every batch; the sampler that takes a request's seed
         arguments["enable_deterministic_inference"] = True
-    if recipe.engine.max_total_tokens:
-        arguments["max_total_tokens"] = recipe.engine.max_total_tokens
     return arguments
 
 
@@ -206,7 +195,7 @@ def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, 
     affordable = max(CPU_KV_BYTES // kv_bytes_per_token(config, recipe.model.dtype), common["context_length"])
     return {
         "device": "cpu",
-        "attention_backend": common.get("attention_backend", "torch_native"),
+        "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", SUMMING],
         "disable_cuda_graph": True,
@@ -215,7 +204,7 @@ def _cpu_arguments(recipe: Recipe, config: Mapping[str, Any], common: dict[str, 
         # Shorter prompts cannot share their prefix within a group, and still pay for the cache.
         "disable_radix_cache": recipe.data.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
         "mem_fraction_static": 0.1,
-        "max_total_tokens": recipe.engine.max_total_tokens or min(batch_tokens, affordable),
+        "max_total_tokens": min(batch_tokens, affordable),
     }
 
 
@@ -313,7 +302,7 @@ def sampling(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Sampling:
         min_p=rollout.min_p,
         keep=keeps(rollout),
         masked=keeps(rollout) and rollout.top_k > door.MOST_TOP_LOGPROBS,
-        one_after_another=runs_on_cuda(recipe) and rollout.min_p > 0,
+        one_after_another=finds_cuda() and rollout.min_p > 0,
         stream=_stream(recipe, "train"),
     )
 

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.process import DEATH_SECONDS, STARTING, HostProcess, no_news
 from mugrpo_megatron.errors import CollectiveFailure, EngineFailure, EngineStopped
-from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.recipe import Recipe
 
 LOOK_EVERY_S = 1.0
@@ -135,7 +135,7 @@ class JoinedEngine:
 
     def __init__(self, recipe: Recipe, model_dir: Path, log: Path, slot: EngineSlot) -> None:
         """Prepare it, with its output in `log`; UserError when the recipe cannot be served."""
-        self._section, self._cuda, self.slot, self.log = recipe.engine, runs_on_cuda(recipe), slot, log
+        self._section, self._cuda, self.slot, self.log = recipe.engine, finds_cuda(), slot, log
         self._arguments = engine_arguments(recipe, model_dir, self._cuda, slot)
         self._environment = engine_environment(recipe, model_dir, self._cuda, slot)
         self._bond = Bond()
@@ -153,7 +153,7 @@ class JoinedEngine:
         self.stop()
         self._bond, self._stopping = bond, threading.Event()
         # Made in this thread: the kernel ends it with the thread that made it.
-        host = HostProcess(self._environment, self._cuda, self._section.compiled, alone=False)
+        host = HostProcess(self._environment, self._cuda, alone=False)
         host.load([self._arguments | {"dist_init_addr": bond.address}], self.log, self._stopping.is_set, bond.broken)
         self._host = host
         self._thread = threading.Thread(target=self._watch, args=(host, bond), name="joined engine", daemon=True)

@@ -46,7 +46,7 @@ def engine_slot(
 ) -> EngineSlot:
     """The slot of a rank. `cores`: the node's CPU cores where engines run on CPU, None on CUDA.
 
-    Raises UserError when the node's ranks cannot be divided into engines, or into as many as the recipe asks for.
+    Raises UserError when the node's ranks cannot be divided into engines.
     """
     if engine.nodes > 1:
         return _slot_across_nodes(engine, rank, world, local_world)
@@ -59,13 +59,7 @@ def engine_slot(
             "engine span nodes with engine.nodes"
         )
     fit = local_world // size
-    if engine.per_node > fit:
-        raise UserError(
-            f"engine.per_node = {engine.per_node} engines of engine.tensor = {size} need {engine.per_node * size} "
-            f"ranks on each node but {local_world} run there; the most is {fit}"
-        )
-    affordable = fit if cores is None else min(fit, max(1, cores // (size * engine.threads)))
-    here = engine.per_node or affordable
+    here = fit if cores is None else min(fit, max(1, cores // (size * engine.threads)))
     block, place = divmod(local_rank, size)
     node = rank // local_world
     return EngineSlot(

@@ -141,12 +141,12 @@ class HostProcess:
     kills it as well when the thread that made it ends: make it in one that outlives it.
     """
 
-    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool = False, alone: bool = True) -> None:
+    def __init__(self, environment: dict[str, str], cuda: bool, alone: bool = True) -> None:
         """Start it in `environment`; returns at once. It imports SGLang, then waits for `load`.
 
         Raises UserError when there is no room for its temporary files.
 
-        compiled: on CPU, it compiles the engine's functions in C meanwhile. alone: the engine has no other node.
+        alone: the engine has no other node.
         """
         self.cuda = cuda
         self._broken: Callable[[], str] = no_news
@@ -157,10 +157,9 @@ class HostProcess:
         ours, theirs = socket.socketpair()
         # -P: a file in the current directory that is named like a package is not imported.
         command, device = [sys.executable, "-P", "-m", "mugrpo_megatron.engine.host"], "cuda" if cuda else "cpu"
-        how = [device, "compiled" if compiled else "plain", str(self._scratch)]
         with theirs:
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), *how],
+                [*command, str(theirs.fileno()), str(os.getpid()), device, str(self._scratch)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,

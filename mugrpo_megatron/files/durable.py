@@ -1,8 +1,7 @@
-"""Atomic, fsynced writes of files and directories, and checksums.
+"""Atomic, fsynced writes of all files and directories that have to be complete or absent, and checksums.
 
-Every file that has to be complete or absent is written here. A temporary is named `.NAME.XXXXXXXX.partial`, with eight
-random hexadecimal digits: two writers of one path never share one, and a killed writer's leftovers are recognised. A
-directory that several ranks fill, or that a later command continues, is `resumable(path)`, `.NAME.partial`.
+A temporary is named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, so that a killed writer's leftovers are
+recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Span:
 
 
 class NameTaken(UserError):
-    """Something has come to lie where a finished directory was to be; it is kept under its temporary name."""
+    """The name of a finished directory is taken; it is kept under its temporary name."""
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` once it is complete; the old `path` stays until then.
 
     Raises UserError when the directory cannot be created or the disk is full, and, as `publish` without `replace`, when
-    something has come to lie at `path` meanwhile.
+    `path` has appeared meanwhile.
     """
     partial = _temporary(path)
     try:

@@ -1,7 +1,6 @@
 """`config.json` of a Hugging Face checkpoint: the one reader, with a type and a range for every field used here.
 
-It imports neither torch nor transformers, so a wrong model is found before anything slow starts. A family's reading
-(`weights.families`) is stricter: it refuses fields that it does not know.
+It imports neither torch nor transformers. `weights.families` is stricter: it refuses fields that it does not know.
 """
 
 from __future__ import annotations
@@ -201,7 +200,7 @@ SHOWN_CHARACTERS = 200
 def reading(path: Path, what: str) -> Iterator[None]:
     """Raise UserError, "`path` is not `what`", for anything but a UserError that the block raises.
 
-    Also for what is no Exception: a panic of a library in Rust derives from BaseException.
+    Also for a BaseException: the panic of a library in Rust is one.
     """
     try:
         yield

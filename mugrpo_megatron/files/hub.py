@@ -45,7 +45,7 @@ def snapshot(
 
 @contextmanager
 def _refusals(revision: str | None) -> Iterator[None]:
-    """Raise ValueError with the reason when the hub refuses what the block asks of it, or is not there."""
+    """Raise ValueError with the reason when the hub refuses the block's request or does not answer."""
     import httpx  # here, since most models and data sets are on disk and these take half a second
     from huggingface_hub import errors as hub
 
@@ -97,6 +97,6 @@ def download_model(name: str, revision: str | None, cached: bool = False) -> Pat
     except ValueError as error:
         label = f"{name} at {revision}" if revision else name
         raise UserError(
-            f"model.path = {label}: there is no such directory, and from the Hugging Face hub it could not be "
-            f"downloaded ({error}); check the name and the network, or give the directory of a downloaded model"
+            f"model.path = {label}: there is no such directory, and it could not be downloaded from the "
+            f"Hugging Face hub ({error}); check the name and the network, or give the directory of a downloaded model"
         ) from None

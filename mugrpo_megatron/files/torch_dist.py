@@ -1,7 +1,7 @@
 """Regions of the tensors of a distributed checkpoint: the one reader of its data files, for resuming and converting.
 
-Only tensors are read, each by torch's `weights_only` unpickler. The other objects that Megatron stores (`_extra_state`)
-are never unpickled: Transformer Engine would run what they say, and with the scaling used here they hold nothing.
+Only tensors are read, each by torch's `weights_only` unpickler; Megatron's other objects (`_extra_state`) never are:
+Transformer Engine would run what they say.
 """
 
 from __future__ import annotations

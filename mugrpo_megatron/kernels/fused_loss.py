@@ -19,7 +19,7 @@ from mugrpo_megatron.algorithm.policy_loss import token_losses
 from mugrpo_megatron.algorithm.segments import Segments
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, neutral_statistics
 from mugrpo_megatron.algorithm.surrogates import entropy_loss
-from mugrpo_megatron.algorithm.veto import VetoState, initial_state
+from mugrpo_megatron.algorithm.veto import initial_state
 from mugrpo_megatron.kernels.head import Head, HeadLayout, head_backward, make_head, of, project, scan
 from mugrpo_megatron.kernels.torch_ops import EntropyTerm
 from mugrpo_megatron.recipe.objective import ObjectiveSection
@@ -138,10 +138,10 @@ def _one_pass(
     """Log-probabilities, losses and gradients of a chunk while its logits exist, then of the next."""
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     logprobs, entropy = torch.empty(2, len(targets), dtype=torch.float32, device=hidden.device)
-    state = initial_state(objective.segments, objective.config)
+    triggers = initial_state(objective.segments, objective.config)
     for part in head.chunks(len(targets)):
         logprobs[part], entropy[part], lse = scan(head, hidden[part], targets[part], of(kept, part))
-        value, slope, state = _loss_and_slope(objective.part(part), logprobs[part], state)
+        value, slope, triggers = _loss_and_slope(objective.part(part), logprobs[part], triggers)
         bonus, pull = _bonus(objective.part(part), entropy[part])
         loss += value.sum() + bonus
         if gradients is not None:
@@ -171,8 +171,8 @@ def _two_passes(
     return FusedLoss(value.sum() + bonus, logprobs, entropy)
 
 
-def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -> tuple[Tensor, Tensor, VetoState]:
-    """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the new state."""
+def _loss_and_slope(objective: _Objective, logprobs: Tensor, triggers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of each token, its derivative in the log-probabilities (autograd of the reference), and the veto's state."""
     with torch.enable_grad():
         logprobs = logprobs.detach().requires_grad_()
         losses = token_losses(
@@ -182,12 +182,12 @@ def _loss_and_slope(objective: _Objective, logprobs: Tensor, state: VetoState) -
             objective.segments,
             objective.config,
             objective.statistics,
-            state,
+            triggers,
             objective.reference,
             objective.anchor,
         )
         (slope,) = torch.autograd.grad(losses.loss.sum(), logprobs)
-    return losses.loss.detach(), slope, losses.state
+    return losses.loss.detach(), slope, losses.first_trigger
 
 
 def _bonus(objective: _Objective, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:

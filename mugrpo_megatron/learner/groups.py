@@ -66,12 +66,12 @@ def initialize(recipe: Recipe) -> Ranks:
 
     gloo on CPU, NCCL on CUDA, both with `run.collective_timeout_s`. Seeds every generator from `run.seed` and sets the
     number of CPU threads.
-    Raises UserError when the layout does not divide the world or the recipe asks for CUDA and there is none, and
+    Raises UserError when the layout does not divide the world or torch does not find the GPU that nvidia-smi finds, and
     CollectiveFailure when ranks do not join.
     """
     if recipe.run.deterministic:
         be_deterministic()
-    device = _device(recipe)
+    device = _device()
     if not dist.is_initialized():
         _join("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=recipe.run.collective_timeout_s))
     layout = recipe.parallel
@@ -164,18 +164,8 @@ def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
         ) from error
 
 
-def _device(recipe: Recipe) -> torch.device:
-    choice = recipe.run.device
-    cuda = finds_cuda() if choice == "auto" else torch.cuda.is_available()
-    if choice == "cuda" and not cuda:
-        raise UserError(
-            'run.device = "cuda" but torch finds no CUDA device; set it to "auto" or "cpu", or fix the driver'
-        )
-    if choice == "cpu" and cuda:
-        raise UserError(
-            'run.device = "cpu" on a machine with CUDA devices: also hide them with CUDA_VISIBLE_DEVICES=""'
-        )
-    if not cuda:
+def _device() -> torch.device:
+    if not finds_cuda():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

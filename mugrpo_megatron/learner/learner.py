@@ -24,6 +24,10 @@ from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
 
+Part = Literal["optimizer", "weights"]
+"""`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
+PARTS: tuple[Part, ...] = ("optimizer", "weights")
+
 
 @dataclass
 class Learner:
@@ -74,6 +78,27 @@ class Learner:
             return 1
         return min(ranks.threads, MOST_LANES)
 
+    def offload(self, part: Part) -> None:
+        """Move a part of the state to host memory and free it on the device; on CPU there is nothing to free."""
+        if self.ranks.device.type != "cuda" or part in self.offloaded:
+            return
+        buffers = [buffer for shard in shards(self.optimizer) for buffer in shard.buffers]
+        if part == "weights":
+            frozen = [p.data for chunk in self.chunks for p in chunk.parameters() if not p.requires_grad]
+            self.offloaded[part] = move_to_host([*(buffer.param_data for buffer in buffers), *frozen])
+        else:
+            self.offloaded[part] = move_to_host(_states(self)) + move_to_host(
+                [buffer.grad_data for buffer in buffers], keep=False
+            )
+        torch.cuda.synchronize()  # the copies must finish before another process takes the memory
+        torch.cuda.empty_cache()
+
+    def reload(self) -> None:
+        """Move everything that is offloaded back to the device."""
+        for copies in self.offloaded.values():
+            copy_back(copies)
+        self.offloaded.clear()
+
 
 def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     """Join the world, build this rank's share of the model in `model.path`, load its weights, build the optimizer.
@@ -112,34 +137,6 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
 def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any) -> None:
     """Sum gradients over ranks without averaging: each token's loss already has the update's denominators."""
     finalize_model_grads(chunks, None, **groups)
-
-
-Part = Literal["optimizer", "weights"]
-"""`optimizer`: master weights, moments and gradients, not needed to sync weights to an engine; `weights`: the rest."""
-PARTS: tuple[Part, ...] = ("optimizer", "weights")
-
-
-def offload(learner: Learner, part: Part) -> None:
-    """Move a part of the learner's state to host memory and free it on the device; on CPU there is nothing to free."""
-    if learner.ranks.device.type != "cuda" or part in learner.offloaded:
-        return
-    buffers = [buffer for shard in shards(learner.optimizer) for buffer in shard.buffers]
-    if part == "weights":
-        frozen = [p.data for chunk in learner.chunks for p in chunk.parameters() if not p.requires_grad]
-        learner.offloaded[part] = move_to_host([*(buffer.param_data for buffer in buffers), *frozen])
-    else:
-        learner.offloaded[part] = move_to_host(_states(learner)) + move_to_host(
-            [buffer.grad_data for buffer in buffers], keep=False
-        )
-    torch.cuda.synchronize()  # the copies must finish before another process takes the memory
-    torch.cuda.empty_cache()
-
-
-def reload(learner: Learner) -> None:
-    """Move everything that is offloaded back to the device."""
-    for copies in learner.offloaded.values():
-        copy_back(copies)
-    learner.offloaded.clear()
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:

@@ -92,13 +92,13 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def may_find_cuda() -> bool:
-    """False only where `finds_cuda` is, as no driver has made a device; imports nothing."""
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+    """False only where `finds_cuda` is: no driver has made a device, or it is hidden; imports nothing."""
+    return not _hidden() and any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 
 
 def driver_finds_gpu() -> bool:
     """Whether nvidia-smi finds a GPU that CUDA_VISIBLE_DEVICES does not hide; imports nothing."""
-    return may_find_cuda() and not _hidden() and driver_answers()
+    return may_find_cuda() and driver_answers()
 
 
 def finds_cuda() -> bool:
@@ -117,7 +117,7 @@ def finds_cuda() -> bool:
     remedy = f"update NVIDIA's driver to {DRIVER} or newer" if torch.version.cuda else "run run_scripts/setup.sh --cuda"
     raise UserError(
         f"nvidia-smi finds a GPU but torch {torch.__version__} does not: {remedy}; to train on the CPU, set "
-        'run.device = "cpu", or CUDA_VISIBLE_DEVICES=""'
+        'CUDA_VISIBLE_DEVICES=""'
     )
 
 

@@ -1,8 +1,6 @@
-"""Example responses for people to read: an evaluation's in a file of their own, a stage's among its columns.
+"""Example responses for people to read: the same problems at every evaluation, and a stage's among its columns.
 
-    evaluations/update000128.jsonl   one response of some problems of each held-out set, after 128 updates of the run
-
-The problems are the same at every evaluation.
+evaluations/update000128.jsonl   one response of some problems of each held-out set, after 128 updates of the run
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Defines every metric of a run: name, unit and meaning.
-
-`docs/metrics.md` is generated from this table (run_scripts/metrics_page.py). A name that is not in it cannot be
-logged.
-"""
+"""Every metric of a run: name, unit and meaning. Others cannot be logged; docs/metrics.md is made from this table."""
 
 from __future__ import annotations
 
@@ -18,17 +14,14 @@ from mugrpo_megatron.recipe.scoring import MEAN
 Kind = Literal["update", "stage", "eval", "phase", "engine", "event", "process"]
 
 KINDS: dict[Kind, str] = {
-    "update": "One optimizer update. `update` counts from 0 over the whole run, `age` from 0 inside the stage: the "
-    "updates taken on its responses before this one.",
-    "stage": "One stage's responses, written when its first update is about to be taken.",
+    "update": "One optimizer update. `update` counts from 0 over the run, `age` from 0 inside the stage.",
+    "stage": "One stage's responses, written before its first update.",
     "eval": "One evaluation on the held-out sets, after `update` optimizer updates (0: before training), `age` of them "
-    "in the stage (0: at a stage's start, or after the last). SET stands for a set's short name: math500, or a file's "
-    "stem. Sets are never pooled. Results are named `accuracy` if `reward.function` is `math`, or `code` with "
-    '`reward.code.reward = "all"`, which return right or wrong. Otherwise, also for a user\'s own function, they are '
-    "named `reward`.",
+    "in the stage (0: at a stage's start, or after the last). SET is a set's short name: math500, or a file's stem. "
+    "Results are named `accuracy` if `reward.function` is `math`, or `code` with "
+    '`reward.code.reward = "all"`; otherwise `reward`.',
     "phase": "One interval of wall-clock: `phase` ran from `start` to `end` (Unix seconds) as part of `stage`.",
-    "engine": "An engine's load at one time while it generated `stage`: `engine` is its number. The rows are written "
-    "when the phase ends, at most 241 for each engine.",
+    "engine": "The load of engine number `engine` at one time while it generated `stage`; at most 241 rows a phase.",
     "event": "An event of the run, such as a resume or an engine restart.",
     "process": "The run's process started, or started again after a stop: `environment` holds versions and machine.",
 }
@@ -55,7 +48,7 @@ PHASES: dict[str, str] = {
     'all with `rollout.behaviour = "learner"` and under `objective.kl_anchor`. Inside `optimize`, those of the clip\'s '
     "reference policy if `objective.reference_every` is above 1.",
     "guest": "A model of `[guest.NAME]` starts, scores the stage, and leaves.",
-    "probe": "The learner computes logprobs of `report.probe_responses` responses, for the report's heat map.",
+    "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
     "eval": "Held-out problems are sampled and scored.",
@@ -78,15 +71,15 @@ MISMATCH_RESPONSES = 64
 """Responses of each stage on which engine and learner are compared: enough for a p99, cheap at µ=4 too."""
 
 LARGEST_TIME = 1e11
-"""Unix seconds; what is beyond is damage."""
+"""Unix seconds; a larger one is damage."""
 LARGEST_COUNT = 10**7
-"""Updates and stages; what is beyond is damage."""
+"""Updates and stages; a larger number is damage."""
 
 COMPONENT = re.compile(r"[A-Za-z0-9_.-]+")
-"""Name of a part of the reward: a function's, or `function.part` (rewards/combine.py)."""
+"""Name of a part of the reward: a function's, or `function.part` (`rewards.pool.combined`)."""
 
 SET_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Short name of a held-out set (data/sets.py)."""
+"""Short name of a held-out set (`data.problems.named_sources`)."""
 
 
 def _sentence(text: str) -> str:
@@ -99,29 +92,28 @@ METRICS: tuple[Metric, ...] = (
         "update",
         "staleness",
         "updates",
-        "Updates between the weights that sampled the responses and the current ones: the age, or more with "
-        "`schedule.max_sample_age`.",
+        "Updates since the weights that sampled the responses: the age, or more with `schedule.max_sample_age`.",
     ),
     Metric("update", "entropy", "nats", "Mean entropy of the policy's next-token distribution at response tokens."),
-    Metric("update", "own/NAME", "any", "The value that your function `objective.diagnostics` returns under NAME."),
+    Metric("update", "own/NAME", "any", "What `objective.diagnostics` returns under NAME."),
     Metric(
         "update",
         "kl_response",
         "nats",
-        "`kl_k3` times the tokens of a response: how far the policy has moved from the one that sampled the stage.",
+        "`kl_k3` times the tokens of a response: how far the policy has moved from the stage's.",
     ),
     Metric("update", "grad_norm", "1", "Global gradient norm before clipping."),
     Metric("update", "lr", "1", "Learning rate that the update used."),
-    Metric("update", "skipped", "0 or 1", "1 when the update was skipped because its gradient was not finite."),
+    Metric("update", "skipped", "0 or 1", "1 for an update that was skipped, since its gradient was not finite."),
     Metric("update", "overflowed", "0 or 1", "1 when a float16 gradient overflowed: no step, and half the loss scale."),
     Metric("update", "loss_scale", "1", "Factor of the loss in float16."),
     Metric("update", "reward_mean", "reward", "Mean reward of the update's responses."),
-    Metric("update", "reward/NAME", "reward", "Mean of component NAME in the update, before its weight; see `stage`."),
+    Metric("update", "reward/NAME", "reward", "Mean of component NAME, before its weight."),
     Metric(
         "update",
         "zero_variance_fraction",
         "fraction",
-        "Groups whose responses have equal rewards, so no gradient.",
+        "Groups with equal rewards, so without a gradient.",
     ),
     Metric("update", "tokens", "tokens", "Response tokens that the update trained on."),
     Metric("update", "packed_efficiency", "fraction", "Useful tokens over computed tokens, padding included."),
@@ -144,26 +136,26 @@ METRICS: tuple[Metric, ...] = (
         "update",
         "routes_flipped_tokens",
         "fraction",
-        "Tokens, prompts included, for which the current router would choose other experts than the replayed ones in "
-        "at least one layer; with `learner.routing_replay`.",
+        "Tokens, prompts included, that the current router would send to other experts than the replayed ones in some "
+        "layer; with `learner.routing_replay`.",
     ),
     Metric(
         "update",
         "routes_flipped",
         "fraction",
-        "Choices (one per token and layer) for which the current router would choose another set of experts.",
+        "The same, of choices: one per token and layer.",
     ),
     Metric("stage", "reward_mean", "reward", "Mean reward of the stage's responses."),
     Metric(
         "stage",
         "reward/NAME",
         "reward",
-        "Mean of the reward function or shaping term NAME over the responses to which it applies, before its weight.",
+        "Mean of the reward function or term NAME where it applies, before its weight.",
     ),
     Metric("stage", "response_length_mean", "tokens", "Mean response length."),
     Metric("stage", "response_length_max", "tokens", "Longest response."),
     Metric("stage", "truncated_fraction", "fraction", "Responses truncated at `rollout.max_response_tokens`."),
-    Metric("stage", "zero_variance_fraction", "fraction", "Groups whose responses have equal rewards."),
+    Metric("stage", "zero_variance_fraction", "fraction", "Groups with equal rewards."),
     Metric("stage", "generated_tokens", "tokens", "Response tokens sampled."),
     Metric("stage", "responses", "responses", "Responses sampled."),
     Metric(
@@ -171,26 +163,26 @@ METRICS: tuple[Metric, ...] = (
         "mismatch_mean",
         "nats",
         "Mean |log π_engine − log π_learner| over response tokens, same weights; "
-        "missing for stages that earlier weights have sampled (`schedule.max_sample_age`).",
+        "missing where earlier weights sampled (`schedule.max_sample_age`).",
     ),
-    Metric("stage", "mismatch_p99", "nats", "99th percentile of |log π_engine − log π_learner|."),
-    Metric("stage", "mismatch_max", "nats", "Largest |log π_engine − log π_learner|."),
-    Metric("eval", "accuracy/SET", "fraction", "Share of the set's responses that are correct (mean@k)."),
+    Metric("stage", "mismatch_p99", "nats", "99th percentile of the same."),
+    Metric("stage", "mismatch_max", "nats", "Largest of the same."),
+    Metric("eval", "accuracy/SET", "fraction", "Correct responses of the set (mean@k)."),
     Metric("eval", "accuracy/mean", "fraction", "Unweighted mean of the sets' accuracies."),
-    Metric("eval", "reward/SET", "reward", "Mean reward of the set's responses, of any size; not clipped."),
+    Metric("eval", "reward/SET", "reward", "Mean reward of the set's responses."),
     Metric("eval", "reward/mean", "reward", "Unweighted mean of the sets' mean rewards."),
-    Metric("eval", "low/SET", "as above", "Lower end of the set's 95 % interval, clustered by problem."),
-    Metric("eval", "low/mean", "as above", "Lower end of the mean's 95 % interval."),
-    Metric("eval", "high/SET", "as above", "Upper end of the set's 95 % interval, clustered by problem."),
-    Metric("eval", "high/mean", "as above", "Upper end of the mean's 95 % interval."),
-    Metric("eval", "problems/SET", "problems", "Problems of the set that were evaluated."),
+    Metric("eval", "low/SET", "as above", "Lower end of the 95 % interval, clustered by problem."),
+    Metric("eval", "low/mean", "as above", "Lower end of the 95 % interval, clustered by problem."),
+    Metric("eval", "high/SET", "as above", "Upper end of the 95 % interval, clustered by problem."),
+    Metric("eval", "high/mean", "as above", "Upper end of the 95 % interval, clustered by problem."),
+    Metric("eval", "problems/SET", "problems", "Problems that were evaluated."),
     Metric("eval", "samples/SET", "responses", "Responses to each problem: the k of mean@k."),
     Metric("eval", "truncated/SET", "fraction", "Responses cut off at `eval.max_tokens`."),
     Metric("eval", "unparsed/SET", "fraction", "Responses in which `math` found no answer."),
     Metric("eval", "called/SET", "fraction", "Episodes (`rollout.function`) in which the model called a tool."),
     Metric("eval", "passed/SET", "fraction", "Problems with a correct response among the k: pass@k."),
     Metric("eval", "tokens", "tokens", "Response tokens sampled, over all sets."),
-    Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on, if it did either."),
+    Metric("phase", "tokens", "tokens", "Tokens that the phase generated or trained on."),
     Metric("phase", "tokens_per_second", "tokens/s", "`tokens` over the phase's seconds."),
     Metric("phase", "tokens_per_second_per_device", "tokens/s", "The same, over the ranks of the run."),
     Metric(
@@ -204,31 +196,31 @@ METRICS: tuple[Metric, ...] = (
         "phase",
         "engine_memory",
         "bytes",
-        "Resident host memory of the largest engine's processes at the end of "
-        "generation or of a guest's turn; on CUDA the memory in use on its leader's device, all processes together.",
+        "Resident host memory of the largest engine's processes at the end of the phase; "
+        "on CUDA the memory in use on its leader's device, all processes together.",
     ),
     Metric(
         "phase",
         "memory_before",
         "bytes",
-        "Memory in use on a rank's device, all processes together, before a guest starts, over ranks the largest; on a "
-        "CPU the resident memory of a rank's own process.",
+        "Memory in use on a rank's device before a guest starts, all processes together, the most over ranks; on a "
+        "CPU resident memory of a rank's process.",
     ),
     Metric("phase", "memory_after", "bytes", "The same after the guest has left."),
     Metric(
         "phase",
         "kl_teacher",
         "nats",
-        "Mean of log π − log π_teacher over all tokens of the stage, π the policy that sampled them: an unbiased "
-        "estimate of KL(π | teacher) per token.",
+        "Mean of log π − log π_teacher over the stage, π the policy that sampled it: an unbiased estimate of "
+        "KL(π | teacher) per token.",
     ),
     Metric("phase", "reward/NAME", "reward", "Mean score that the judge NAME gave the stage, where it gave one."),
-    Metric("phase", "unparsed/NAME", "responses", "Responses of the stage whose score was not found in NAME's answer."),
-    Metric("engine", "tokens", "tokens", "Tokens sampled since the generation began, including unfinished responses."),
+    Metric("phase", "unparsed/NAME", "responses", "Responses for which NAME's answer had no score."),
+    Metric("engine", "tokens", "tokens", "Tokens sampled since generation began, of unfinished responses too."),
     Metric("engine", "running", "requests", "Requests that are decoded together."),
     Metric("engine", "queued", "requests", "Requests that wait in the engine."),
     Metric("engine", "kv_use", "fraction", "Share of the KV cache that holds tokens."),
-    Metric("phase", "bytes", "bytes", "Bytes that the phase moved, if it moved any."),
+    Metric("phase", "bytes", "bytes", "Bytes that the phase moved."),
     Metric("phase", "checked", "tensors", "The engine's tensors that were compared with the learner's, bit by bit."),
 )
 """All metrics; a name may appear for rows of several kinds."""

@@ -1,8 +1,4 @@
-"""stdout and stderr of a long command, which goes on when their reader ends first.
-
-Ctrl-C in `mugrpo train RECIPE | tee log` ends tee at once, while the run still saves; a closed SSH connection takes the
-terminal away.
-"""
+"""stdout and stderr of a long command that goes on when their reader ends, as in `mugrpo train RECIPE | tee log`."""
 
 from __future__ import annotations
 

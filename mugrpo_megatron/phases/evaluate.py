@@ -9,14 +9,16 @@ from mugrpo_megatron.engine.launch import held_out_sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.evaluation.estimators import SetFigures, figures_of
 from mugrpo_megatron.evaluation.scoring import EPISODE, ScoredGroup, mean_at_k, measure_of, scored
-from mugrpo_megatron.learner.learner import Learner, reload
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Prompt
 
 
@@ -35,6 +37,8 @@ class Answers:
     """The first response, if it is one that is kept."""
 
 
+SHOWN = 6
+"""Problems of each held-out set for which every evaluation stores one response, for the report."""
 ByPlace = dict[int, Answers]
 """Answers by a held-out problem's place."""
 
@@ -60,7 +64,7 @@ def evaluate_if_due(run: Run, learner: Learner, engines: Engines, cursor: Cursor
 def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """Sync the engines, evaluate, and put them to sleep; does nothing for weights that are evaluated already.
 
-    Engines that fail are restarted: raises EngineFailure on every rank after `engine.max_failures` failures of one
+    Engines that fail are restarted: raises EngineFailure on every rank after MOST_FAILURES failures of one
     in a row. Raises Stopped, with everything saved, when the run is asked to stop meanwhile; it evaluates on resuming.
     """
     done = _evaluated(run, cursor)
@@ -68,7 +72,7 @@ def evaluate_weights(run: Run, learner: Learner, engines: Engines, cursor: Curso
         sync_weights(run, learner, engines, cursor)
         done = _evaluate(run, engines.leader, cursor)
         sleep_engines(run, engines)
-        reload(learner)
+        learner.reload()
         if any(run.world.any_rank(not done and run.stop.asked)):
             raise run.stop.all_stopped(cursor, "the evaluation is dropped, to be made when the run goes on; ")
 
@@ -145,7 +149,7 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
     """
     while missing := [place for place in places if place not in answers]:
         queue = shared_queue(run.world, missing)
-        own = _answered(run, leader, name, queue, bar) if leader else {}
+        own = _answered(run.recipe, leader, name, queue, bar, run.stop) if leader else {}
         run.world.barrier()
         gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
         answers |= gathered
@@ -155,13 +159,15 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
     return True
 
 
-def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar) -> ByPlace:
+def _answered(
+    recipe: Recipe, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar, stop: StopRequest
+) -> ByPlace:
     """The answers to what this rank's engine takes from the queue."""
     held_out = leader.problems.held_out
-    samples = run.recipe.eval.of(name).samples
-    how = held_out_sampling(run.recipe, leader.tokenizer, name)
+    samples = recipe.eval.of(name).samples
+    how = held_out_sampling(recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
-    shown = set(example_places(names, run.recipe.report.eval_problems))
+    shown = set(example_places(names, SHOWN))
     answers: ByPlace = {}
 
     def take(waiting: int, slots: int) -> list[Prompt]:
@@ -169,8 +175,8 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
             Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
         ]
 
-    groups = sampled(run, leader, queue, take, samples, how)
-    for group in scored(groups, leader.verifier, leader.tokenizer, run.stop.heard):
+    groups = sampled(leader, queue, take, samples, how, stop)
+    for group in scored(groups, leader.verifier, leader.tokenizer, stop.heard):
         answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers

@@ -10,20 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from uuid import uuid4
 
-from mugrpo_megatron.engine.client import Engine, PromptSource
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
 from mugrpo_megatron.engine.launch import sampling
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
-from mugrpo_megatron.learner.learner import Learner, offload, reload
+from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
@@ -73,8 +75,8 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
     """
     leader = engines.leader
     with run.phase("sync", cursor) as facts:
-        reload(learner)  # where it is offloaded already: an engine that failed is synced again
-        offload(learner, "optimizer")
+        learner.reload()  # where it is offloaded already: an engine that failed is synced again
+        learner.offload("optimizer")
         run.world.barrier()  # an engine spans several ranks' devices; all must have offloaded first
         if run.recipe.engine.nodes > 1 and (ended := meet(run.world, engines.own)) and leader:
             leader.failed(EngineFailure(ended))
@@ -87,7 +89,7 @@ def sync_weights(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -
             leader.failed(failure)
             engine = None
         _check_weights(run, engines, engine, facts)
-        offload(learner, "weights")
+        learner.offload("weights")
         run.world.barrier()
         if leader and leader.engine.running:
             _wake_kv_cache(leader)
@@ -151,7 +153,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
 
     Groups go to disk as they are scored. An engine that fails leaves its unfinished groups to the next round, after
     the sync that restarts it: the stage is then not sealed. Raises EngineFailure on every
-    rank after `engine.max_failures` failures of one engine in a row without a finished group between them, and Stopped,
+    rank after MOST_FAILURES failures of one engine in a row without a finished group between them, and Stopped,
     with every scored group on disk, when the run was asked to stop.
     """
     recipe, leader = run.recipe, engines.leader
@@ -172,7 +174,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
         facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
-        _log_loads(run, leader, cursor)
+        _log_loads(run.world, run.log, leader, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
             stage.append(rows_of(group, recipe))
@@ -201,29 +203,29 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
 
 
 def sampled(
-    run: Run, leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
+    leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling, stop: StopRequest
 ) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
-    Ends early when the engine fails or the run is asked to stop; what is in flight is then dropped.
+    Ends early when the engine fails or the run is asked to `stop`; what is in flight is then dropped.
     """
-    if leader.engine.running and not run.stop.heard():
+    if leader.engine.running and not stop.heard():
         try:
             with closing(leader.engine.generate_from(take, n, how)) as groups:
                 for group in groups:
                     yield group
-                    if run.stop.heard():
+                    if stop.heard():
                         break
         except EngineFailure as failure:
             leader.failed(failure)
-    if run.stop.asked:
+    if stop.asked:
         queue.close()
 
 
 def report_failures(run: Run, leader: EngineLeader | None) -> None:
     """Say which engines failed since the last call; each is restarted at the next sync. Collective.
 
-    Raises EngineFailure on every rank after `engine.max_failures` failures of one engine in a row.
+    Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row.
     """
     mine = None
     if leader and leader.failure:
@@ -232,7 +234,7 @@ def report_failures(run: Run, leader: EngineLeader | None) -> None:
         if report is None:
             continue
         text = f"rank {rank}: {report[0]}" if run.world.ranks.world > 1 else report[0]
-        if report[1] >= run.recipe.engine.max_failures:
+        if report[1] >= MOST_FAILURES:
             raise EngineFailure(text)
         run.log.event("engine_failure", text.splitlines()[0])
         run.display.say(f"{text}\nThe engine is restarted for what is missing.")
@@ -246,7 +248,7 @@ def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue,
         return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
     how = sampling(recipe, leader.tokenizer)
-    for prompt, responses in sampled(run, leader, queue, take, recipe.rollout.responses_per_prompt, how):
+    for prompt, responses in sampled(leader, queue, take, recipe.rollout.responses_per_prompt, how, run.stop):
         leader.failures_in_a_row = 0
         yield prompt, responses
         queue.finished(sum(len(response.ids) for response in responses))
@@ -262,12 +264,12 @@ def _engine_memory(leader: EngineLeader | None) -> float:
     return device_memory_in_use() or leader.engine.memory
 
 
-def _log_loads(run: Run, leader: EngineLeader | None, cursor: Cursor) -> None:
+def _log_loads(world: World, log: MetricLog, leader: EngineLeader | None, cursor: Cursor) -> None:
     """Log the engines' loads during the generation that has just ended. Collective."""
     mine = (leader.slot.number, leader.engine.record.loads) if leader else (0, [])
-    for engine, loads in run.world.gather(mine):
+    for engine, loads in world.gather(mine):
         for load in loads:
-            run.log.engine(cursor.stage, engine, load.time, load.metrics())
+            log.engine(cursor.stage, engine, load.time, load.metrics())
 
 
 def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
@@ -24,7 +24,6 @@ from mugrpo_megatron.phases.batches import Batch, StageUpdates, columns_of
 from mugrpo_megatron.phases.column_passes import compute_anchor, record_behaviour, refresh_reference
 from mugrpo_megatron.phases.saves import save_if_due
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.recipe.sections import ScheduleSection
 from mugrpo_megatron.run.cursor import Cursor, nats_moved, stage_exhausted
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.samples import Sample
@@ -33,8 +32,12 @@ from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import model_flops
 
+MOST_SKIPPED = 10
+"""Updates in a row with a non-finite gradient that end a run: one may be chance, ten are a policy that is lost."""
 WANDB_SAMPLES = 16
 """Responses of each stage in a table of Weights & Biases."""
+PROBED = 32
+"""Responses of a stage that the probe follows, the rows of a heat map: nine forward passes over them a stage."""
 PLACES = 4
 """Updates of the stage, evenly spaced, from which the responses are taken."""
 NEGATIVE = 0.75
@@ -94,7 +97,7 @@ class Stage:
     def record(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> None:
         """Log the update, advance the bar and the cursor. Collective.
 
-        Raises TrainingFailure, with the learner saved, after `optimizer.max_skipped` skipped updates in a row.
+        Raises TrainingFailure, with the learner saved, after MOST_SKIPPED skipped updates in a row.
         """
         assert self._bar
         self._profile.close()
@@ -105,12 +108,15 @@ class Stage:
             logged["kl_response"] = metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)
         run.log.update(cursor.stage, cursor.updates, cursor.age, logged)
         self._bar.advance(tokens=int(metrics["tokens"]), reward=logged["reward_mean"], loss=metrics["loss"])
-        if learner.skipped_in_a_row >= run.recipe.optimizer.max_skipped:
+        if learner.skipped_in_a_row >= MOST_SKIPPED:
             _give_up(run, learner, cursor, cursor.advanced(schedule, length), batch.samples)
         nats = nats_moved(cursor, logged)
-        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(metrics, nats, schedule))[0]
+        exhausted = schedule.ends_early and run.world.any_rank(stage_exhausted(nats, schedule))[0]
         if exhausted:
-            run.display.say(_exhaustion(cursor, logged, nats, schedule))
+            run.display.say(
+                f"stage {cursor.stage} ends after {cursor.age + 1} updates: the policy has moved {nats:.3g} nats a "
+                f"response, and schedule.max_kl is {schedule.max_kl:g}"
+            )
         probe(run, learner, self._updates.store, cursor, age=cursor.age + 1)
         self.cursor = cursor.advanced(schedule, length, exhausted, nats)
 
@@ -205,16 +211,6 @@ def _utilization(learner: Learner, samples: Sequence[Sample], metrics: dict[str,
     return {"tflops": reached / 1e12} | ({"mfu": reached / peak} if peak else {})
 
 
-def _exhaustion(cursor: Cursor, metrics: Mapping[str, float], nats: float, schedule: ScheduleSection) -> str:
-    """Why a stage ends after the update at the cursor, before its last one."""
-    why = (
-        f"the policy has moved {nats:.3g} nats a response, and schedule.max_kl is {schedule.max_kl:g}"
-        if nats > schedule.max_kl > 0
-        else f"ESS is {metrics['ess']:.3g}, and schedule.min_ess is {schedule.min_ess:g}"
-    )
-    return f"stage {cursor.stage} ends after {cursor.age + 1} updates: {why}"
-
-
 def _give_up(run: Run, learner: Learner, cursor: Cursor, after: Cursor, samples: Sequence[Sample]) -> NoReturn:
     run.saver.save(after)
     run.saver.wait()
@@ -232,13 +228,11 @@ def _give_up(run: Run, learner: Learner, cursor: Cursor, after: Cursor, samples:
 
 
 def probe(run: Run, learner: Learner, stage: StageStore, cursor: Cursor, age: int) -> None:
-    """Score the probed responses of the stage after `age` of its updates, if the recipe asks. Collective.
+    """Score the probed responses of the stage after `age` of its updates, at the ages of a probe. Collective.
 
     A forward pass of the learner that draws no random number and changes no state: training goes on bit by bit as
     without it. It is taken before the checkpoint of the same update, so a run that resumes has every earlier age.
     """
-    if not run.recipe.report.probe_responses:
-        return
     length = cursor.stage_length(run.recipe.schedule, stage.updates)
     if age not in probe_ages(length):
         return
@@ -253,9 +247,9 @@ def probe(run: Run, learner: Learner, stage: StageStore, cursor: Cursor, age: in
 
 
 def probed(stage: StageStore, recipe: Recipe) -> Chosen:
-    """At most `report.probe_responses` responses, from PLACES updates, evenly spaced in each; always the same ones."""
+    """At most PROBED responses, from PLACES updates, evenly spaced in each; always the same ones."""
     updates = sorted({part * stage.updates // PLACES for part in range(PLACES)})
-    each, more = divmod(recipe.report.probe_responses, len(updates))
+    each, more = divmod(PROBED, len(updates))
     chosen: Chosen = []
     for place, update in enumerate(updates):
         samples = stage.read_update(update)

@@ -35,6 +35,7 @@ ObjectiveName = Literal[
     "off_policy_grpo",
     "decoupled_ppo",
     "dppo",
+    "dppo_kl",
     "sapo",
     "gmpo",
     "vespo",
@@ -45,6 +46,9 @@ VetoScope = Literal["none", "trigger", "suffix_non_trigger", "suffix", "response
 Dependence = Literal["token", "prefix", "response"]
 
 GRPO: dict[str, Any] = {"clip_low": 0.8, "clip_high": 1.2, "veto": "none", "reduction": "sequence_mean"}
+DPPO = GRPO | {
+    "surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant",
+}  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "mu_grpo": {"clip_low": 0.0, "clip_high": 5.0, "veto": "suffix_non_trigger"},
     "grpo": GRPO,
@@ -62,8 +66,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m2po_drop": GRPO | {"second_moment": "drop", "reduction": "token_mean"},
     "off_policy_grpo": GRPO | {"clip_centre": "reference", "zero_variance": "mask"},
     "decoupled_ppo": GRPO | {"clip_centre": "proximal", "reference_every": 4},
-    "dppo": GRPO
-    | {"surrogate": "dppo", "clip_low": 0.0, "clip_high": 20.0, "advantage": "group_mean", "reduction": "constant"},
+    "dppo": DPPO,
+    "dppo_kl": DPPO | {"surrogate": "dppo_kl"},
     "sapo": GRPO | {"surrogate": "sapo"},
     "gmpo": GRPO | {"surrogate": "gmpo", "clip_low": 0.67032, "clip_high": 1.49182},
     "vespo": GRPO | {"surrogate": "vespo", "ratio": "sequence", "reduction": "token_mean"},
@@ -77,6 +81,7 @@ SURROGATES: dict[str, Dependence] = {
     "cispo": "token",
     "topr": "token",
     "dppo": "token",
+    "dppo_kl": "token",
     "sapo": "token",
     "gmpo": "response",
     "vespo": "token",
@@ -149,33 +154,6 @@ OWN_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:function`"""
 
 
-class DppoSection(Section):
-    """What the surrogate `dppo` alone reads (DPPO: limits of 0.15 for `tv` and 0.05 for `kl`)."""
-
-    divergence: Literal["tv", "kl"] = "tv"
-    """Divergence at each token: total variation, or KL, of "this token" against "another token"."""
-    limit: float = Field(0.15, gt=0.0)
-    """Above this divergence, a token gets no gradient that would increase it."""
-
-
-class SapoSection(Section):
-    """What the surrogate `sapo` alone reads: temperatures of its gate."""
-
-    positive: float = Field(1.0, gt=0.0)
-    """Of tokens with positive advantage."""
-    negative: float = Field(1.05, gt=0.0)
-    """Of other tokens; a higher value reduces the weight of stale ones."""
-
-
-class VespoSection(Section):
-    """What the surrogate `vespo` alone reads: power and decay of its weight in the ratio of the whole response."""
-
-    positive: tuple[NonNegativeFloat, PositiveFloat] = (2.0, 3.0)
-    """Of responses with positive advantage."""
-    negative: tuple[NonNegativeFloat, PositiveFloat] = (3.0, 2.0)
-    """Of other responses."""
-
-
 class ObjectiveSection(Section):
     """The surrogate that one update minimises."""
 
@@ -194,10 +172,7 @@ class ObjectiveSection(Section):
     ratio: Literal["token", "sequence_mean", "sequence"] = "token"
     """Importance ratio: of each token, of the response normalised by its length, or of the whole response."""
     surrogate: str = "ppo"
-    """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
-    surrogate_depends_on: Literal["token", "response"] | None = None
-    """On what a token's gradient depends in your own surrogate: on its own fields, or on those of its whole
-    response."""
+    """Token loss: `ppo`, `cispo`, `topr`, `dppo`, `dppo_kl`, `sapo`, `gmpo`, `vespo`, or your own `module:function`."""
     diagnostics: str | None = None
     """Your own `module:function` that gets the update's tokens and returns numbers by name, logged with every
     update."""
@@ -213,9 +188,6 @@ class ObjectiveSection(Section):
     clip has no effect."""
     dual_clip: float | None = Field(None, gt=1.0)
     """Ratio above which a negative token of the `ppo` surrogate has no gradient; unset turns it off (verl: 3)."""
-    dppo: DppoSection = DppoSection()
-    sapo: SapoSection = SapoSection()
-    vespo: VespoSection = VespoSection()
     veto: VetoScope = "suffix_non_trigger"
     """Tokens dropped from a negative response with triggers T, the first at κ: ∅, T, H_κ = S_κ − T, S_κ = {t > κ}, or
     all."""
@@ -224,11 +196,6 @@ class ObjectiveSection(Section):
     our reading of its runs."""
     veto_reach: Literal["turn", "response"] = "response"
     """How far a trigger acts in an episode of several turns: to the end of its turn, or of the response."""
-    trigger: Literal["token", "prefix_mean"] = "token"
-    """Ratio compared with `trigger_ratio`: the token's own, or the geometric mean of the response so far."""
-    renormalise: bool = False
-    """Divide by the tokens that the masks keep instead of by all tokens, so that a dropped token makes the others count
-    more."""
     sequence_mask: float | None = Field(None, ge=0.0)
     """Drop a negative response whose mean log-ratio is below minus this many nats; unset turns it off."""
     reject: Literal["none", "sequence", "sequence_mean"] = "none"
@@ -236,11 +203,7 @@ class ObjectiveSection(Section):
     reject_range: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
     """A response whose ratio is outside is dropped."""
     second_moment: Literal["none", "clip", "drop"] = "none"
-    """Keep the second moment of the log-ratios below a budget by a data-dependent clip range, or by dropping tokens."""
-    second_moment_budget: float = Field(0.04, gt=0.0)
-    """Budget of the second moment, in squared nats."""
-    tv_penalty: float = Field(0.0, ge=0.0)
-    """Weight of the total variation |ratio - 1| / 2 between current and behaviour policy."""
+    """Keep the second moment of the log-ratios below 0.04 by a data-dependent clip range, or by dropping tokens."""
     mismatch: Literal["none", "truncate", "drop"] = "none"
     """Correct for the mismatch of engine and learner: truncated weights or dropped tokens; needs `rollout.behaviour =
     "learner"`."""
@@ -308,19 +271,6 @@ class ObjectiveSection(Section):
             raise ValueError("name your own function as module:function")
         return value
 
-    @field_validator("surrogate_depends_on")
-    @classmethod
-    def _check_dependence_is_declared(cls, value: str | None, info: ValidationInfo) -> str | None:
-        own = ":" in info.data.get("surrogate", "")
-        if own and value is None:
-            raise ValueError(
-                'your own surrogate needs it, to run fused: "token" when a token\'s gradient follows from its own '
-                'fields, "response" when it follows from those of its whole response'
-            )
-        if not own and value is not None:
-            raise ValueError("it goes with a surrogate of your own (module:function); leave it out")
-        return value
-
     @field_validator("teacher_coef")
     @classmethod
     def _check_there_is_a_teacher(cls, value: float, info: ValidationInfo) -> float:
@@ -355,16 +305,16 @@ class ObjectiveSection(Section):
         """What decides a token's gradient, besides numbers known before the update; the loss path is fused accordingly.
 
         `token` (its own log-probability) and `prefix` (its response's tokens so far) need one pass in token order;
-        `response` needs the log-probabilities of whole responses first. A trigger (scope T) depends on the token
-        itself, or by prefix mean on its prefix; a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
+        `response` needs the log-probabilities of whole responses first, which a surrogate of the user's own may read.
+        A trigger (scope T) depends on the token itself, a place after κ (S_κ, H_κ) on the prefix; S_seq on the whole.
         """
-        of_loss = self.surrogate_depends_on or SURROGATES[self.surrogate]
+        of_loss = SURROGATES.get(self.surrogate, "response")
         whole = self.ratio != "token" or self.sequence_mask is not None or self.reject != "none"
         if whole or of_loss == "response" or self.veto == "response":
             return "response"
-        return "token" if self.veto == "none" or (self.veto == "trigger" and self.trigger == "token") else "prefix"
+        return "token" if self.veto in ("none", "trigger") else "prefix"
 
     @property
     def needs_statistics(self) -> bool:
         """Whether `update_statistics` needs a forward pass over the whole update before its first gradient."""
-        return self.second_moment != "none" or self.renormalise
+        return self.second_moment != "none"

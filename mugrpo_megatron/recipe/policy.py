@@ -160,11 +160,13 @@ class EpisodesSection(Section):
     """More dropped episodes than this share (of at least 16) end the run with the last one's error; 1 lets them
     fail."""
     at_once: NonNegativeInt = 0
-    """Most episodes of an engine in flight; 0 is twice `engine.max_running_requests`, since some wait for tools."""
+    """Most episodes of an engine in flight; 0 is twice `engine.max_running_requests`, since some wait for tools. More
+    where tools take longer than the model."""
     memory_mb: PositiveInt = 4096
-    """Address space of a process that runs the function, so that a tool cannot take the machine's memory."""
+    """Address space of a process that runs the function, so that a tool cannot take the machine's memory; one that
+    loads torch needs more."""
     tool_parser: str = "auto"
-    """SGLang's parser of tool calls by name; `auto` takes the one of the chat template's own format."""
+    """SGLang's parser of tool calls by name, for a template of an unknown format; `auto` looks at the template."""
 
 
 class SftSection(Section):
@@ -178,13 +180,11 @@ class SftSection(Section):
     """Rows of prompts and responses on which `model.path` is fine-tuned, sources as for `data.train`; unset: a new
     model learns the bundled task of `data.train`."""
     epochs: PositiveInt = 1
-    """Passes over the rows of `train`; `max_updates` may end them earlier."""
+    """Passes over the rows of `train`."""
     layers: PositiveInt = 2
     """Transformer layers of the new model."""
     hidden: int = Field(128, gt=0, multiple_of=16)
     """Width of the residual stream, a multiple of 16; heads have 16 each, the feed-forward layer is twice as wide."""
-    max_updates: PositiveInt = 4000
-    """Updates after which the warm start stops at any accuracy."""
     batch: PositiveInt = 48
     """Problems in one update."""
     lr: PositiveFloat | None = None

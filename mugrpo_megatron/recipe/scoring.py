@@ -86,8 +86,6 @@ class CodeSection(Section):
     test_s: float = Field(4.0, gt=0.0, le=3600.0)
     """CPU seconds of a test, rounded up; its wall-clock limit is twice that plus one second. `reward.timeout_s` is for
     all tests."""
-    memory_mb: PositiveInt = 512
-    """Address space of a program, at most `reward.worker_memory_mb`."""
     tests: NonNegativeInt = 0
     """Maximum number of a row's tests that run, evenly spaced; 0 takes all."""
 
@@ -101,8 +99,8 @@ class RewardSection(Section):
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
-    """Processes of each function on each generating rank; 0 divides one per two cores among the node's engines, at
-    least 1."""
+    """Processes of each function on each generating rank, more for one that waits for a service; 0 divides one per two
+    cores among the node's engines, at least 1."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer; `auto`: `boxed` if `data.prompt_style` asks for a box, else `final`."""
     policy: Literal["strict", "lenient"] = "strict"
@@ -114,7 +112,8 @@ class RewardSection(Section):
     """Wall-clock seconds after which a worker is killed; the worker itself stops a comparison after 1/8 of this in CPU
     time."""
     worker_memory_mb: int = Field(1024, ge=LEAST_WORKER_MB, json_schema_extra=changes("work"))
-    """Address-space limit of a verifier process, so that one answer cannot take the machine's memory."""
+    """Address space of a verifier process, so that one answer cannot take the machine's memory; a function that loads
+    a library as large as torch needs several thousand. A program of `code` has half of it."""
     format_pattern: str = r"\\boxed\{"
     """Regular expression that a well-formed response matches exactly once."""
     format_weight: float = Field(0.0, ge=0.0, le=1.0)
@@ -141,13 +140,6 @@ class RewardSection(Section):
         for name in self.functions:
             if not NAME.fullmatch(name) or name in TAKEN:
                 raise ValueError(f"functions.{name}: name it with letters, digits, - and _, and not {', '.join(TAKEN)}")
-        for one in self.table.values():
-            memory = one.worker_memory_mb or self.worker_memory_mb
-            if one.function == CODE and self.code.memory_mb > memory:
-                raise ValueError(
-                    f"code.memory_mb ({self.code.memory_mb}) is more than worker_memory_mb ({memory}), which limits a "
-                    "worker's programs too: raise worker_memory_mb"
-                )
         if self.functions and not self.table:
             raise ValueError(
                 "functions: a judge answers once a stage is sampled, and evaluations need a function that scores at "

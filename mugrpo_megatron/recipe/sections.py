@@ -57,27 +57,14 @@ def asked(question: str, template: str | None) -> str:
     return question if template is None else template.replace(QUESTION, question)
 
 
-class ReportSection(Section):
-    """Data that a run stores for its report. These keys do not change training: it stays bitwise the same."""
-
-    model_config = ConfigDict(json_schema_extra=changes("work"))
-
-    probe_responses: int = Field(32, ge=0, le=1024)
-    """Responses of each stage that are probed for the heat map: a forward pass over them at the stage's start and after
-    each eighth of its updates, but at most every 8 updates. 0 turns the probe off."""
-    eval_problems: int = Field(6, ge=0, le=1000)
-    """Problems of each held-out set for which every evaluation stores one response; 0 stores none."""
-
-
 class RunSection(Section):
-    """The run's directory, seed, device and reproducibility."""
+    """The run's directory, seed and reproducibility. It runs on CUDA if torch finds it; `CUDA_VISIBLE_DEVICES=` hides
+    it."""
 
     dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint, report."""
     seed: int = Field(0, ge=0, lt=2**31)
     """Seed of the data order, of sampling and of every other random stream."""
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", json_schema_extra=changes("branch"))
-    """Device of learner and engine; `auto` takes CUDA if torch finds it; `cpu` leaves a GPU to other work."""
     deterministic: bool = False
     """Equal runs on equal machines are bitwise equal, including generation; slower, and CUDA only. On a CPU the
     learner's updates on equal stages are bitwise equal without this key, but generation never is."""
@@ -103,8 +90,6 @@ class DataSection(Section):
     """Held-out problems; sources as for `train`."""
     eval_problems: int = Field(500, gt=0, le=10_000_000)
     """At most this many problems of each held-out set are used for an evaluation, evenly spaced over the set."""
-    generated_problems: int = Field(50_000, gt=0, le=10_000_000)
-    """Training problems that a bundled task generates; fewer start sooner."""
     question_field: str = "problem"
     """Column with the question, text or messages, or a path inside one; at the default other names are recognised
     too."""
@@ -118,7 +103,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System turn for chats without one; needs a chat template."""
     chat_template: Path | None = None
-    """Jinja file that replaces the tokenizer's own chat template."""
+    """Jinja file that replaces the tokenizer's own chat template, or stands in for it in a base model."""
     template_arguments: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the chat template, such as `enable_thinking = false`."""
     max_prompt_tokens: PositiveInt = 512
@@ -163,10 +148,8 @@ class ScheduleSection(Section):
     """Each stage has this many times the updates of the one before; S stages still have S µ updates in all.
     For short stages while the policy moves fast."""
     passes: int = Field(1, ge=1, le=1000, json_schema_extra=changes("method"))
-    """Passes over each stage's updates: µ x passes optimizer updates per stage, with later passes shuffled."""
-    min_ess: float = Field(0.0, ge=0.0, lt=1.0, json_schema_extra=changes("method"))
-    """End a stage early after an update whose effective sample size is below this; the run still takes all its
-    updates."""
+    """Passes over each stage's updates, to sample less: µ x passes optimizer updates per stage, with later passes
+    shuffled."""
     max_kl: float = Field(0.0, ge=0.0, allow_inf_nan=False, json_schema_extra=changes("method"))
     """End a stage early once the policy has moved this many nats a response from the one that sampled it; 0 never does.
     The log's `kl_response`, smoothed; the next stage samples anew, and the run still takes all its updates."""
@@ -188,8 +171,8 @@ class ScheduleSection(Section):
         data = info.data
         if value > data.get("updates_per_stage", value) * data.get("passes", 1):
             raise ValueError("is above updates_per_stage x passes, the updates of the stage before")
-        if value and (data.get("min_ess", 0.0) > 0 or data.get("max_kl", 0.0) > 0):
-            raise ValueError("needs stages whose end is known: set it to 0, or leave out min_ess and max_kl")
+        if value and data.get("max_kl", 0.0) > 0:
+            raise ValueError("needs stages whose end is known: set it to 0, or leave out max_kl")
         return value
 
     @model_validator(mode="after")
@@ -216,8 +199,8 @@ class ScheduleSection(Section):
 
     @property
     def ends_early(self) -> bool:
-        """Whether `min_ess` or `max_kl` may end a stage before its last update."""
-        return self.min_ess > 0 or self.max_kl > 0
+        """Whether `max_kl` may end a stage before its last update."""
+        return self.max_kl > 0
 
     @property
     def updates_on_stage(self) -> int:
@@ -256,8 +239,6 @@ class OptimizerSection(Section):
     """Decoupled weight decay; not applied to norms and biases."""
     clip_grad: PositiveFloat = 1.0
     """Global gradient norm that an update is clipped to."""
-    max_skipped: int = Field(10, gt=0, json_schema_extra=changes("work"))
-    """End the run, with state and last batch saved, after this many skipped updates (non-finite gradient) in a row."""
 
     @field_validator("min_lr")
     @classmethod
@@ -322,7 +303,6 @@ class Recipe(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     track: TrackSection = TrackSection()
-    report: ReportSection = ReportSection()
     guest: GuestsSection = GuestsSection()
     sft: SftSection = SftSection()
 

@@ -51,13 +51,14 @@ class LearnerSection(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations recomputed in the backward pass, where they do not fit into memory."""
     layers: Literal["local", "transformer_engine", "auto"] = "local"
-    """Linear layers: Megatron's own, or Transformer Engine's with fused norms; `auto` takes Transformer Engine if
-    installed."""
+    """Linear layers: Megatron's own, or Transformer Engine's with fused norms, which fp8 needs; `auto` takes
+    Transformer Engine if installed."""
     fp8: Literal["none", "tensorwise", "blockwise"] = "none"
     """GEMMs of Transformer Engine's layers in fp8, scaled by tensor or by blocks of 128; weights stay bfloat16."""
     routing_replay: Replay = Field("off", json_schema_extra=changes("branch"))
     """Experts that a mixture's tokens go to during a stage: those that the current router chooses, those that the
-    engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start."""
+    engine chose when it sampled them (CUDA), or those of one learner pass at the stage's start. Fixed ones keep the
+    ratios of stale tokens from jumping."""
     threads: NonNegativeInt = 0
     """CPU threads of each learner rank; 0 divides the machine's cores among the local ranks. Up to four of them
     each run a micro-batch of their own, if the model is small and neither sharded, a mixture of experts nor recomputed.
@@ -81,9 +82,6 @@ class EngineSection(Section):
     """Tensor parallel size of each engine; it must divide the ranks of a node, or be all ranks of `engine.nodes`."""
     nodes: PositiveInt = 1
     """Nodes that each engine spans, with all devices: for a model that does not fit on one node (docs/engine.md)."""
-    per_node: NonNegativeInt = 0
-    """Engines on each node; 0 takes as many as its devices hold (CUDA) or its cores can run (CPU); fewer leave
-    them to other work."""
     between_stages: Literal["restart", "sleep"] = "sleep"
     """While the learner trains: `sleep` keeps the engine's process and releases its memory, `restart` stops the
     process."""
@@ -91,30 +89,17 @@ class EngineSection(Section):
     """Share of a GPU's memory that weights and KV cache may take (CUDA)."""
     max_running_requests: PositiveInt = 1024
     """Maximum number of responses decoded together; a large number helps short responses."""
-    max_total_tokens: NonNegativeInt = 0
-    """KV cache size in tokens; 0 lets the engine size it from `memory_fraction` (CUDA) or the batch (CPU),
-    which on a shared machine may be too much."""
-    attention_backend: str = Field("auto", pattern=r"^[a-z0-9_]+$")
-    """SGLang attention backend; `auto` takes torch_native on CPU and SGLang's choice on CUDA, in float32 triton."""
     threads: PositiveInt = 1
     """CPU threads of each engine rank or replica (CPU). Two on two idle cores make long responses a quarter faster and
     short ones slower, replicas both faster; on busy cores threads slow each other down."""
-    replicas: int = Field(0, ge=0, le=64)
-    """Copies of each engine that decode in parallel processes and share its requests (CPU). 0 takes two if each has a
-    core and the weights take at most 256 MiB, else one."""
-    compiled: bool = True
-    """Decode in float32 with C functions that the machine's C compiler builds at each start (CPU); off, or without a
-    compiler, torch's operations give the same numbers within rounding, at a fraction of the speed."""
     start_timeout_s: PositiveFloat = 1800.0
     """Seconds until an engine that has not started counts as failed; an engine that exits is noticed at once. Large
     models from a slow disk, and the first start on a GPU, which compiles kernels, take many minutes."""
     request_timeout_s: PositiveFloat = 600.0
     """Seconds until an engine counts as hung: without a new token during generation, else without an answer."""
-    max_failures: PositiveInt = 3
-    """End the run after this many engine failures in a row without a finished response between them."""
     quantization: Literal["none", "fp8"] = "none"
-    """Weights of the engine's linear layers: the learner's, or fp8 with a scale for each block of 128 x 128, quantised
-    at each weight sync (CUDA, bfloat16)."""
+    """Weights of the engine's linear layers: the learner's, or fp8 in half the memory, with a scale for each block of
+    128 x 128, quantised at each weight sync (CUDA, bfloat16)."""
     check_weights: Literal["first", "every", "never"] = "first"
     """Compare the engines' weights with the learner's, bit by bit: after an engine's first sync, after every sync, or
     never."""

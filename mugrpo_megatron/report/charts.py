@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -103,10 +102,10 @@ class Plan:
     id: str
     title: str
     curves: Sequence[tuple[str, str, str]] | Computed
-    """(metric, label, colour) of each curve, or a function for what is no metric over time."""
+    """(metric, label, colour) of each curve, or a function that computes the series."""
     explains: str
     over: str = "update"
-    """The rows whose metric it is: `update` or `stage`."""
+    """The kind of row that has the metric: `update` or `stage`."""
     rule: float | str | None = None
     """The height of a dashed line, or the recipe's key that has it."""
     rule_label: str = ""
@@ -171,7 +170,7 @@ def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
     return "greedily" if values == [0] else f"at temperature {' and '.join(f'{value:g}' for value in values)}"
 
 
-# ---------------------------------------------------------------- what is no metric over time
+# ---------------------------------------------------------------- series that are not metrics over time
 
 
 def _reward(material: Material) -> Iterable[Series]:
@@ -212,10 +211,8 @@ def _by_phase(material: Material, value: Callable[[Sequence[Row]], float | None]
 def _rate(parts: Sequence[Row]) -> float | None:
     """Tokens per second; evaluations and resumes divide a phase."""
     timed = [row for row in parts if row.get("tokens") is not None and row["end"] > row["start"]]
-    totals = Counter[str]()
-    for row in timed:
-        totals.update(tokens=row["tokens"], seconds=row["end"] - row["start"])
-    return rounded(totals["tokens"] / totals["seconds"]) if timed else None
+    seconds = sum(row["end"] - row["start"] for row in timed)
+    return rounded(sum(row["tokens"] for row in timed) / seconds) if timed else None
 
 
 def _largest(parts: Sequence[Row]) -> float | None:
@@ -284,8 +281,7 @@ TABLE: tuple[Plan, ...] = (
     Plan(LEARNING, "reward", "Training reward", _reward,
          "Mean reward of each update's responses, sampled {trained_at} when their stage began: other problems and "
          "other sampling than the held-out figures, so the two levels differ."),
-    Plan(LEARNING, "passed", "Held-out pass@k",
-         lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
+    Plan(LEARNING, "passed", "Held-out pass@k", lambda m: each_set(m.run.evals, "passed", "{set}, k = {samples}"),
          "Share of each set's problems with at least one right response among the k sampled.", looks=PERCENT),
 
     Plan(HEALTH, "dropped", "Tokens vetoed and clipped",
@@ -323,8 +319,7 @@ TABLE: tuple[Plan, ...] = (
          "counted.", looks=PERCENT | {"along": "length"}),
     Plan(RESPONSES, "pass_at_k", "pass@k of the training groups",
          lambda m: histograms.pass_series(m.details.stages, [row["stage"] for row in m.stages]),
-         "Mean over a stage's problems of the chance that k of its responses hold one with a reward of 1 or more.",
-         looks=PERCENT),
+         "Chance that k responses to a problem of the stage have one with a reward of 1 or more.", looks=PERCENT),
     Plan(RESPONSES, "unparsed", "No answer found", _unparsed,
          "Share of responses from which no answer could be extracted.", looks=PERCENT),
     Plan(RESPONSES, "length", "Response length",
@@ -348,8 +343,8 @@ TABLE: tuple[Plan, ...] = (
     Plan(EPISODES, "failures", "Failures",
          (("reward/episode.failed_calls", "failed calls", "yellow"), ("reward/episode.retries", "retries", "orange"),
           ("reward/episode.lost", "episodes dropped", "red")),
-         "For each episode: calls that raised, how often it was begun again, and the share of its group that was "
-         "dropped.", smooth=True, looks={"zero": True}),
+         "For each episode: calls that raised, restarts, and the share of its group that was dropped.", smooth=True,
+         looks={"zero": True}),
     Plan(EPISODES, "tool_seconds", "Waiting for tools", (("reward/episode.tool_seconds", "seconds", "violet"),),
          "Seconds that an episode waited for the user's function and its tools, while the engine worked on others.",
          smooth=True, looks={"zero": True, "unit": "s"}),
@@ -358,8 +353,8 @@ TABLE: tuple[Plan, ...] = (
          "Quantiles of π/β over the tokens of {negative}, the same ones at every age.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", looks=LOG | {"along": "age"}),
     Plan(VETO, "atlas_trained", "Before and after training on it", lambda m: probes.trained_series(m.followed),
-         "10 % quantile of π/β over tokens of responses on which the stage has trained already, and of those whose "
-         "update is still to come: what the objective pushed down itself, and what moved with it.",
+         "10 % quantile of π/β over tokens of responses on which the stage has trained, and of those whose "
+         "update is still to come: what the objective pushed down, and what moved with it.",
          rule=1.0, rule_label="on policy", looks=LOG | {"along": "age"}),
     Plan(VETO, "atlas_triggers", "Responses with a trigger by threshold", lambda m: probes.share_series(m.followed),
          "Share of {negative} with a token below each threshold.", looks=PERCENT | {"along": "age"}),
@@ -375,8 +370,7 @@ TABLE: tuple[Plan, ...] = (
          f"Log-ratios are clamped at −{LOG_RATIO_LIMIT:g}, ratios at {ratio_text(math.exp(-LOG_RATIO_LIMIT))}.",
          rule="objective.trigger_ratio", rule_label="trigger_ratio", restarts=True, looks={"scale": "log"}),
 
-    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}",
-         lambda m: held_out(m.run.evals),
+    Plan(PAPER, "paper_accuracy", "Figures 1, 2 and 3: average {measure}", lambda m: held_out(m.run.evals),
          "Unweighted mean of the held-out sets with its 95 % interval: over wall-clock Figure 1, over updates Figures "
          "2 and 3.", looks={"wide": True, "format": "measure"}),
     Plan(PAPER, "paper_clipping", "Figure 2: token clipping rate",

@@ -27,7 +27,7 @@ BRAND = "mu-GRPO comparison"
 """Every such page says this; a page that does not is not replaced."""
 COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey")
 """One for each run; with more runs they repeat."""
-LEFT_OUT = {"run.dir", "run.device", "data.generated_problems"}
+LEFT_OUT = {"run.dir"}
 """Settings that do not tell runs apart."""
 
 SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")

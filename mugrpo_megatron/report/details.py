@@ -1,7 +1,6 @@
 """What a report reads besides metrics: responses of sealed stages and of evaluations, and the stages' probes.
 
-What is read is bounded: of a long run some stages, of a stage the lengths in some of its updates. A damaged file
-is left out and named.
+It reads some stages of a long run, and lengths of some updates of a stage. A damaged file is left out and named.
 """
 
 from __future__ import annotations
@@ -186,6 +185,6 @@ def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mappin
         try:
             tokenizer = Tokenizer.from_file(str(path))
             return [tokenizer.decode(list(ids), skip_special_tokens=False) for ids in prompts]
-        except Exception:  # tokenizers raises bare Exception for a file that is none
+        except Exception:  # tokenizers raises bare Exception for a damaged file
             continue
     return ["" for _ in prompts]

@@ -213,8 +213,8 @@ def _progress(run: RunData) -> str:
     done, total = len(run.updates), run.total_updates
     if run.summary is not None:
         return f"updates taken: {done:,} in {duration(run.seconds)}"
-    left = run.seconds_left() if done < total else None
-    rest = "" if left is None else f", about {duration(left)} left"
+    seconds = run.seconds_left() if done < total else None
+    rest = "" if seconds is None else f", about {duration(seconds)} left"
     return f"updates taken: {done:,} of {total:,} in {duration(run.seconds)}{rest}"
 
 

@@ -1,7 +1,4 @@
-"""Triggers at every measured threshold: what another `objective.trigger_ratio` would have found in this run.
-
-The metrics compare each token's ratio with every threshold, independently of the run's own threshold and veto.
-"""
+"""Triggers at every measured threshold: what another `objective.trigger_ratio` would find in this run."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """A function's parameters are none of the forms; the message continues a sentence that begins with its name."""
+    """A function's parameters match no form; the message continues a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,26 +155,26 @@ def arguments_of_several(form: Form, items: Sequence[Item], metrics: dict[str, f
 
     Raises LookupError for a column that the function cannot do without.
     """
-    given: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.known.items()}
-    if "samples" in given:
-        given["args"] = SimpleNamespace()
+    arguments: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.known.items()}
+    if "samples" in arguments:
+        arguments["args"] = SimpleNamespace()
     if form.columns is None:
-        return given
+        return arguments
     tools = {"log_metric": metrics.__setitem__, "log_extra": lambda name, values: None}
-    given |= {name: tool for name, tool in tools.items() if form.all_columns or name in form.columns}
+    arguments |= {name: tool for name, tool in tools.items() if form.all_columns or name in form.columns}
     rows = [item.row or {"answer": item.gold} for item in items]
-    wanted = dict.fromkeys(name for row in rows for name in row) if form.all_columns else {}
-    for name in [*form.columns, *wanted]:
-        if name in given or name in NOT_COLUMNS:
+    columns = dict.fromkeys(name for row in rows for name in row) if form.all_columns else {}
+    for name in [*form.columns, *columns]:
+        if name in arguments or name in NOT_COLUMNS:
             continue
         if name not in GOLD_COLUMNS and not any(name in row for row in rows):
             if form.columns.get(name):
                 continue
             raise LookupError(f"it needs the column {name!r}, and the row has {', '.join(rows[0])}")
-        given[name] = [
+        arguments[name] = [
             row.get(name, item.gold if name in GOLD_COLUMNS else None) for row, item in zip(rows, items, strict=True)
         ]
-    return given
+    return arguments
 
 
 AT_ONCE = 64

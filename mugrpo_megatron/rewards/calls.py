@@ -125,7 +125,7 @@ def start_worker(section: RewardSection, key: str) -> WorkerProcess:
         "memory_mb": section.worker_memory_mb,
         "timeout_s": section.timeout_s,
         "alarm_s": section.timeout_s * ALARM_SHARE,
-        "code": section.code.model_dump(),
+        "code": section.code.model_dump() | {"memory_mb": section.worker_memory_mb // 2},
         "format_pattern": section.format_pattern if section.format_weight else None,
     }
     return start_guarded("mugrpo_megatron.rewards.worker", options, section.timeout_s)
@@ -157,7 +157,7 @@ def start_guarded(
 
 @dataclass(slots=True)
 class Worker:
-    """A worker process and what it is at work on."""
+    """A worker process and its calls."""
 
     process: WorkerProcess
     deadline: float

@@ -92,8 +92,8 @@ class Dispatcher:
         if self._error is not None:
             raise self._error
         if self._is_math:
-            wanted = zip(places, items, forms, strict=True)
-            queued = [self._compare(taker, place, item, form) for place, item, form in wanted]
+            triples = zip(places, items, forms, strict=True)
+            queued = [self._compare(taker, *triple) for triple in triples]
         else:
             queued = [self._put(call) for call in calls_of(taker, places, items, forms, self._needs.responses)]
         if any(queued):
@@ -112,11 +112,11 @@ class Dispatcher:
     def _put(self, call: Call) -> bool:
         """Whether a new call was queued; a comparison that is cached or in flight is not repeated."""
         key = self._compared(call)
-        found = None
+        cached = None
         with self._lock:
             if self._error is not None:
                 raise self._error
-            if key is not None and (found := self._cache.get(key)):
+            if key is not None and (cached := self._cache.get(key)):
                 self._cache.move_to_end(key)
             elif key is not None and (same := self._open.get(key)):
                 same.waiting += call.waiting
@@ -125,9 +125,9 @@ class Dispatcher:
                 self._queue.append(call)
                 if key is not None:
                     self._open[key] = call
-        if found is not None:
-            call.answer([found])
-        return found is None
+        if cached is not None:
+            call.answer([cached])
+        return cached is None
 
     def _compared(self, call: Call) -> Comparison | None:
         """What `math` compares; None for a user's function, which may give the same response another reward."""

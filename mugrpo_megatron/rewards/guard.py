@@ -1,8 +1,7 @@
 """The guard of a verifier worker: starts it, and kills everything that it has started when it or the verifier ends.
 
-Started by `calls.start_guarded`, one to a worker, as the leader of a session of its own. Processes whose parent has
-ended become the guard's children (prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes: not through `setsid`, nor when
-the verifier is killed. The guard only waits for signals, so it answers while its worker hangs.
+`calls.start_guarded` starts one for each worker, as the leader of a session. Orphans become the guard's children
+(prctl(2), PR_SET_CHILD_SUBREAPER), so none escapes. The guard only waits for signals, even while its worker hangs.
 """
 
 from __future__ import annotations
@@ -66,8 +65,8 @@ def wait_for(worker: int) -> int:
 def _ended(options: int) -> Iterator[tuple[int, int]]:
     """(process id, wait status) of children that have ended, reaped."""
     with suppress(ChildProcessError):
-        while (found := os.waitpid(-1, options))[0]:
-            yield found
+        while (child := os.waitpid(-1, options))[0]:
+            yield child
 
 
 def kill_descendants() -> None:

@@ -61,17 +61,17 @@ class Collector:
 
     def put(self, name: str, place: int, verdict: Verdict) -> None:
         """Called once for each function of each response."""
-        wanted = self.names[place]
-        if len(wanted) == 1:
+        names = self.names[place]
+        if len(names) == 1:
             self.pending.put(place, combined({name: verdict}, self.weights))
             return
         with self._lock:
-            found = self._found.setdefault(place, {})
-            found[name] = verdict
-            if len(found) < len(wanted):
+            verdicts = self._found.setdefault(place, {})
+            verdicts[name] = verdict
+            if len(verdicts) < len(names):
                 return
             del self._found[place]
-        self.pending.put(place, combined({one: found[one] for one in wanted}, self.weights))
+        self.pending.put(place, combined({one: verdicts[one] for one in names}, self.weights))
 
     def fail(self, error: Exception) -> None:
         """Called when the missing verdicts will never come."""

@@ -33,9 +33,9 @@ def shaped(score: Score, tokens: int, max_tokens: int, section: RewardSection) -
 
 def verdict_in(reward: float, components: Mapping[str, float]) -> float:
     """The verdict in a shaped reward: what the reward function gave, where shaping was added to a single one."""
-    given = [value for name, value in components.items() if name not in (FORMAT, OVERLONG) and "." not in name]
+    verdicts = [value for name, value in components.items() if name not in (FORMAT, OVERLONG) and "." not in name]
     terms = not components.keys().isdisjoint((FORMAT, OVERLONG))
-    return given[0] if len(given) == 1 and terms else reward
+    return verdicts[0] if len(verdicts) == 1 and terms else reward
 
 
 def overlong(tokens: int, max_tokens: int, buffer: int) -> float:

@@ -1,7 +1,6 @@
 """A verifier worker: reads batches of calls from a socket, acknowledges them, and answers after each call.
 
-Started by rewards/guard.py. It limits its own address space, gives up on a call when its alarm rings, retires when it
-has grown, and may be killed at any time.
+It limits its address space, gives up a call when its alarm rings, retires when it has grown, and may be killed.
 """
 
 from __future__ import annotations

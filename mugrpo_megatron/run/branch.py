@@ -40,8 +40,8 @@ GUESTS = "mugrpo_megatron.extras.guests.taking:take_columns"
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
     """Make `run.dir` a run at the start of `stage` of the run in `source`, with that stage sealed.
 
-    Files are hard links where both lie on one file system, else copies; neither run changes a file in place, and
-    nothing that lies in `run.dir` already is removed. Does nothing when `run.dir` is that branch already. Raises
+    Files are hard links on one file system, else copies; neither run changes a file in place, and the files of
+    `run.dir` are kept. Does nothing when `run.dir` is that branch already. Raises
     UserError when the source lacks the stage or the checkpoint at its start, when the recipe changes what the
     responses were made with, or when `run.dir` holds another run.
     """

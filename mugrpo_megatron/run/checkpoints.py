@@ -228,7 +228,7 @@ def complete(directory: Path) -> list[Path]:
 
 
 def check_stage_held(directory: RunDirectory, cursor: Cursor) -> None:
-    """Raise UserError when a run stands inside a stage that is not whole: the weights that sample it have changed."""
+    """Raise UserError when the cursor is inside an incomplete stage: the weights that sample it have changed."""
     stage = directory.stage(cursor.stage)
     if cursor.age > 0 and not StageStore(stage).sealed:
         raise UserError(

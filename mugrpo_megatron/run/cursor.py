@@ -103,9 +103,9 @@ def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
     return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)
 
 
-def stage_exhausted(metrics: Mapping[str, float], nats: float, schedule: ScheduleSection) -> bool:
-    """Whether the stage's responses are too stale to continue with: by an update's metrics, or `nats_moved`.
+def stage_exhausted(nats: float, schedule: ScheduleSection) -> bool:
+    """Whether the stage's responses are too stale to continue with, by `nats_moved`.
 
     Ranks must agree on it: each has summed the metrics itself, and sums on a GPU may differ in the last bits.
     """
-    return metrics.get("ess", 1.0) < schedule.min_ess or nats > schedule.max_kl > 0
+    return nats > schedule.max_kl > 0

@@ -1,9 +1,6 @@
-"""The fingerprint of a run's problems: a resume refuses a data set that has changed.
+"""The fingerprint of a run's problems, by which a resume refuses a data set that has changed.
 
-    data.json     for training and held-out sets: name -> SHA-256 of its problems, with a checksum
-
-The problems are fingerprinted and not the files or their places, so a file may move, and a data set of the hub counts
-wherever its cache lies.
+data.json     for training and held-out sets: name -> SHA-256 of its problems, with a checksum; files may move
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ def _told(problem: Problem) -> list[object]:
 
 
 def _told_with_place(problem: Problem) -> list[object]:
-    """As runs were told that began when the id still counted; they resume where their files still lie."""
+    """The fields of runs that began when the id still counted; they resume as long as their files do not move."""
     return [problem.id, *_told(problem)]
 
 

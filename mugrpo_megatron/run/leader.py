@@ -1,8 +1,4 @@
-"""What a rank holds of the engines: the one that it leads with its verifier, or a part of one that another rank leads.
-
-Engines of several nodes have processes on each of them: these start together after a barrier of all ranks, and again
-after each failure.
-"""
+"""What a rank has of the engines: the one that it leads with its verifier, or a part of one that another rank leads."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class EngineLeader:
     """Whether this engine's weights were compared with the learner's after a sync."""
 
     def failed(self, failure: EngineFailure) -> None:
-        """Record a failure; that the engine was ended because the run stops is none."""
+        """Record a failure, unless the engine was ended because the run stops."""
         self.checked = False
         if not isinstance(failure, EngineStopped):
             self.failure = failure

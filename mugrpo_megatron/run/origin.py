@@ -1,8 +1,6 @@
-"""Where a stage has to come from, and which weights lie in hf/.
+"""Where a stage has to come from, and which weights `hf/` has.
 
-    RUN_DIR/hf/mugrpo.json    {"run": ..., "cursor": ...}: the run, and where in it these weights are from
-
-Neither torch nor Megatron is imported here.
+RUN_DIR/hf/mugrpo.json    {"run": ..., "cursor": ...}: the run, and where in it these weights are from
 """
 
 from __future__ import annotations

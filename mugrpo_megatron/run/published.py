@@ -1,12 +1,10 @@
-"""A published stage: a directory with one stage of a run, laid out as a run's, that another run takes as its beginning.
+"""A published stage: a directory with one stage of a run, laid out as a run's, from which another run starts.
 
-    README.md                        the card
-    published.json                   what the stage was made with, with a checksum; only `mugrpo publish` writes it
-    recipe.toml                      the run's recipe without places of its machine
-    stages/00003/                    the stage, byte for byte
-    checkpoints/stage00003-age00000/ the weights that the stage began with, where they were published too
-
-Neither torch nor Megatron is imported here.
+README.md                        the card
+published.json                   what the stage was made with, with a checksum; only `mugrpo publish` writes it
+recipe.toml                      the run's recipe without places of its machine
+stages/00003/                    the stage, byte for byte
+checkpoints/stage00003-age00000/ the weights that the stage began with, where they were published too
 """
 
 from __future__ import annotations

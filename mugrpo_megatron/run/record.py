@@ -2,10 +2,8 @@
 
     run.json     {"id": ..., "branch": null, "model": null, "weights": ...}, with a checksum; written before all else
 
-`model` is the hub's model that the run starts from, with its commit; null when it starts from a directory, of whose
-weights `weights` is the fingerprint.
-
-Only these rules decide what a run may replace. Neither torch nor Megatron is imported here.
+`model` is the hub's model that the run starts from, with its commit, or null for a directory, of whose weights
+`weights` is the fingerprint. Only these rules decide what a run may replace.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def stage_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 
 
 def rows_of(group: ScoredGroup, recipe: Recipe) -> list[Sample]:
-    """A scored group as rows of the stage store; failed episodes are none, unless all of the group are: then one."""
+    """A scored group as rows of the stage store, without failed episodes; one of them where all have failed."""
     failed = [response.episode is not None and response.episode.failed for response in group.responses]
     chosen = [place for place, one in enumerate(failed) if not one] or [0]
     responses, texts = [group.responses[place] for place in chosen], [group.texts[place] for place in chosen]

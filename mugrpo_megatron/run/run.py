@@ -10,13 +10,13 @@ from pathlib import Path
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling_note
+from mugrpo_megatron.engine.launch import check_allocator, sampling_note
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import joined, named_phase
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload, reload
-from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
+from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.observe.health import Watch
 from mugrpo_megatron.observe.log import MetricLog, open_log
 from mugrpo_megatron.observe.progress import Display, open_display
@@ -131,7 +131,7 @@ def open_run(
 
 def prepared_problems(recipe: Recipe, problems: Problems | None) -> PreparedData | None:
     """The problems with their prompts, on the rank that has read them."""
-    if runs_on_cuda(recipe):
+    if finds_cuda():
         check_allocator()
     return prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems) if problems else None
 
@@ -196,14 +196,14 @@ class Seat:
     @property
     def waits(self) -> bool:
         """Whether the engine starts only once the learner is offloaded, and the ranks of all its nodes have met."""
-        return runs_on_cuda(self.recipe) or self.recipe.engine.nodes > 1
+        return finds_cuda() or self.recipe.engine.nodes > 1
 
 
 @contextmanager
 def open_seat(recipe: Recipe, files: Files, warm_host: HostProcess | None) -> Iterator[Seat]:
     """This rank's place; its engine is started, unless it has to wait for the learner."""
     with ExitStack() as stack:
-        seat = Seat(recipe, files, slot_of_environment(recipe.engine, runs_on_cuda(recipe)))
+        seat = Seat(recipe, files, slot_of_environment(recipe.engine, finds_cuda()))
         if not seat.waits:
             seat.start(stack, warm_host)
         yield seat
@@ -252,12 +252,12 @@ def open_engines(
 def give_devices(learner: Learner, world: World) -> None:
     """Offload the learner of every rank: an engine spans several ranks' devices. Collective."""
     for part in PARTS:
-        offload(learner, part)
+        learner.offload(part)
     world.barrier()
 
 
 def greet(files: Files, cursor: Cursor, recipe: Recipe, problems: PreparedData | None) -> None:
-    """Say where the run goes on, and what there is to know of its data and sampling."""
+    """Say where the run continues, and notes on its data and sampling."""
     if cursor != Cursor():
         total = recipe.schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")
@@ -293,11 +293,11 @@ def bridge_of(learner: Learner) -> Bridge:
 def hand_over(engines: Engines, learner: Learner, world: World) -> None:
     """After the engines' first start: give the devices to the learner until the first sync. Collective."""
     engine = learner.recipe.engine
-    gives = runs_on_cuda(learner.recipe) or engine.between_stages == "sleep"
+    gives = finds_cuda() or engine.between_stages == "sleep"
     if engines.leader and gives:
         engines.leader.engine.sleep()
     sleep_joined(world, engines.joined if gives else None, engine.nodes)
-    reload(learner)
+    learner.reload()
 
 
 def first_start(leader: EngineLeader | None, world: World) -> None:

@@ -1,8 +1,7 @@
 """Graceful shutdown: after SIGTERM, SIGHUP or Ctrl-C a run saves what it has and ends, within seconds in every phase.
 
-A signal sets a flag. Every loop and every wait of a phase looks at it: `StopRequest.heard`. Where nothing has to be
-saved, as at a run's start, the signal ends the run at once: `StopRequest.at_once`. Torch is not imported here: the
-command line listens from its first line on.
+A signal sets a flag that every loop and wait of a phase reads (`StopRequest.heard`). Where nothing has to be saved, it
+ends the run at once (`StopRequest.at_once`). Torch is not imported here: the command line listens from its first line.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class StopRequest:
     _next: float = 0.0
 
     def heard(self) -> bool:
-        """Whether any rank was asked; cheap, any thread may call it often. Each rank hears at a time of its own."""
+        """Whether any rank was asked; cheap, any thread may call it often. Ranks hear at different times."""
         tells = self.asked and not self._told
         if tells or time.monotonic() >= self._next:
             self._told = self.asked
@@ -79,8 +78,8 @@ class StopRequest:
         self.asked = True
         self.interrupted |= interrupted
         if self._kept is not None:
-            kept, self._kept = self._kept, None
-            raise self.stopped(kept)
+            account, self._kept = self._kept, None
+            raise self.stopped(account)
 
     def leave(self) -> None:
         """Neither tell the other ranks nor ask them from now on: this one closes its connections."""

@@ -95,7 +95,7 @@ class World:
         self.ranks.heartbeat.ask(lambda store: store.set(name, text))
 
     def told(self, name: str) -> str:
-        """The text that a rank has left, empty if none has. Not collective; any thread may call it."""
+        """The text that a rank has stored, empty if none has. Not collective; any thread may call it."""
         assert self.ranks.heartbeat
         return self.ranks.heartbeat.ask(lambda store: store.get(name).decode() if store.check([name]) else "")
 

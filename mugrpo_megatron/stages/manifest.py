@@ -1,8 +1,7 @@
 """The manifest of a stage: where the stage belongs, and which files are complete, with their checksums.
 
-A file counts once a manifest lists it. Replacing the manifest is the last step of every change, so a crash at any point
-leaves the state before or after the change; files that no manifest lists are leftovers. Every writer has its own
-manifest and its own shards. Writer 0's manifest also says that the stage is sealed; it is then the only one.
+A file counts once a manifest lists it, and replacing the manifest is the last step of every change. Every writer has
+its own manifest and its own shards. Writer 0's manifest also says that the stage is sealed; it is then the only one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ DIGITS = "[0-9]" * 5
 OTHER_MANIFESTS = "manifest-*.json"
 """The manifests of all writers but the first."""
 MERGED = ("shard-*.parquet", OTHER_MANIFESTS)
-"""What a sealed stage has no use for."""
+"""Files that a sealed stage does not need."""
 
 
 NUMBER = re.compile("[0-9]{5}")

@@ -1,9 +1,7 @@
-"""A stage's probe: the logprobs of some of its responses at several ages of the stage.
+"""A stage's probe: the logprobs of some of its responses at several ages of the stage, for the report.
 
-    probe/stage00003/responses.parquet   the responses: tokens as text, behaviour logprobs, reward, advantage
-    probe/stage00003/age00128.parquet    their logprobs under the weights after 128 of the stage's updates
-
-Each file is whole or absent. The report reads them, nothing else does.
+probe/stage00003/responses.parquet   the responses: tokens as text, behaviour logprobs, reward, advantage
+probe/stage00003/age00128.parquet    their logprobs under the weights after 128 of the stage's updates
 """
 
 from __future__ import annotations

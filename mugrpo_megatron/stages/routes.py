@@ -1,17 +1,13 @@
-"""The experts of a stage's tokens in a file next to it, read in just the parts that a rank replays.
+"""The experts of a stage's tokens in a file next to it, of which a rank reads only the parts that it replays.
 
     stages/00003/routes.bin     the engine's: of update after update layer 0 of all its tokens, layer 1, ..., checksums
     stages/00003/routes.json    which stage they belong to, and where each update's part begins
     stages/00003/learner_routes.bin, learner_routes.json    the learner's, in the same form
 
-A choice is one byte, or two where a layer has more than 256 experts, so a token takes layers x chosen experts bytes:
-up to a hundred times its id and log-probability. Hence no Parquet: a rank reads the layers of its pipeline stage, of
-the responses of its share, at known places. Choices are close to random, so that compression would gain little.
-
-On their way through a stage's shards the engine's routes are a column of these.
-
-An update's part ends with one CRC-32 for each layer of each response, so what is read is checked, and no more than that
-has to be read. The SHA-256 of these checksums is in the JSON file. A file is whole once that is written.
+A choice is one byte, or two where a layer has more than 256 experts. This is not Parquet, because a rank reads single
+layers and responses at known places, and choices hardly compress. An update's part ends with one CRC-32 for each layer
+of each response; the SHA-256 of these checksums is in the JSON file, which is written last. In a stage's shards the
+engine's routes are a column.
 """
 
 from __future__ import annotations

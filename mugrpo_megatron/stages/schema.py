@@ -1,12 +1,8 @@
-"""The stage's Parquet schema, and conversion between samples and Arrow tables.
+"""The stage's Parquet schema, and conversion between samples and Arrow tables: one row is one response.
 
-Any Parquet reader opens the files: `pandas.read_parquet`, `pyarrow.parquet`, `datasets.load_dataset("parquet", ...)`.
-One row is one response; the rows of a group are consecutive.
-
-The columns that training reads come first, so they are one range of bytes in each row group, and an update verifies
-and reads that range alone. Among them are the *optional* columns, which a stage has where its samples have them: the
-recipe asks for one (routes), or the rollouts came with one (a loss mask). To add one, give `Sample` a field that is
-None by default and `OPTIONAL` a line. The other columns say what happened; people and reports read them.
+The columns that training reads come first: one range of bytes in each row group, which an update reads and verifies
+alone. Some of them are *optional* (routes, a loss mask): to add one, give `Sample` a field that is None by default and
+`OPTIONAL` a line.
 """
 
 from __future__ import annotations
@@ -163,7 +159,7 @@ def to_samples(table: pa.Table) -> list[Sample]:
     columns = {name: _values(table[name], table.schema.field(name)) for name in table.schema.names}
     if "kept" in columns:
         of_response = zip(columns["kept"], columns["response_ids"], strict=True)
-        columns["kept"] = [kept.reshape(len(ids), kept.size // max(1, len(ids))) for kept, ids in of_response]
+        columns["kept"] = [mask.reshape(len(ids), mask.size // max(1, len(ids))) for mask, ids in of_response]
     return [Sample(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
 

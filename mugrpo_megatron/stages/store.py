@@ -121,7 +121,7 @@ class StageStore:
     """
 
     def __init__(self, directory: Path, writer: int = 0, origin: Origin | None = None, replay: Replay = "off") -> None:
-        """`origin` is what is written into the manifest, and what a stage has to say that is here already.
+        """`origin` is written into the manifest, and must be that of a stage that exists already.
 
         `replay` says which routes the samples that are read come with (`learner.routing_replay`).
         """

@@ -207,7 +207,7 @@ def fill(bucket: Bucket, held: Held, architecture: Architecture, flat: torch.Ten
 
 
 def adapted(weight: torch.Tensor) -> torch.Tensor:
-    """The weight, or, where an adapter trains in its place, what it is with that (`learner.model.Adapters`)."""
+    """The weight, with an adapter merged into it where there is one (`learner.model.Adapters`)."""
     merged: Callable[[], torch.Tensor] | None = getattr(weight, "merged", None)
     return weight if merged is None else merged()
 

@@ -246,8 +246,8 @@ def read_rope(fields: Fields, head_dim: int, context: int, default_theta: float)
     elif kind == "yarn":
         original = scaling.take("original_max_position_embeddings", context)
         stretch = float(scaling.take("factor", context / original))
-        given = {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
-        factor, of_scores = attention_factor(given, stretch), mscale(stretch, given["mscale_all_dim"] or 0.0)
+        factors = {name: scaling.take(name, None) for name in ("attention_factor", "mscale", "mscale_all_dim")}
+        factor, of_scores = attention_factor(factors, stretch), mscale(stretch, factors["mscale_all_dim"] or 0.0)
         fast, slow = scaling.take("beta_fast", 32.0), scaling.take("beta_slow", 1.0)
         settings = (stretch, fast, slow, original, scaling.take("truncate", True))
     elif kind != "default":

@@ -1,10 +1,8 @@
 """fp8 weights for the engines: the learner's, quantised in blocks as fp8 checkpoints hold them.
 
-SGLang 0.5.15 loads such weights into a running engine as it loads any others, if it was started on a config with
-`weight_block_size`: each linear layer has a `weight` in float8_e4m3fn and a `weight_scale_inv`, the float32 number of
-each block of 128 x 128 by which its values are multiplied (`srt/layers/quantization/fp8.py`). Weights that it quantises
-itself, by channel, it transposes and cannot load again. Embeddings, output layer, norms, biases and routers stay as
-they are.
+SGLang 0.5.15 loads them into a running engine if it was started on a config with `weight_block_size`: each linear layer
+has a `weight` in float8_e4m3fn and a `weight_scale_inv`, the float32 factor of each block of 128 x 128
+(`srt/layers/quantization/fp8.py`). Weights that it quantises itself it cannot load again.
 """
 
 from __future__ import annotations

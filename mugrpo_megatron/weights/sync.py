@@ -1,8 +1,7 @@
 """Sync: send the learner's weights, bucket by bucket, to the SGLang engines that share its devices.
 
-A bucket is pickled for another process of the same machine by reference; the pickle holds no tensor data. On CUDA it is
-SGLang's `flattened_bucket` (sglang/srt/weight_sync/tensor_bucket.py): the IPC handle of one uint8 buffer and a list of
-names, shapes and offsets. On CPU it is the named tensors, each a shared memory name and an offset.
+A bucket is pickled by reference for another process of the machine: on CUDA as SGLang's `flattened_bucket`
+(sglang/srt/weight_sync/tensor_bucket.py), an IPC handle with names, shapes and offsets; on CPU as shared memory.
 """
 
 from __future__ import annotations

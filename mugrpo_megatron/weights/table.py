@@ -1,4 +1,4 @@
-"""The two-way table at work: the tensors of a parameter, how they merge, shard and are named in checkpoints.
+"""The two-way table: the tensors of a parameter, how they merge and shard, and their names in checkpoints.
 
 HF tensors  --merge-->  whole Megatron parameter  --shard-->  one rank's parameter
 HF tensors  <--split--  whole Megatron parameter  <-unshard-  every rank's parameter

@@ -5,7 +5,7 @@
 #   source run_scripts/bench/carried.sh            # there, in the checkout's root: installs .gpu/ for this shell
 #
 # That machine is taken to have Python 3.12, torch 2.11.0+cu130, triton 3.6.0, nvcc 13.0, ninja and the usual scientific
-# packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.attention_backend = "triton":
+# packages. Versions are those of constraints-cuda.txt. SGLang runs there with engine.extra.attention_backend = "triton":
 # FlashAttention 3 (1.8 GB) stays behind, and so does flashinfer (440 MB), which only sampling with top-p calls.
 # TVM_CACHE=DIR adds kernels that SGLang has compiled before (TVM_FFI_CACHE_DIR); else they are compiled there.
 set -euo pipefail

@@ -2,7 +2,7 @@
 
     python -m run_scripts.bench.engine [--model DIR] [--prompts 256] [--n 8] [--tokens 8] [--rounds 7] [--sides ...]
 
-`ours` is the client with the engine that a run has, `torch` the same with `engine.compiled = false`. `same` is that
+`ours` is the client with the engine that a run has, `torch` the same without a C compiler. `same` is that
 engine without host process and client, so that `ours` against it is what these cost; `bare` is `sglang.Engine`. All
 have the same arguments and take turns, so that a busy machine slows all; CPU time is affected least. `same` and `bare`
 get all prompts, repeated n times, in one call and return Python objects. Ours streams groups of n back as arrays, and
@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 
+from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.door import engine_type
-from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.files.hf_config import read_model_config
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.models import save_model
@@ -41,13 +45,13 @@ def main() -> None:
                 "model": {"path": model, "dtype": options.dtype},
                 "data": {"max_prompt_tokens": 32},
                 "rollout": {"max_response_tokens": options.tokens},
-                "engine": {"max_running_requests": options.running, "replicas": options.replicas},
+                "engine": {"max_running_requests": options.running},
             }
         )
-        cuda = runs_on_cuda(recipe)
+        cuda = finds_cuda()
         os.environ.update(engine_environment(recipe, model, cuda))
         prompts = [Prompt(i, Problem(str(i), "", ""), _prompt_ids(i, model)) for i in range(options.prompts)]
-        sides = {name: _Side(name, recipe, model, cuda, Path(folder)) for name in options.sides}
+        sides = {name: _Side(name, recipe, model, cuda, Path(folder), options.replicas) for name in options.sides}
         wall: dict[str, list[float]] = {name: [] for name in sides}
         cpu: dict[str, list[float]] = {name: [] for name in sides}
         tokens: dict[str, list[float]] = {name: [] for name in sides}
@@ -78,12 +82,13 @@ def main() -> None:
 class _Side:
     """One engine and its processes; this process is part of every side, and works for one at a time."""
 
-    def __init__(self, name: str, recipe: Recipe, model: Path, cuda: bool, folder: Path) -> None:
+    def __init__(self, name: str, recipe: Recipe, model: Path, cuda: bool, folder: Path, replicas: int) -> None:
         me = psutil.Process()
         before = me.children(recursive=True)
-        compiled = {"engine": recipe.engine.model_copy(update={"compiled": name != "torch"})}
         if name in ("ours", "torch"):
-            self._ours = Engine.start(recipe.model_copy(update=compiled), model, folder / f"{name}.log")
+            path = {"PATH": str(_without_compiler(folder))} if name == "torch" else {}
+            with patch.dict(os.environ, path), patch.object(client, "replicas", lambda *_: replicas):
+                self._ours = Engine.start(recipe, model, folder / f"{name}.log")
             self._ours.wait_ready()
         else:
             self._bare = self._start_bare(name, engine_arguments(recipe, model, cuda), recipe.engine.threads)
@@ -95,7 +100,7 @@ class _Side:
     def _start_bare(name: str, arguments: dict[str, Any], threads: int) -> Any:
         if name == "same":
             torch.set_num_threads(threads)  # its processes are forked, and this one has read the environment already
-            return engine_type(arguments["device"], compiled=True)(**arguments)
+            return engine_type(arguments["device"])(**arguments)
         import sglang  # reads the environment at import
 
         return sglang.Engine(**arguments)
@@ -123,6 +128,14 @@ class _Side:
             self._ours.stop()
         else:
             self._bare.shutdown()
+
+
+def _without_compiler(folder: Path) -> Path:
+    """A folder for PATH with the one program that SGLang runs."""
+    tools = folder / "tools"
+    tools.mkdir()
+    (tools / "lscpu").symlink_to(str(shutil.which("lscpu")))
+    return tools
 
 
 def _prompt_ids(index: int, model: Path) -> list[int]:
@@ -153,7 +166,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=8, help="responses per prompt")
     parser.add_argument("--tokens", type=int, default=8, help="tokens per response")
     parser.add_argument("--running", type=int, default=1024, help="engine.max_running_requests")
-    parser.add_argument("--replicas", type=int, default=1, help="engine.replicas of ours; the others have one engine")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of ours on CPU; the others have one engine")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sides", nargs="+", default=["same", "ours"], choices=["same", "bare", "ours", "torch"])
     return parser.parse_args()

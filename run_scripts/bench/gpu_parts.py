@@ -42,12 +42,12 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def attention_backend() -> str:
-    """`engine.attention_backend` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
+def attention() -> dict[str, str]:
+    """`[engine.extra]` for what is installed: carry.sh leaves FlashAttention 3, SGLang's choice, behind."""
     kernels = find_spec("sgl_kernel")
     if kernels is None or kernels.origin is None or list(Path(kernels.origin).parent.glob("flash_ops*")):
-        return "auto"
-    return "triton"
+        return {}
+    return {"attention_backend": "triton"}
 
 
 def wait() -> None:
@@ -131,7 +131,7 @@ def recipe_of(model: Path, how: How, layers: str = "local", fp8: str = "none") -
         "data": {"max_prompt_tokens": length // 8},
         "rollout": {"prompts_per_update": 2, "responses_per_prompt": 8, "max_response_tokens": length - length // 8},
         "learner": {"micro_batch_tokens": 16 * length, "layers": layers, "fp8": fp8},
-        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "attention_backend": attention_backend()},
+        "engine": {"memory_fraction": 0.6, "max_running_requests": 256, "extra": attention()},
     }
     return Recipe.model_validate(table)
 
@@ -216,12 +216,13 @@ def one_learner(name: str, how: How, peak_flops: float, layers: str, fp8: str) -
 
 def engine_bare(how: How) -> Result:
     """Tokens/s of SGLang's own `generate`, all prompts in one call."""
-    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment, runs_on_cuda
+    from mugrpo_megatron.engine.launch import engine_arguments, engine_environment
+    from mugrpo_megatron.observe.environment import finds_cuda
 
     with tempfile.TemporaryDirectory() as folder:
         model = save_random("small" if how.small else "Qwen2.5-1.5B", Path(folder) / "model")
         recipe = recipe_of(model, how)
-        cuda = runs_on_cuda(recipe)
+        cuda = finds_cuda()
         os.environ.update(engine_environment(recipe, model, cuda))
         import sglang  # reads the environment at import
 
@@ -286,16 +287,15 @@ def switch(how: How) -> Result:
 
 def one_switch(mine: Any, bridge: Any, engine: Any, sync: Any) -> dict[str, float]:
     """Seconds of each step."""
-    from mugrpo_megatron.learner.learner import offload, reload
 
     steps: dict[str, Callable[[], object]] = {
-        "optimizer_sleeps": lambda: offload(mine, "optimizer"),
+        "optimizer_sleeps": lambda: mine.offload("optimizer"),
         "engine_weights_wake": lambda: engine.wake("weights"),
         "sync": lambda: sync(bridge, engine, version=1),
-        "learner_weights_sleep": lambda: offload(mine, "weights"),
+        "learner_weights_sleep": lambda: mine.offload("weights"),
         "engine_cache_wakes": lambda: engine.wake("kv_cache"),
         "engine_sleeps": engine.sleep,
-        "learner_wakes": lambda: reload(mine),
+        "learner_wakes": mine.reload,
     }
     found = {}
     for name, step in steps.items():

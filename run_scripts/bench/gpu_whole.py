@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from run_scripts.bench.gpu_parts import How, attention_backend
+from run_scripts.bench.gpu_parts import How, attention
 
 Result = dict[str, Any]
 SCHEDULES = {"mu_grpo": (4, 16), "mu_4": (16, 4)}
@@ -49,13 +49,13 @@ def recipe_text(folder: Path, how: How) -> str:
     from mugrpo_megatron.recipe import Recipe, dump_recipe
 
     small = how.small
-    warm_start = {"layers": 2, "hidden": 64, "max_updates": 25, "batch": 16} if small else {}
+    warm_start = {"layers": 2, "hidden": 64, "target_accuracy": 1e-9, "batch": 16} if small else {}
     table = {
         "model": {
             "path": str(folder / "warm-start" / "hf"),
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
-        "data": {"eval_problems": 20 if small else 500, "generated_problems": 5000, "max_prompt_tokens": 32},
+        "data": {"eval_problems": 20 if small else 500, "max_prompt_tokens": 32},
         "rollout": {
             "prompts_per_update": 8 if small else 64,
             "responses_per_prompt": 4 if small else 8,
@@ -66,7 +66,7 @@ def recipe_text(folder: Path, how: How) -> str:
         "engine": {
             "memory_fraction": 0.6,
             "max_running_requests": 64 if small else 2048,
-            "attention_backend": attention_backend(),
+            "extra": attention(),
         },
         "eval": {"every_stages": 0},
         "track": {"tensorboard": False},

@@ -97,7 +97,7 @@ def bench_sync(options: argparse.Namespace, directory: Path) -> None:
     recipe = Recipe.model_validate(
         {
             "model": {"path": hf, "dtype": options.dtype},
-            "engine": {"max_running_requests": 4, "max_total_tokens": 2048},
+            "engine": {"max_running_requests": 4, "extra": {"max_total_tokens": 2048}},
             "learner": {"threads": options.threads},
             "data": {"max_prompt_tokens": 128},
             "rollout": {"max_response_tokens": 128},

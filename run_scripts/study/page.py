@@ -156,7 +156,7 @@ def with_summary(readme: str, results: Results) -> str:
     _, end, tail = rest.partition(END)
     if not (begin and end):
         raise ValueError(f"README.md needs a paragraph between {BEGIN.strip()} and {END.strip()}")
-    said = items([*schedules(results), *shares(results), *shape(results), *hot_ends(results)])
+    said = items([*schedules(results), *shares(results)])
     paragraph = f"{textwrap.fill(answer(results), 120)}\n\n{said}".rstrip()
     return f"{head}{begin}{paragraph}\n{end}{tail}"
 
@@ -177,11 +177,11 @@ def schedules(results: Results) -> list[str]:
     if not best:
         return []
     (_, name), apart = max(best.items(), key=lambda one: statistics.fmean(one[1]))
-    said = f"Closest to GRPO, minus GRPO: {results.grid.methods[name].title}, {tables.over_seeds(apart)} (exploratory)."
+    said = f"Closest to GRPO: {results.grid.methods[name].title}, {tables.over_seeds(apart)} (exploratory)."
     fifth = findings(results)[4]
     if fifth.contrast.left and fifth.values and fifth.contrast.left != name:
         title = results.grid.methods[fifth.contrast.left].title
-        said += f" The schedule that tuning chose, {title}: {tables.over_seeds(fifth.values)} (claim 5)."
+        said += f" Claim 5, the schedule that tuning chose: {title}, {tables.over_seeds(fifth.values)}."
     return [said]
 
 
@@ -200,21 +200,6 @@ def shares(results: Results) -> list[str]:
     ]
 
 
-def shape(results: Results) -> list[str]:
-    """A sentence on the runs that are closest to the paper's shape."""
-    grpo = results.column("long", "grpo_long", "after")
-    gaps = [
-        f"{results.grid.methods[name].title.removeprefix('mu-GRPO, ')} {tables.over_seeds(apart)}"
-        for name in ("four_long", "two_long")
-        if (apart := differences(results.column("long", name, "after"), grpo))
-    ]
-    return (
-        [f"Closest to the paper's shape, with 2,048 updates, minus GRPO: {'; '.join(gaps)} (exploratory)."]
-        if gaps
-        else []
-    )
-
-
 def hot_ends(results: Results) -> list[str]:
     """A sentence on where the runs of claim 3 end, which their difference does not say."""
     rate, tuned = results.grid.blocks["hot_pair"].rate, results.rate("tuned", "veto")
@@ -226,7 +211,7 @@ def hot_ends(results: Results) -> list[str]:
     apart = mean_of(differences(ends["veto"], ends["none"]))
     return [
         f"At {scientific(rate)}, {rate / tuned:.3g} times mu-GRPO's tuned rate, the veto is worth {points(apart, 1)} "
-        f"points, but both ends are ruins: from {100 * before:.1f} %, {veto} with it and {none} without."
+        f"points, but both end far below the start: from {100 * before:.1f} %, {veto} with it and {none} without."
     ]
 
 
@@ -249,7 +234,6 @@ def _figures(results: Results) -> dict[str, Any]:
         **{one.__name__: partial(one, results) for one in (*made, *more)},
         "first_draw": tables.first_draw(results),
         "first_draw_gap": tables.first_draw_gap(results),
-        "tuning": tables.tuning_table(results),
         "rate": lambda block, method: scientific(results.rate(block, method)),
     }
 

@@ -86,14 +86,13 @@ def accuracy_table(results: Results, entries: Sequence[Entry]) -> str:
             [
                 results.grid.methods[name].title,
                 scientific(results.rate(block, name)),
-                str(len(after)),
                 level([*results.column(block, name, "before").values()]),
                 level([*after.values()]),
                 difference(apart) if apart else "–",
                 collapsed(results, block, name),
             ]
         )
-    head = ("Method", "Rate", "Seeds", "Before %", "After %", "Minus no veto, points", "Collapsed")
+    head = ("Method", "Rate", "Before %", "After %", "Minus no veto, points", "Collapsed")
     return markdown(head, rows) if rows else ""
 
 
@@ -106,8 +105,8 @@ def price_table(results: Results, entries: Sequence[Entry], grpo: str) -> str:
             continue
         apart = differences(after, results.column(block, grpo, "after")) if name != grpo else []
         title, rate = results.grid.methods[name].title, scientific(results.rate(block, name))
-        rows.append([title, rate, str(len(after)), level([*after.values()]), difference(apart) if apart else "–"])
-    return markdown(("Method", "Rate", "Seeds", "After %", "Minus GRPO, points"), rows) if rows else ""
+        rows.append([title, rate, level([*after.values()]), difference(apart) if apart else "–"])
+    return markdown(("Method", "Rate", "After %", "Minus GRPO, points"), rows) if rows else ""
 
 
 def measures_table(results: Results, entries: Sequence[Entry]) -> str:
@@ -189,23 +188,6 @@ def displacement_table(results: Results, methods: Sequence[str], sums: Sequence[
 def accuracies(results: Results, row: Row) -> Mapping[int, float]:
     """Update -> accuracy of a cell's curve."""
     return {one["update"]: one["accuracy"] for one in results.curve(row) if one["accuracy"] is not None}
-
-
-def tuning_table(results: Results) -> str:
-    """Validation accuracy of the warm start and at every rate that was tried, the tuned one in bold.
-
-    Empty before tuning. Methods that were tuned on different machines have different warm starts.
-    """
-    seed, rows = results.grid.tuning_seed, []
-    tried = sorted({row["rate"] for row in results.rows if row["seed"] == seed})
-    for name, method in results.grid.methods.items():
-        own = {row["rate"]: row for row in results.rows if (row["seed"], row["method"]) == (seed, name)}
-        if own:
-            best = results.tuned(name).rate
-            shown = {rate: f"{'**' if rate == best else ''}{100 * own[rate]['after']:.1f}" for rate in own}
-            before = " / ".join(f"{100 * value:.1f}" for value in sorted({row["before"] for row in own.values()}))
-            rows.append([method.title, before, *(shown.get(r, "–") + ("**" if r == best else "") for r in tried)])
-    return markdown(("Method", "Before", *map(scientific, tried)), rows) if rows else ""
 
 
 def gap(results: Results, block: str, left: str, right: str) -> str:

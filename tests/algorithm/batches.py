@@ -99,13 +99,9 @@ VARIANTS: list[dict[str, object]] = [
     {"veto": "suffix_non_trigger", "trigger_ratio": 0.5},
     {"veto": "response", "trigger_ratio": 0.5},
     {"veto": "suffix", "trigger_ratio": 0.5, "veto_reach": "turn"},
-    {"veto": "suffix_non_trigger", "trigger": "prefix_mean", "trigger_ratio": 0.5, "veto_reach": "turn"},
+    {"veto": "suffix_non_trigger", "trigger_ratio": 0.5, "veto_reach": "turn"},
     {"veto": "response", "trigger_ratio": 0.5, "veto_reach": "turn"},
-    {"veto": "suffix", "trigger": "prefix_mean"},
-    {"veto": "trigger", "trigger": "prefix_mean", "trigger_ratio": 0.5},
-    {"veto": "suffix_non_trigger", "renormalise": True, "trigger_ratio": 0.5},
     {"dual_clip": 3.0},
-    {"tv_penalty": 0.1},
     {"veto": "suffix", "trigger_ratio": 0.0},
     {"veto": "suffix", "trigger_ratio": 1.0},
     {"reduction": "constant"},
@@ -116,12 +112,11 @@ VARIANTS: list[dict[str, object]] = [
     {"clip_centre": "proximal", "reference_every": 4},
     {"reject": "sequence", "reject_range": (0.5, 2.0)},
     {"reject": "sequence_mean", "reject_range": (0.8, 1.1)},
-    {"dppo": {"divergence": "kl", "limit": 0.05}},
     {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2"},
     {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3"},
     {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k1", "kl_weighted": True},
     {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k2", "kl_weighted": True},
-    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3", "kl_weighted": True, "renormalise": True},
+    {"kl_anchor": "start", "kl_coef": 0.1, "kl_estimator": "k3", "kl_weighted": True},
 ]
 
 configs = st.builds(

@@ -39,10 +39,10 @@ def objective(
     kept = [veto(logs, a, config) for logs, a in zip(ratios, advantages, strict=True)]
     low, high = config.clip_low, config.clip_high
     if config.second_moment == "clip":
-        bound = m2po_bound(ratios, advantages, config.second_moment_budget)
+        bound = m2po_bound(ratios, advantages, 0.04)
         low, high = max(low, math.exp(-bound)), min(high, math.exp(bound) if bound < 700 else math.inf)
     if config.second_moment == "drop":
-        dropped = m2po_dropped(ratios, config.second_moment_budget)
+        dropped = m2po_dropped(ratios, 0.04)
         kept = [[k and (i, t) not in dropped for t, k in enumerate(row)] for i, row in enumerate(kept)]
     if config.sequence_mask is not None:
         for i, logs in enumerate(ratios):
@@ -54,11 +54,6 @@ def objective(
             level = math.exp(min(max(math.fsum(logs) * share, -20), 20))
             if not config.reject_range[0] <= level <= config.reject_range[1]:
                 kept[i] = [False] * len(logs)
-    scale = 1.0
-    if config.renormalise:
-        everything = sum(w * len(row) for w, row in zip(weights, kept, strict=True))
-        left = sum(w * sum(row) for w, row in zip(weights, kept, strict=True))
-        scale = everything / left if left > 0 else 1.0
     loss, gradient, clipped = 0.0, [], []
     for i, logs in enumerate(ratios):
         level_gradient = [0.0] * len(logs)
@@ -74,24 +69,18 @@ def objective(
                 level, reach, clipped[i][t] = geometric_mean(logs, t, a, ranges)
                 inside, ratio = abs(level) <= 20, math.exp(min(max(level, -20), 20))
                 value, d_ratio, d_logprob = -ratio * a, -a, 0.0
-            elif config.surrogate == "dppo":
+            elif config.surrogate in ("dppo", "dppo_kl"):
                 value, d_ratio, d_logprob, clipped[i][t] = dppo(
                     ratio, logprobs[i][t], behaviour[i][t], a, *ranges[t], config
                 )
             else:
                 value, d_ratio, d_logprob, clipped[i][t] = token(ratio, logprobs[i][t], a, *ranges[t], config)
-            weight = weights[i] * scale * (correction[i][t] if correction else 1.0) * kept[i][t]
+            weight = weights[i] * (correction[i][t] if correction else 1.0) * kept[i][t]
             loss += weight * value
             level_gradient[t] += weight * d_logprob
             if inside:
                 for s, share in reach:
                     level_gradient[s] += weight * d_ratio * ratio * share
-            if config.tv_penalty and config.surrogate in ("gmpo", "dppo"):  # the others have it in `token`
-                level, reach = level_of(logs, t, config.ratio)
-                ratio = math.exp(min(max(level, -20), 20))
-                loss += weight * config.tv_penalty * abs(ratio - 1) / 2
-                for s, share in reach if abs(level) <= 20 else []:
-                    level_gradient[s] += weight * config.tv_penalty / 2 * ((ratio > 1) - (ratio < 1)) * ratio * share
             if anchor:
                 value, slope = kl(logprobs[i][t] - anchor[i][t], logs[t], config)
                 loss += weights[i] * config.kl_coef * value
@@ -154,12 +143,12 @@ def dppo(
 ) -> tuple[float, float, float, bool]:
     """DPPO: truncated weight times log-probability, zero where the binary divergence is beyond the limit and grows."""
     p, m = math.exp(min(logprob, 0.0)), math.exp(min(sampled, 0.0))
-    if config.dppo.divergence == "tv":
-        distance = abs(p - m)
-    else:
+    distance, limit = abs(p - m), 0.15
+    if config.surrogate == "dppo_kl":
+        limit = 0.05
         distance = m * (min(sampled, 0.0) - min(logprob, 0.0))
         distance += (1 - m) * math.log(max(1 - m, 1e-8) / max(1 - p, 1e-8))
-    outside = distance > config.dppo.limit and ((a > 0 and p > m) or (a < 0 and p < m))
+    outside = distance > limit and ((a > 0 and p > m) or (a < 0 and p < m))
     weight = 0.0 if outside else min(max(ratio, low), high)
     return -weight * a * logprob, 0.0, -weight * a, outside
 
@@ -178,13 +167,11 @@ def token(
             gain, d_ratio, clipped = config.dual_clip * a, 0.0, True
         value = -gain
     elif config.surrogate == "sapo":
-        tau = config.sapo.positive if a > 0 else config.sapo.negative
+        tau = 1.0 if a > 0 else 1.05
         gate = 1 / (1 + math.exp(-min(tau * (ratio - 1), 700.0)))
         value, d_ratio = -4 / tau * gate * a, -4 * gate * (1 - gate) * a
     elif config.surrogate == "vespo":
-        k, decay = config.vespo.negative
-        if a > 0:
-            k, decay = config.vespo.positive
+        k, decay = (2, 3) if a > 0 else (3, 2)
         weight = ratio**k * math.exp(max(decay * (1 - ratio), -700.0))
         value, d_logprob = -weight * a * logprob, -weight * a
     else:
@@ -195,17 +182,13 @@ def token(
         if config.surrogate == "topr" and a >= 0:
             clipped = False
         value, d_logprob = -tapered * a * logprob, -tapered * a
-    if config.tv_penalty:
-        value += config.tv_penalty * abs(ratio - 1) / 2
-        d_ratio += config.tv_penalty / 2 * ((ratio > 1) - (ratio < 1))
     return value, d_ratio, d_logprob, clipped
 
 
 def veto(logs: list[float], a: float, config: ObjectiveSection) -> list[bool]:
     """Which tokens of one response stay: the paper's sets, T the triggers and kappa the position of the first."""
     everything = set(range(len(logs)))
-    measures = logs if config.trigger == "token" else [math.fsum(logs[: t + 1]) / (t + 1) for t in everything]
-    below = {t for t in everything if config.trigger_ratio > 0 and measures[t] < math.log(config.trigger_ratio)}
+    below = {t for t in everything if config.trigger_ratio > 0 and logs[t] < math.log(config.trigger_ratio)}
     dropped: set[int] = set()
     length = TURN if config.veto_reach == "turn" else max(len(logs), 1)
     for turn in (everything & set(range(start, start + length)) for start in range(0, len(logs), length)):

@@ -57,14 +57,13 @@ def test_mu_grpo_is_the_default() -> None:
     [
         ({"name": "grpo"}, "token"),
         ({"veto": "trigger"}, "token"),
-        ({"veto": "trigger", "trigger": "prefix_mean"}, "prefix"),
         ({"name": "mu_grpo"}, "prefix"),
         ({"veto": "suffix"}, "prefix"),
-        ({"veto": "suffix", "trigger": "prefix_mean"}, "prefix"),
         ({"veto": "response"}, "response"),
         ({"name": "gspo"}, "response"),
         ({"name": "opsm"}, "response"),
         ({"name": "m2po"}, "token"),
+        ({"name": "grpo", "surrogate": "own.losses:clip"}, "response"),
     ],
 )
 def test_dependence(fields: dict[str, str], dependence: str) -> None:
@@ -74,7 +73,6 @@ def test_dependence(fields: dict[str, str], dependence: str) -> None:
 def test_only_update_wide_numbers_need_a_pass_before() -> None:
     needing = {name for name in PRESETS if ObjectiveSection(name=name).needs_statistics}
     assert needing == {"m2po", "m2po_drop"}
-    assert ObjectiveSection(renormalise=True).needs_statistics
 
 
 @pytest.mark.parametrize("fields", [{"trigger_ratio": 1.5}, {"clip_low": 1.1}, {"name": "nonsense"}, {"clip_hi": 2}])

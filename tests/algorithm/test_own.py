@@ -128,7 +128,7 @@ def test_an_own_loss_is_what_it_says(
     kind: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """N8, N13, N14: a scalar trained silently with another loss, and sys.exit ended the run with code 0."""
-    config = ObjectiveSection(surrogate=f"{HERE}:chosen", surrogate_depends_on="token")
+    config = ObjectiveSection(surrogate=f"{HERE}:chosen")
     batch = random_batch(1, [5, 0, 8])
     monkeypatch.setattr(sys.modules[HERE], "chosen", surrogate("right"))
     policy_loss(*batch.tensors(), batch.segments(config), config)[0].backward()

@@ -37,7 +37,7 @@ def test_every_surrogate_that_a_recipe_may_name_is_there() -> None:
 @settings(max_examples=50, deadline=None)
 @given(batches())
 def test_a_surrogate_of_ones_own_is_bitwise_the_same_one_of_ours(batch: Batch) -> None:
-    own = ObjectiveSection(name="grpo", surrogate="tests.algorithm.own:again_ppo", surrogate_depends_on="token")
+    own = ObjectiveSection(name="grpo", surrogate="tests.algorithm.own:again_ppo")
     found, expected = loss_and_gradient(batch, own), loss_and_gradient(batch, ObjectiveSection(name="grpo"))
     assert found[0] == expected[0]
     assert found[1].equal(expected[1])
@@ -60,7 +60,6 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     expected = -(weight * advantages[segments.ids] * segments.weights[segments.ids]).detach()
     torch.testing.assert_close(gradient, expected)
     assert loss.item() == pytest.approx((expected * logprobs).sum().item())
-    assert config.dependence == "prefix", "the preset's veto"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +71,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
-    config = ObjectiveSection(surrogate=surrogate, surrogate_depends_on="token")
+    config = ObjectiveSection(surrogate=surrogate)
     with pytest.raises(UserError, match=words):
         surrogate_of(config)
 
@@ -82,8 +81,6 @@ def test_one_that_cannot_be_loaded_is_named(surrogate: str, words: str) -> None:
     [
         ({"surrogate": "pop"}, "there are ppo, cispo"),
         ({"surrogate": "module:two:three"}, "there are ppo, cispo"),
-        ({"surrogate": "my.losses:clip"}, "your own surrogate needs it"),
-        ({"surrogate": "ppo", "surrogate_depends_on": "token"}, "leave it out"),
         ({"reject": "sequence", "reject_range": (2.0, 2.0)}, "above its first"),
     ],
 )
@@ -109,17 +106,17 @@ def test_decoupled_ppo_is_ppo_on_the_proximal_policy_times_a_constant() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logprobs)[0], rtol=1e-12, atol=1e-15)
 
 
-@given(st.floats(-12, -1e-6), st.floats(-12, -1e-6), st.sampled_from(["tv", "kl"]), st.sampled_from([-1.0, 1.0]))
+@given(st.floats(-12, -1e-6), st.floats(-12, -1e-6), st.sampled_from(["dppo", "dppo_kl"]), st.sampled_from([-1.0, 1.0]))
 def test_dppo_drops_a_token_only_where_it_is_far_and_leads_away(
-    now: float, before: float, divergence: str, advantage: float
+    now: float, before: float, name: str, advantage: float
 ) -> None:
-    config = ObjectiveSection(name="dppo", dppo={"divergence": divergence, "limit": 0.1})
+    config, limit = ObjectiveSection(name=name), {"dppo": 0.15, "dppo_kl": 0.05}[name]
     batch = Batch([[now]], [[before]], [advantage], [[now]])
     _, gradient, metrics = loss_and_gradient(batch, config)
     p, m = math.exp(now), math.exp(before)
-    distance = abs(p - m) if divergence == "tv" else m * math.log(m / p) + (1 - m) * math.log((1 - m) / (1 - p))
-    if abs(distance - 0.1) > 1e-6 and p != m:
-        dropped = distance > 0.1 and (p > m) == (advantage > 0)
+    distance = abs(p - m) if name == "dppo" else m * math.log(m / p) + (1 - m) * math.log((1 - m) / (1 - p))
+    if abs(distance - limit) > 1e-6 and p != m:
+        dropped = distance > limit and (p > m) == (advantage > 0)
         assert (gradient == 0).item() is dropped
         assert metrics["clipped_fraction"] == float(dropped)
 

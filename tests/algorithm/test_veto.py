@@ -45,7 +45,7 @@ def test_every_scope_drops_what_its_definition_says(
         parts = (~verdict.keep).split(segments.lengths.tolist())
         assert [set(part.nonzero()[:, 0].tolist()) for part in parts] == [sets[scope] for sets in expected]
         first = [min(sets["trigger"], default=NEVER) for sets in expected]
-        assert verdict.state.first_trigger.tolist() == first
+        assert verdict.first_trigger.tolist() == first
 
 
 @settings(max_examples=200, deadline=None)

@@ -39,7 +39,7 @@ def recipe(**sections: dict[str, Any]) -> Recipe:
         {},
         {"engine": {"tensor": 16, "nodes": 2}},
         {"engine": {"extra": {"speculative_algorithm": "NGRAM"}}, "rollout": {"min_p": 0.1}},
-        {**EQUAL, "engine": {"attention_backend": "triton"}},
+        {**EQUAL, "engine": {"extra": {"attention_backend": "triton"}}},
         {"engine": {"tensor": 4, "quantization": "fp8"}, **BFLOAT16},
         {"engine": {"extra": FP8_CACHE}, **BFLOAT16},
         {"engine": {**FP8["engine"], "between_stages": "restart", "extra": FP8_CACHE}, **BFLOAT16},
@@ -69,11 +69,13 @@ def test_latent_attention_is_not_quantised() -> None:
     ("sections", "said"),
     [
         ({"engine": {"tensor": 8, "nodes": 3}}, "engine.nodes = 3 does not divide engine.tensor = 8"),
-        ({"engine": {"tensor": 16, "nodes": 2, "per_node": 2}}, "leave engine.per_node out"),
         ({**FP8, "model": {"dtype": "float16"}}, 'set model.dtype = "bfloat16"'),
         ({**FP8, **BFLOAT16, "rollout": {"behaviour": "learner"}}, 'set objective.mismatch = "truncate" or "drop"'),
         ({**BFLOAT16, "engine": {"quantization": "fp8", "tensor": 8}}, "intermediate_size is 2368 on each of 8"),
-        ({**EQUAL, "engine": {"attention_backend": "torch_native"}}, "take one of auto, fa3, flashinfer, triton"),
+        (
+            {**EQUAL, "engine": {"extra": {"attention_backend": "torch_native"}}},
+            "take one of fa3, flashinfer, triton, or",
+        ),
         ({**EQUAL, "rollout": {"min_p": 0.1}}, "rollout.min_p = 0.1: SGLang has no random stream of a single request"),
         ({**EQUAL, "engine": {"extra": {"speculative_algorithm": "NGRAM"}}}, "by a random stream that all requests"),
         ({"engine": {"extra": {"speculative_algorithm": "EAGLE3"}}}, "'EAGLE3' needs a draft model"),
@@ -109,8 +111,6 @@ def test_the_engines_routes_need_cuda() -> None:
     ("sections", "needs"),
     [
         ({}, False),
-        ({"engine": {"replicas": 1}}, False),
-        ({"engine": {"replicas": 2}}, True),
         ({"learner": {"routing_replay": "rollout"}}, True),
         (FP8, True),
         (EQUAL, True),

@@ -58,7 +58,7 @@ def test_possible_layouts_pass(layout: dict[str, Any], world: int) -> None:
             8,
             r"multiples of 16, but the model's intermediate_size is 64 over 8 tensor parallel ranks",
         ),
-        ({"checkpoint": {"every_stages": 2}, "schedule": {"min_ess": 0.1}}, 1, r"every_stages above 1 .* set it to 1"),
+        ({"checkpoint": {"every_stages": 2}, "schedule": {"max_kl": 0.1}}, 1, r"every_stages above 1 .* set it to 1"),
         (
             {"schedule": {"max_sample_age": 3}, "rollout": {"behaviour": "learner"}},
             1,

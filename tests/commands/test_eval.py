@@ -309,7 +309,6 @@ def test_greedy_evaluation_says_what_transformers_generates(checkpoint: Path, tm
     sums.write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = Recipe.model_validate(
         {
-            "run": {"device": "cpu"},
             "model": {"path": checkpoint, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": 6},

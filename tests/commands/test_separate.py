@@ -13,17 +13,9 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.report.page import write_report
 from mugrpo_megatron.run.checkpoints import complete, newest_cursor
 from mugrpo_megatron.run.cursor import Cursor
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, save_model, weights, write_recipe
 
 pytestmark = pytest.mark.process
-
-
-OF_THE_CLOCK = {"time", "start", "end", "seconds", "tflops", "environment", "learner_memory_peak"}
-"""What two equal runs log differently, besides tokens per second."""
-
-
-def weights(run_dir: Path) -> bytes:
-    return (run_dir / "hf" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow
@@ -79,31 +71,6 @@ def test_a_branch_with_the_same_objective_ends_bitwise_like_its_source(
     assert write_report(tmp_path / "b").exists()
 
 
-def test_max_sample_age_0_is_bitwise_the_run_without_the_key(finished_run: Path, tmp_path: Path) -> None:
-    """Weights and optimizer, figures, and which files there are; the stage is sealed, so no engine comes between."""
-    assert "max_sample_age" not in (finished_run.parent / "recipe.toml").read_text()
-    branched(finished_run, 0, tmp_path / "absent")
-    branched(finished_run, 0, tmp_path / "zero", "schedule.max_sample_age=0")
-    of_files, of_rows = [], []
-    for run in (tmp_path / "absent", tmp_path / "zero"):
-        of_files.append({str(path.relative_to(run)): path for path in run.rglob("*")})
-        rows = read_rows(run / "metrics.jsonl")
-        of_rows.append(
-            [{key: row[key] for key in row.keys() - OF_THE_CLOCK if "per_second" not in key} for row in rows]
-        )
-    absent, zero = of_files
-    assert absent.keys() == zero.keys()
-    bits = [name for name in absent if name.endswith((".distcp", ".safetensors", ".parquet", "data.json"))]
-    assert len(bits) > 10
-    assert [name for name in bits if absent[name].read_bytes() != zero[name].read_bytes()] == []
-    assert (absent["hf/mugrpo.json"].read_text().count("samples"), of_rows[0]) == (0, of_rows[1])
-
-
-def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, tmp_path: Path) -> None:
-    branched(finished_run, 1, tmp_path / "b", "objective.name=dr_grpo")
-    assert weights(tmp_path / "b") != weights(finished_run)
-
-
 @pytest.mark.parametrize(
     ("stage", "source", "changed", "words"),
     [
@@ -112,7 +79,7 @@ def test_another_objective_on_the_same_stage_ends_elsewhere(finished_run: Path, 
         (0, "nowhere", [], "not a run directory"),
         (0, "run", ["rollout.temperature=0.5"], "rollout.temperature"),
         (0, "run", ["run.seed=9"], "run.seed"),
-        (0, "run", ["data.generated_problems=7"], "data.generated_problems"),
+        (0, "run", ["data.max_prompt_tokens=7"], "data.max_prompt_tokens"),
         (0, "run", ["reward.format_weight=0.5"], "reward.format_weight"),
         (0, "run", ["run.dir={run}"], "already holds a run"),
     ],
@@ -125,13 +92,10 @@ def test_a_branch_that_cannot_be_is_refused(
         optimize_alone(load_recipe(finished_run.parent / "recipe.toml", overrides), stage, finished_run.parent / source)
 
 
-@pytest.mark.parametrize(
-    ("bound", "why"), [("min_ess=0.9999999", "ESS is "), ("max_kl=1e-12", "the policy has moved ")]
-)
-def test_an_exhausted_stage_ends_early(bound: str, why: str, finished_run: Path, tmp_path: Path) -> None:
+def test_an_exhausted_stage_ends_early(finished_run: Path, tmp_path: Path) -> None:
     """The first update is on policy, the second no longer."""
-    output = branched(finished_run, 0, tmp_path / "b", f"schedule.{bound}")
-    assert f"stage 0 ends after 2 updates: {why}" in output
+    output = branched(finished_run, 0, tmp_path / "b", "schedule.max_kl=1e-12")
+    assert "stage 0 ends after 2 updates: the policy has moved " in output
     assert newest_cursor(tmp_path / "b" / "checkpoints") == Cursor(stage=1, age=0, updates=2)
     rows = [row for row in read_rows(tmp_path / "b" / "metrics.jsonl") if row["kind"] == "update"]
     assert [row["age"] for row in rows] == [0, 1]
@@ -139,10 +103,9 @@ def test_an_exhausted_stage_ends_early(bound: str, why: str, finished_run: Path,
 
 def test_too_many_skipped_updates_end_the_run_with_its_state_and_the_batch(finished_run: Path, tmp_path: Path) -> None:
     """At this learning rate the first step leaves nothing finite behind."""
-    changes = ["optimizer.lr=1e30", "optimizer.max_skipped=2"]
-    said = branched(finished_run, 0, tmp_path / "b", *changes, code=1)
-    assert "2 updates in a row" in said
+    said = branched(finished_run, 0, tmp_path / "b", "optimizer.lr=1e30", code=1)
+    assert "10 updates in a row" in said
     assert "Traceback" not in said
     [batch] = (tmp_path / "b" / "poisoned").iterdir()
-    assert batch.name == "stage00000-age00002.parquet"
-    assert [path.name for path in complete(tmp_path / "b" / "checkpoints")] == ["stage00000-age00003"]
+    assert batch.name == "stage00000-age00010.parquet"
+    assert max(path.name for path in complete(tmp_path / "b" / "checkpoints")) == "stage00000-age00011"

@@ -7,13 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mugrpo_megatron.commands.sft import greedy_accuracy, train
+from mugrpo_megatron.commands import sft
+from mugrpo_megatron.commands.sft import greedy_accuracy, train, updates_on
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.packing import Tokens
 from mugrpo_megatron.recipe import Recipe
+from mugrpo_megatron.recipe.policy import SftSection
 from tests.learner.tiny import VOCAB, recipe, save_model
 from tests.ranks import run_ranks
 
@@ -21,10 +25,10 @@ pytestmark = pytest.mark.process
 
 
 def warm_start(out: str, **changes: object) -> Recipe:
-    sft = {"output": out, "layers": 2, "hidden": 32, "max_updates": 30}
+    sft = {"output": out, "layers": 2, "hidden": 32}
     return Recipe.model_validate(
         {
-            "data": {"generated_problems": 500, "eval_problems": 20},
+            "data": {"eval_problems": 20},
             "model": {"dtype": "float32"},
             "learner": {"threads": 1},
             "sft": {**sft, "target_accuracy": 1.0, **changes},
@@ -34,7 +38,7 @@ def warm_start(out: str, **changes: object) -> Recipe:
 
 def trained(out: str) -> list[int]:
     """Times of the checkpoint's files after a first and a second call."""
-    times = []
+    sft.GENERATED, sft.MOST_UPDATES, times = 500, 30, []
     for _ in range(2):
         train(warm_start(out))
         times.append(max(path.stat().st_mtime_ns for path in (Path(out) / "hf").rglob("*")))
@@ -60,6 +64,16 @@ def test_only_bundled_tasks_have_answers_to_imitate(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="bundled task"):
         train(own)
+
+
+@given(epochs=st.integers(1, 9), rows=st.integers(1, 9_999_999), batch=st.integers(1, 512))
+def test_every_row_is_learned_epochs_times(epochs: int, rows: int, batch: int) -> None:
+    section = SftSection(epochs=epochs, batch=batch)
+    if epochs * rows > 99_999 * batch:
+        with pytest.raises(UserError, match=r"at most 99,999 can be numbered; raise sft\.batch"):
+            updates_on(rows, section)
+    else:
+        assert epochs * rows <= updates_on(rows, section) * batch < epochs * rows + batch
 
 
 def accuracy(model: str, sequences: list[Tokens], sections: dict[str, dict[str, int]]) -> float:

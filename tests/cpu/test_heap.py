@@ -46,9 +46,3 @@ def test_freed_memory_is_written_again_without_faults() -> None:
     assert first > pages // 2
     assert again < pages // 10
     assert other_thread < pages // 10
-
-
-@pytest.mark.process
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
-def test_without_it_the_system_gets_the_memory_back() -> None:
-    assert measured(keep=False)[1] > BLOCK // PAGESIZE // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,15 +153,21 @@ def test_a_compiler_without_openmp_builds_functions_of_one_thread(
 
 
 @pytest.mark.process
-def test_an_engine_samples_the_same_without_them(checkpoint: Path, tmp_path: Path) -> None:
+def test_an_engine_samples_the_same_without_them(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for compiled in (True, False):
-        engine = Engine.start(recipe(checkpoint, compiled=compiled), checkpoint, tmp_path / f"{compiled}.log")
+        if not compiled:
+            (tmp_path / "lscpu").symlink_to(str(shutil.which("lscpu")))  # SGLang asks for it
+            monkeypatch.setenv("PATH", str(tmp_path))  # without a compiler
+        engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / f"{compiled}.log")
         try:
             groups = sorted(engine.generate(prompts(6), 4, Sampling(1.0, 1.0, 40, ())), key=lambda one: one[0].index)
         finally:
             engine.stop()
         found.append([response for _, responses in groups for response in responses])
+        assert ("no C compiler" in (tmp_path / f"{compiled}.log").read_text()) is not compiled
     for with_them, without in zip(*found, strict=True):
         assert np.array_equal(with_them.ids, without.ids)
         np.testing.assert_allclose(with_them.logprobs, without.logprobs, atol=2e-4)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from mugrpo_megatron.checks.engines import check_engine_device, engine_problems
 from mugrpo_megatron.cpu.sglang import LARGEST_WEIGHTS, replica_arguments, replicas_of
+from mugrpo_megatron.engine import client
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe.systems import EngineSection
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.engine.tiny import group_processes, named_tensors, prompts, recipe, save_checkpoint
@@ -37,7 +37,6 @@ SAMPLED = Sampling(temperature=1.0, top_p=1.0, max_tokens=12, stop_ids=())
         ({"tensor": 2}, 1000, 1, 64, 1),
         ({}, LARGEST_WEIGHTS + 1, 1, 64, 1),
         ({}, 1000, 1, None, 1),
-        ({"replicas": 3}, LARGEST_WEIGHTS + 1, 2, 1, 3),
     ],
 )
 def test_how_many(engine: dict[str, int], weight_bytes: int, engines: int, cores: int | None, expected: int) -> None:
@@ -58,18 +57,11 @@ def test_replicas_share_requests_and_cache(requests: int, tokens: int, replicas:
     assert all(one["device"] == "cpu" for one in found)
 
 
-def test_what_cannot_have_replicas(tmp_path: Path) -> None:
-    both = recipe(tmp_path, replicas=2, tensor=2)
-    assert "engine.replicas = 2 with engine.tensor = 2" in next(engine_problems(both, {}))
-    with pytest.raises(UserError, match=r"engine\.replicas = 2 is for engines on CPU"):
-        check_engine_device(recipe(tmp_path, replicas=2), cuda=True)
-    check_engine_device(recipe(tmp_path, replicas=2), cuda=False)
-
-
 @pytest.mark.process
-def test_two_replicas_answer_as_one_engine(checkpoint: Path, tmp_path: Path) -> None:
+def test_two_replicas_answer_as_one_engine(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Same weights, other random streams, each answers; new weights reach both; it fails with either."""
-    engine = Engine.start(recipe(checkpoint, replicas=2), checkpoint, tmp_path / "engine.log")
+    monkeypatch.setattr(client, "replicas", lambda *_: 2)
+    engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "engine.log")
     try:
         before = {schedulers.pid: schedulers.cpu_times().user for schedulers in _schedulers(engine)}
         assert len(before) == 2

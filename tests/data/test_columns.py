@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import read_problems
 from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.data.prompts import SHOWN_CHARS, render, shown, template_of
@@ -174,12 +175,13 @@ def test_messages_go_through_the_template_whole(tmp_path: Path) -> None:
     assert rendered(slime, "plain") == "6*7="
 
 
-def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path) -> None:
+def test_a_system_prompt_goes_before_chats_that_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 1)
     section = DataSection(prompt_style="chat", system_prompt="Think first.")
     for name, system in (("ours", "Think first."), ("slime, chat", "Think first."), ("verl", "Be brief.")):
         [problem] = load(write(tmp_path / "set.jsonl", ROWS[name][0]), section).problems
         assert rendered(problem).startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n6*7=")
-    [task] = load("arithmetic", section.model_copy(update={"generated_problems": 1})).problems
+    [task] = load("arithmetic", section).problems
     assert task.messages == (("system", "Think first."), ("user", task.question))
     with pytest.raises(UserError, match="needs prompt_style"):
         validate({"data": {"prompt_style": "plain", "system_prompt": "Think first."}}, "recipe")

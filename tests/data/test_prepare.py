@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.prepare import prepare, read_problems, spaced_of_each
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
@@ -65,18 +66,20 @@ def test_a_gold_that_cannot_be_verified_ends_a_strict_run(tmp_path: Path) -> Non
         prepare(DataSection(train=path, eval="arithmetic"), REWARD, TOKENIZER)
 
 
-def test_the_bundled_task_needs_no_note() -> None:
-    made = prepare(DataSection(generated_problems=500, eval_problems=50), REWARD, TOKENIZER)
+def test_the_bundled_task_needs_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 500)
+    made = prepare(DataSection(eval_problems=50), REWARD, TOKENIZER)
     assert (len(made.train.problems), len(made.held_out.problems), made.notes[:-1]) == (500, 50, [])
     assert made.notes[-1].startswith("the first prompt as the model sees it (plain): '")
 
 
-def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path) -> None:
+def test_held_out_problems_keep_the_name_of_their_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 5)
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
     rows = [("one", "1"), ("two", "2"), ("three", "3"), ("four", "4"), ("five", "5")]
     sources = [write(tmp_path / folder / "test.jsonl", rows) for folder in "ab"]
-    data = DataSection(eval=",".join([*sources, "arithmetic"]), generated_problems=5, eval_problems=2)
+    data = DataSection(eval=",".join([*sources, "arithmetic"]), eval_problems=2)
     made = prepare(data, REWARD, TOKENIZER)
     assert [p.source for p in made.held_out.problems] == ["a-test"] * 2 + ["b-test"] * 2 + ["arithmetic"] * 2
     assert len(made.held_out.prompts) == 6
@@ -97,10 +100,11 @@ def test_problems_of_a_larger_set_are_evenly_spaced(size: int, limit: int) -> No
 
 
 @pytest.mark.process
-def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path) -> None:
+def test_a_held_out_set_of_which_nothing_is_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 5)
     bad = write(tmp_path / "bad.jsonl", [("bad", "$ $")])
     with pytest.raises(UserError, match=r"data\.eval: .*bad\.jsonl has no usable problem"):
-        prepare(DataSection(eval=f"arithmetic,{bad}", generated_problems=5, strict=False), REWARD, TOKENIZER)
+        prepare(DataSection(eval=f"arithmetic,{bad}", strict=False), REWARD, TOKENIZER)
 
 
 def test_problems_that_were_read_before_are_not_read_again(tmp_path: Path) -> None:

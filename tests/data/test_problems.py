@@ -28,14 +28,6 @@ def write(path: Path, rows: list[Any]) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_files_are_read_in_order(tmp_path: Path, suffix: str) -> None:
-    rows = [{**row, "answer": str(row["answer"])} for row in ROWS]
-    found = load_problems(write(tmp_path / f"some{suffix}", rows), DataSection())
-    assert [(p.question, p.answer, p.source) for p in found] == [("1+1", "2", "some"), ("1/2", "\\frac{1}{2}", "some")]
-    assert [p.id.rpartition(":")[2] for p in found] == ["1", "2"]
-
-
 MALFORMED = {
     '{"problem": "x", \n': "not JSON",
     "[1, 2]\n": "expected a JSON object, found list",
@@ -148,6 +140,18 @@ def test_commas_join_sources(tmp_path: Path) -> None:
     assert [p.source for p in found] == ["arithmetic"] * 5 + ["some"] * 2
 
 
+@pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime24", "aime25", "amc23"])
+def test_real_sets_are_read_whole(shared_data: Path, name: str) -> None:
+    path = shared_data / f"{name}.jsonl"
+    assert len(load_problems(str(path), DataSection())) == len(path.read_text().splitlines())
+
+
+def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -> None:
+    answer = f"['a', {'-' * 100_000}'b']"
+    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
+    assert load_problems(str(tmp_path / "set.jsonl"), DataSection())[0].answer == answer
+
+
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -159,15 +163,3 @@ def test_commas_join_sources(tmp_path: Path) -> None:
 )
 def test_final_answers(text: str, answer: str) -> None:
     assert final_answer(text) == answer
-
-
-@pytest.mark.parametrize("name", ["gsm8k_test", "math500", "aime24", "aime25", "amc23"])
-def test_real_sets_are_read_whole(shared_data: Path, name: str) -> None:
-    path = shared_data / f"{name}.jsonl"
-    assert len(load_problems(str(path), DataSection())) == len(path.read_text().splitlines())
-
-
-def test_a_list_that_python_cannot_parse_is_an_answer_as_it_is(tmp_path: Path) -> None:
-    answer = f"['a', {'-' * 100_000}'b']"
-    (tmp_path / "set.jsonl").write_text(json.dumps({"problem": "q", "answer": answer}))
-    assert load_problems(str(tmp_path / "set.jsonl"), DataSection())[0].answer == answer

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.commands.eval import Record, settings_of
+from mugrpo_megatron.data import arithmetic
 from mugrpo_megatron.data.demonstrations import demonstrations, sequences
 from mugrpo_megatron.data.prepare import prepare, read_problems
 from mugrpo_megatron.data.prompts import STYLES, Template, render, template_of
@@ -27,7 +28,7 @@ ASKED = "What is {4} of \\frac{1}{2}?\nPut the final answer in \\boxed{}."
 
 def recipe_with(template: str | None, **data: object) -> Recipe:
     given = {} if template is None else {"question_template": template}
-    return validate({"data": {"train": "arithmetic", "generated_problems": 4, **given, **data}}, "recipe")
+    return validate({"data": {"train": "arithmetic", **given, **data}}, "recipe")
 
 
 def text(problem: Problem, style: str, template: Template) -> str:
@@ -56,7 +57,8 @@ def test_the_users_last_turn_of_a_chat_is_wrapped(turns: list[Message], wrapped:
     assert found == text(Problem("set:1", "q", "1", "set", tuple(asked)), "chat", Template())
 
 
-def test_training_held_out_and_demonstrations_ask_the_same(tmp_path: Path) -> None:
+def test_training_held_out_and_demonstrations_ask_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arithmetic, "GENERATED", 4)
     section = recipe_with(TEXT, prompt_style="chat", eval_problems=2).data
     prepared = prepare(section, Recipe().reward, TOKENIZER)
     for fit in (prepared.train, prepared.held_out):

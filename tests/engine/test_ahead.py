@@ -17,19 +17,22 @@ from mugrpo_megatron.recipe import Recipe
 from tests.engine.tiny import group_processes
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 def test_there_is_none_where_the_learner_loads_first(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "may_find_cuda", lambda: True)
-    for device in ("cuda", "auto"):
-        on_device = tiny_recipe.model_copy(update={"run": tiny_recipe.run.model_copy(update={"device": device})})
-        with host_ahead(on_device) as host:
-            assert host is None
+    with host_ahead(tiny_recipe) as host:
+        assert host is None
 
 
 def test_there_is_none_on_a_rank_that_leads_no_engine(tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     pair = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update={"tensor": 2})})
-    with host_ahead(on_cpu(pair)) as host:
+    with host_ahead(pair) as host:
         assert host is None
 
 
@@ -38,13 +41,13 @@ def test_there_is_none_for_an_engine_of_several_nodes(tiny_recipe: Recipe, monke
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     pair = tiny_recipe.model_copy(update={"engine": tiny_recipe.engine.model_copy(update={"tensor": 2, "nodes": 2})})
-    with host_ahead(on_cpu(pair)) as host:
+    with host_ahead(pair) as host:
         assert host is None
 
 
 @pytest.mark.process
 def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe: Recipe, tmp_path: Path) -> None:
-    recipe = on_cpu(tiny_recipe)
+    recipe = tiny_recipe
     with host_ahead(recipe) as host:
         assert host
         engine = Engine.start(recipe, recipe.model.directory, tmp_path / "engine.log", ahead=host)
@@ -60,7 +63,7 @@ def test_the_first_start_of_an_engine_takes_it_and_later_ones_do_not(tiny_recipe
 
 @pytest.mark.process
 def test_one_that_nothing_used_is_gone_after_the_block(tiny_recipe: Recipe) -> None:
-    with host_ahead(on_cpu(tiny_recipe)) as host:
+    with host_ahead(tiny_recipe) as host:
         assert host
         assert psutil.pid_exists(host.pid)
     assert group_processes(host.pid) == []
@@ -82,7 +85,3 @@ def test_what_it_said_before_it_had_a_log_is_in_the_log(tmp_path: Path) -> None:
         host.receive(60, "start")
     assert "half way" in log.read_text(encoding="utf-8")
     assert "Traceback" in log.read_text(encoding="utf-8")
-
-
-def on_cpu(recipe: Recipe) -> Recipe:
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"device": "cpu"})})

@@ -30,38 +30,38 @@ PATIENCE_S = 30.0
 
 @pytest.mark.slow
 def test_an_engine_killed_and_frozen_in_mid_generation(checkpoint: Path, tmp_path: Path) -> None:
-    """One engine, three starts: its scheduler is killed, then all its processes are stopped; it recovers each time."""
-    engine = Engine.start(recipe(checkpoint, request_timeout_s=15), checkpoint, tmp_path / "engine.log")
+    """One engine, two starts: its scheduler is killed, it recovers, and then all its processes are stopped."""
+    engine = Engine.start(recipe(checkpoint), checkpoint, tmp_path / "engine.log")
     missing = {prompt.index: prompt for prompt in prompts(120)}
     hosts: list[int] = []
     shared: list[set[str]] = []
 
-    def attacked(attack: Callable[[int], None] | None) -> Iterator[Prompt]:
+    def attacked(attack: Callable[[int], None]) -> Iterator[Prompt]:
         for place, prompt in enumerate(list(missing.values())):
             if place == 40:
                 hosts.append(_host(engine))
                 shared.append(_shared_memory(hosts[-1]))
-                if attack is not None:
-                    attack(hosts[-1])
+                attack(hosts[-1])
+                # From here on nothing is worth waiting for; before, a busy machine may be silent for long.
+                engine._section = engine._section.model_copy(update={"request_timeout_s": 2.0})
             yield prompt
 
-    def generate(attack: Callable[[int], None] | None) -> None:
+    def generate(attack: Callable[[int], None]) -> None:
         for prompt, responses in engine.generate(attacked(attack), 4, LONG):
             assert len(responses) == 4
             del missing[prompt.index]
 
-    with pytest.raises(EngineFailure, match=r"(host process is gone|silent for 15 s) .*during generate"):
+    with pytest.raises(EngineFailure, match=r"(host process is gone|silent for 2 s) .*during generate"):
         generate(_kill_scheduler)
     assert 40 < len(missing) < 120
+    left = len(missing)
+    engine._section = engine._section.model_copy(update={"request_timeout_s": 600.0})
     engine.sleep()
     engine.wake("weights")
     engine.wake("kv_cache")
-    with pytest.raises(EngineFailure, match=r"silent for 15 s during generate; .*stopped"):
+    with pytest.raises(EngineFailure, match=r"silent for 2 s during generate; .*stopped"):
         generate(_freeze)
-    assert missing
-    engine.wake("weights")
-    generate(None)
-    assert not missing
+    assert 0 < len(missing) < left, "it went on with what was missing"
     engine.stop()
     assert len(set(hosts)) == len(hosts)
     assert [group_processes(host) for host in hosts] == [[]] * len(hosts)

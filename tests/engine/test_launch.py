@@ -158,7 +158,7 @@ def test_the_prefix_cache_is_off_where_prompts_are_too_short_to_share(checkpoint
         ({"between_stages": "restart"}, {"enable_memory_saver": False}),
         ({"memory_fraction": 0.5}, {"mem_fraction_static": 0.5}),
         ({"tensor": 2}, {"tp_size": 2}),
-        ({"attention_backend": "fa3"}, {"attention_backend": "fa3"}),
+        ({"extra": {"attention_backend": "fa3"}}, {"attention_backend": "fa3"}),
         ({"extra": {"cuda_graph_max_bs_decode": 8}}, {"cuda_graph_max_bs_decode": 8}),
         ({"extra": {"kv_cache_dtype": "fp8_e5m2"}}, {"kv_cache_dtype": "fp8_e5m2"}),
     ],
@@ -205,7 +205,7 @@ def test_the_routers_are_those_of_the_model_on_this_machine(tmp_path: Path) -> N
 
 def test_streams_of_training_and_of_each_held_out_set(checkpoint: Path) -> None:
     tokenizer = build_arithmetic_tokenizer()
-    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3, "device": "cpu"}}
+    given = recipe(checkpoint).model_dump() | {"run": {"deterministic": True, "seed": 3}}
     wanted = Recipe.model_validate(given)
     assert sampling(wanted, tokenizer).stream == "3/train"
     assert held_out_sampling(wanted, tokenizer, "arithmetic").stream == "3/eval/arithmetic"

@@ -93,7 +93,7 @@ class Host:
 
     made: ClassVar[list[Host]] = []
 
-    def __init__(self, environment: dict[str, str], cuda: bool, compiled: bool, alone: bool) -> None:
+    def __init__(self, environment: dict[str, str], cuda: bool, alone: bool) -> None:
         self.environment, self.alone = environment, alone
         self.dies, self.gone = threading.Event(), False
         Host.made.append(self)

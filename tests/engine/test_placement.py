@@ -43,12 +43,6 @@ def test_on_cpu_no_more_engines_than_cores(cores: int, engines: int) -> None:
     assert [rank for rank, one in enumerate(found) if one.leads_engine] == [*range(engines), *range(8, 8 + engines)]
 
 
-def test_engines_a_node_may_be_fewer() -> None:
-    found = slots(EngineSection(tensor=2, per_node=1), 2, 8)
-    assert [rank for rank, one in enumerate(found) if one.leads_engine] == [0, 8]
-    assert [one.number for one in found if one.leads_engine] == [0, 1]
-
-
 @given(engines=st.integers(1, 3), span=st.integers(2, 4), local_world=st.sampled_from([1, 2, 8]))
 def test_an_engine_of_several_nodes_takes_all_their_devices(engines: int, span: int, local_world: int) -> None:
     found = slots(EngineSection(tensor=span * local_world, nodes=span), engines * span, local_world)
@@ -66,8 +60,6 @@ def test_what_does_not_fit_is_refused() -> None:
         slots(EngineSection(tensor=3), 2, 8)
     with pytest.raises(UserError, match=r"engine\.tensor = 16 does not divide the 8 ranks"):
         slots(EngineSection(tensor=16), 2, 8)
-    with pytest.raises(UserError, match=r"engine\.per_node = 3 .* need 12 ranks .* but 8 run there; the most is 2"):
-        slots(EngineSection(tensor=4, per_node=3), 1, 8)
     with pytest.raises(UserError, match=r"engine\.tensor is 8; set it to 16"):
         slots(EngineSection(tensor=8, nodes=2), 2, 8)
     with pytest.raises(UserError, match=r"engine\.nodes = 2 does not divide the 3 nodes"):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.engine.launch import engine_arguments
 from mugrpo_megatron.engine.placement import ALONE
 from mugrpo_megatron.recipe import Recipe
@@ -18,45 +19,20 @@ from tests.engine.simulated_cuda import NVIDIA_SMI
 
 pytestmark = pytest.mark.process
 
-QWEN2_7B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 152_064,
-    "hidden_size": 3584,
-    "intermediate_size": 18_944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
+QWEN2_7B = bundled()["Qwen2.5-7B"] | {
+    "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "torch_dtype": "bfloat16",
     "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-}
-QWEN3_MOE = QWEN2_7B | {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "head_dim": 128,
-    "max_position_embeddings": 40_960,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+}  # fmt: skip
+QWEN3_MOE = bundled()["Qwen3-30B-A3B"] | {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "512": (QWEN2_7B, "bfloat16", {"max_running_requests": 512}),
     "tensor": (QWEN2_7B, "bfloat16", {"max_running_requests": 512, "tensor": 4}),
     "2048": (QWEN2_7B, "bfloat16", {"max_running_requests": 2048, "between_stages": "restart"}),
     "float32": (QWEN2_7B, "float32", {}),
-    "chosen": (QWEN2_7B, "float32", {"attention_backend": "flashinfer"}),
+    "chosen": (QWEN2_7B, "float32", {"extra": {"attention_backend": "flashinfer"}}),
     "experts": (QWEN3_MOE, "bfloat16", {"tensor": 2}),
     "deterministic": (QWEN2_7B, "bfloat16", {"tensor": 2}),
     "fp8": (QWEN2_7B, "bfloat16", {"quantization": "fp8"}),

@@ -41,7 +41,6 @@ def save_checkpoint(directory: Path, seed: int, positions: int = 256) -> Path:
 def recipe(checkpoint: Path, **engine: object) -> Recipe:
     return Recipe.model_validate(
         {
-            "run": {"device": "cpu"},
             "model": {"path": checkpoint, "dtype": "float32"},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"max_response_tokens": 200},

@@ -14,7 +14,7 @@ import torch
 
 from mugrpo_megatron.engine.client import Engine
 from mugrpo_megatron.engine.wire import Sampling
-from mugrpo_megatron.learner.learner import build_learner, offload, reload
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.recipe import Recipe
@@ -80,15 +80,15 @@ def test_they_take_turns(tmp_path: Path, record_property: Callable[[str, object]
         chunks = [policy(chunk) for chunk in learner.chunks]
         bridge = build_bridge(chunks, learner.architecture, BUCKET_BYTES, recipe.engine.tensor)
         for version in (1, 2):
-            timed("optimizer offloaded", lambda: offload(learner, "optimizer"))
+            timed("optimizer offloaded", lambda: learner.offload("optimizer"))
             timed("engine's weights wake", lambda: engine.wake("weights"))
             timed(f"sync {version}", partial(sync, bridge, engine, version))
             assert timed("check of every weight", lambda: check(bridge, engine)) > 0
-            timed("learner offloaded", lambda: offload(learner, "weights"))
+            timed("learner offloaded", lambda: learner.offload("weights"))
             timed("cache wakes", lambda: engine.wake("kv_cache"))
             samples = timed("generation", partial(generate, engine, version))
             timed("sleep", engine.sleep)
-            timed("learner reloaded", lambda: reload(learner))
+            timed("learner reloaded", learner.reload)
             record_property("mismatch after the sync, nats", mismatch(learner, samples))
             assert mismatch(learner, samples) < 0.02
             update(learner, samples, np.resize([1.0, -1.0], len(samples)).astype(np.float32))

@@ -17,7 +17,7 @@ from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import Batch, learner_memory
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.groups import shutdown
-from mugrpo_megatron.learner.learner import build_learner, offload, reload
+from mugrpo_megatron.learner.learner import build_learner
 from mugrpo_megatron.learner.update import token_logprobs, update
 from mugrpo_megatron.samples import Sample
 from tests import models
@@ -117,10 +117,10 @@ def test_a_learner_that_slept_is_the_learner_that_was(model: Path) -> None:
     data = samples()
     update(learner, data, advantages(len(data)))
     before, awake = token_logprobs(learner, data), torch.cuda.memory_allocated()
-    offload(learner, "optimizer")
-    offload(learner, "weights")
+    learner.offload("optimizer")
+    learner.offload("weights")
     assert torch.cuda.memory_allocated() < 0.2 * awake or not CUDA  # a CPU has no other memory to move to
-    reload(learner)
+    learner.reload()
     for found, known in zip(token_logprobs(learner, data), before, strict=True):
         np.testing.assert_array_equal(found, known)
     shutdown()

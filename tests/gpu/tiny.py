@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
-from run_scripts.bench.gpu_parts import attention_backend
+from run_scripts.bench.gpu_parts import attention
 from tests import models
 
 CUDA = torch.cuda.is_available()
@@ -43,6 +43,6 @@ def sections(**more: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "model": {"dtype": DTYPE},
         "data": {"max_prompt_tokens": 32},
         "rollout": {"max_response_tokens": 16},
-        "engine": {"memory_fraction": 0.3, "max_running_requests": 32, "attention_backend": attention_backend()},
+        "engine": {"memory_fraction": 0.3, "max_running_requests": 32, "extra": attention()},
     }
     return {name: {**table.get(name, {}), **more.get(name, {})} for name in {*table, *more}}

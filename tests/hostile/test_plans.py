@@ -36,7 +36,7 @@ EXTREMES = [
     "--assume mean_prompt=1e-17",
     "--assume cores=1e18 --assume verifier=1e-18",
     "--set rollout.prompts_per_update=1000000000 --set schedule.stages=1000000000",
-    *(f"--set {key}={HUGE}" for key in ("rollout.max_response_tokens", "engine.per_node", "parallel.tensor")),
+    *(f"--set {key}={HUGE}" for key in ("rollout.max_response_tokens", "engine.tensor", "parallel.tensor")),
     "--set learner.micro_batch_tokens=1",
     "--set data.eval=,,,",
 ]

@@ -30,7 +30,6 @@ FILES: dict[str, tuple[bytes, str]] = {
     "NUL": (b'[run]\ndir = "a\\u0000b"\n', "`run.dir`"),
     "NUL in the model's path": (b'[model]\npath = "a/b\\u0000"\n', "`model.path` = 'a/b\\x00': holds a null character"),
     "NUL in data": (b'[data]\ntrain = "a\\u0000.jsonl"\n', "`data.train`"),
-    "a command as a backend": (b'[engine]\nattention_backend = "; rm -rf /"\n', "`engine.attention_backend`"),
     "a worker without room for Python": (b"[reward]\nworker_memory_mb = 40\n", "`reward.worker_memory_mb` = 40"),
     "raw NUL": (b"[run]\n\0", "not valid TOML"),
     "surrogate": (b'[run]\ndir = "\\ud800"\n', "not valid TOML"),

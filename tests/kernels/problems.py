@@ -24,14 +24,12 @@ WIDTH = 12
 STALE = ((3, -12.0), (4, -9.6), (5, -8.8), (9, -12.0), (11, 2.0))
 """(position, log-ratio) in the last response but one. The veto's threshold of 1e-4 is -9.2 nats: tokens lie on either
 side of it, far enough that rounding decides about no token."""
-STALE_PREFIX = ((0, -12.0), (1, -12.0))
-"""The same in the last response, whose prefix mean begins below the threshold too."""
+STALE_START = ((0, -12.0), (1, -12.0))
+"""The same in the last response, of which a suffix leaves the first token alone."""
 
 OBJECTIVES: dict[str, ObjectiveSection] = {name: ObjectiveSection(name=name) for name in sorted(PRESETS)}
 OBJECTIVES |= {
-    f"veto={scope}, trigger={trigger}": ObjectiveSection(veto=scope, trigger=trigger)
-    for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
-    for trigger in ("token", "prefix_mean")
+    f"veto={scope}": ObjectiveSection(veto=scope) for scope in ("trigger", "suffix_non_trigger", "suffix", "response")
 }
 OBJECTIVES |= {
     f"veto={scope} of a turn": ObjectiveSection(veto=scope, veto_reach="turn")
@@ -73,14 +71,8 @@ OBJECTIVES |= {
     )
 }
 OBJECTIVES |= {
-    f"own {function}": ObjectiveSection(
-        name=name, surrogate=f"tests.algorithm.own:{function}", surrogate_depends_on=dependence
-    )
-    for name, function, dependence in (
-        ("grpo", "again_ppo", "token"),
-        ("mu_grpo", "early_tokens", "token"),
-        ("grpo", "whole_response", "response"),
-    )
+    f"own {function}": ObjectiveSection(name=name, surrogate=f"tests.algorithm.own:{function}")
+    for name, function in (("grpo", "again_ppo"), ("mu_grpo", "early_tokens"), ("grpo", "whole_response"))
 }
 
 
@@ -169,7 +161,7 @@ def make_problem(
 def _plant_triggers(log_ratio: Tensor, lengths: tuple[int, ...]) -> None:
     """Give the two last responses, which are negative ones, tokens that the policy has left behind."""
     before, last = log_ratio.split([sum(lengths[:-1]), lengths[-1]])
-    for response, planted in ((before[len(before) - lengths[-2] :], STALE), (last, STALE_PREFIX)):
+    for response, planted in ((before[len(before) - lengths[-2] :], STALE), (last, STALE_START)):
         for position, value in planted:
             if position < len(response):
                 response[position] = value

@@ -164,14 +164,10 @@ def test_missing_statistics_are_an_error() -> None:
     ("name", "dropped"),
     [
         ("mu_grpo", 25),
-        ("veto=trigger, trigger=token", 3 + 2),
-        ("veto=suffix, trigger=token", 16 + 12),
-        ("veto=suffix_non_trigger, trigger=token", 14 + 11),
-        ("veto=response, trigger=token", 20 + 13),
-        ("veto=trigger, trigger=prefix_mean", 2),
-        ("veto=suffix, trigger=prefix_mean", 12),
-        ("veto=suffix_non_trigger, trigger=prefix_mean", 11),
-        ("veto=response, trigger=prefix_mean", 13),
+        ("veto=trigger", 3 + 2),
+        ("veto=suffix", 16 + 12),
+        ("veto=suffix_non_trigger", 14 + 11),
+        ("veto=response", 20 + 13),
     ],
 )
 def test_the_problems_hold_triggers_of_the_default_threshold(name: str, dropped: int) -> None:

@@ -58,7 +58,7 @@ def test_a_wait_is_found(wait: Callable[[], Any], operation: str) -> None:
     assert operation in " ".join(waits.found)
 
 
-@pytest.mark.parametrize("name", ["mu_grpo", "grpo", "gspo", "veto=response, trigger=prefix_mean"])
+@pytest.mark.parametrize("name", ["mu_grpo", "grpo", "gspo", "veto=response"])
 def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, section = samples(), OBJECTIVES[name]
     sequences = [sequence_of(sample) for sample in data]

@@ -22,7 +22,8 @@ from mugrpo_megatron.run.record import Record
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.weights.families import fingerprint
 from tests.phases.bare import bare_run
-from tests.phases.branches import generate_stage, optimize, updates_of, weights
+from tests.phases.branches import optimize
+from tests.tiny import rows, weights
 
 
 def sample(reward: float, behaviour: float, anchor: float | None) -> Sample:
@@ -80,21 +81,10 @@ def test_an_anchor_keeps_its_weights_from_stage_to_stage(tmp_path: Path) -> None
         (model / "model.safetensors").write_bytes(b"first")
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose learning rate moves the policy far in each update."""
-    return generate_stage(
-        tmp_path_factory.mktemp("generated"),
-        updates=6,
-        rollout={"behaviour": "learner"},
-        optimizer={"lr": 1e-2},
-        checkpoint={"every_updates": 2, "keep": 9},
-    )
-
-
-def optimized(generated: Path, run_dir: Path, *changes: str) -> list[dict[str, Any]]:
-    optimize(generated, run_dir, *changes)
-    return updates_of(run_dir)
+def optimized(source: Path, run_dir: Path, *changes: str) -> list[dict[str, Any]]:
+    """The first stage of the run in `source`, at a learning rate that moves the policy far in each update."""
+    optimize(source, run_dir, "optimizer.lr=1e-2", *changes)
+    return rows(run_dir, "update")
 
 
 START = ("objective.kl_anchor=start", "objective.kl_coef=0.5")
@@ -102,9 +92,9 @@ START = ("objective.kl_anchor=start", "objective.kl_coef=0.5")
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_run_stays_near_its_anchor_and_resumes_bit_by_bit(generated: Path, tmp_path: Path) -> None:
-    held = optimized(generated, tmp_path / "held", *START)
-    free = optimized(generated, tmp_path / "free", START[0])
+def test_a_run_stays_near_its_anchor_and_resumes_bit_by_bit(finished_run: Path, tmp_path: Path) -> None:
+    held = optimized(finished_run, tmp_path / "held", *START)
+    free = optimized(finished_run, tmp_path / "free", START[0])
     assert held[0]["kl_anchor"] == held[0]["kl_anchor_k1"] == 0.0
     assert held[0]["loss"] == free[0]["loss"]
     assert held[0]["grad_norm"] == free[0]["grad_norm"]
@@ -114,24 +104,24 @@ def test_a_run_stays_near_its_anchor_and_resumes_bit_by_bit(generated: Path, tmp
     resumed = tmp_path / "resumed"
     shutil.copytree(tmp_path / "held", resumed)
     for path in [*complete(resumed / "checkpoints"), resumed / "hf"]:
-        if path.name > "stage00000-age00002" or path.name == "hf":
+        if path.name > "stage00000-age00006" or path.name == "hf":
             shutil.rmtree(path)
     shutil.rmtree(resumed / "anchor")  # the run's first weights are on disk, so it is computed again
-    optimized(generated, resumed, *START)
+    optimized(finished_run, resumed, *START)
     assert weights(resumed) == weights(tmp_path / "held")
     assert weights(resumed) != weights(tmp_path / "free")
 
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_other_anchors(generated: Path, tmp_path: Path) -> None:
+def test_other_anchors(finished_run: Path, tmp_path: Path) -> None:
     """The stage's first weights cost no pass where the learner has scored it; a directory may hold any weights."""
-    stage = optimized(generated, tmp_path / "stage", "objective.kl_anchor=stage", START[1])
-    start = optimized(generated, tmp_path / "start", *START)
+    stage = optimized(finished_run, tmp_path / "stage", "objective.kl_anchor=stage", START[1])
+    start = optimized(finished_run, tmp_path / "start", *START)
     assert [row["kl_anchor"] for row in stage] == [row["kl_anchor"] for row in start]
     assert not (tmp_path / "stage" / "anchor").exists()
     moved = f"objective.kl_anchor={tmp_path / 'stage' / 'hf'}"
-    towards = optimized(generated, tmp_path / "towards", moved, "objective.kl_coef=50")
+    towards = optimized(finished_run, tmp_path / "towards", moved, "objective.kl_coef=50")
     assert towards[-1]["kl_anchor"] < towards[0]["kl_anchor"] > 0
-    refused = optimize(generated, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
+    refused = optimize(finished_run, tmp_path / "wrong", f"objective.kl_anchor={tmp_path}", code=2)
     assert 'name the directory of a checkpoint like the model\'s, or "start" or "stage"' in refused.stderr

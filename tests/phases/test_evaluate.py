@@ -13,6 +13,7 @@ import pytest
 
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.learner.groups import Ranks
@@ -21,7 +22,7 @@ from mugrpo_megatron.observe.examples import read_examples
 from mugrpo_megatron.observe.log import FILE_NAME, MetricLog, read_rows
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.phases import evaluate
-from mugrpo_megatron.phases.evaluate import evaluate_if_due, evaluate_weights, sampled_alike
+from mugrpo_megatron.phases.evaluate import SHOWN, evaluate_if_due, evaluate_weights, sampled_alike
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.rewards.pool import Verifier
@@ -37,7 +38,7 @@ from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 
 TOKENIZER = build_arithmetic_tokenizer()
-LEARNER = cast(Learner, None)
+LEARNER = cast(Learner, SimpleNamespace(reload=lambda: None))
 """Only syncing and resting the engines needs it, which these tests replace."""
 SETS = {"two": 6, "four": 5, "other": 4}
 RECIPE = Recipe.model_validate(
@@ -149,7 +150,6 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
 
     monkeypatch.setattr(evaluate, "sync_weights", sync)
     monkeypatch.setattr(evaluate, "sleep_engines", lambda run, engines: None)
-    monkeypatch.setattr(evaluate, "reload", lambda learner: None)
     return Stand(run, Engines(cast(Bridge, None), cast(EngineLeader, generator)), engine, saver, syncs)
 
 
@@ -220,7 +220,7 @@ def test_engines_that_fail_are_restarted_until_every_problem_is_answered(stand: 
 
 
 def test_an_engine_that_keeps_failing_ends_the_run(stand: Stand) -> None:
-    stand.engine.lives = [7] * RECIPE.engine.max_failures
+    stand.engine.lives = [7] * MOST_FAILURES
     with pytest.raises(EngineFailure, match="it died"):
         stand.evaluate(Cursor(1, 3, 11))
     assert stand.rows == []
@@ -264,8 +264,7 @@ def test_one_response_of_the_same_problems_is_kept_at_every_evaluation(stand: St
         stand.evaluate(cursor)
     first, later = (read_examples(stand.run.directory.samples(update)) for update in (0, 11))
     assert [one.problem for one in first] == [one.problem for one in later]
-    few = RECIPE.report.eval_problems
-    assert [one.set for one in first] == [name for name, size in SETS.items() for _ in range(min(few, size))]
+    assert [one.set for one in first] == [name for name, size in SETS.items() for _ in range(min(SHOWN, size))]
     for one in first:
         answer = "2" if one.set == "two" else "4"
         assert (one.text, one.extracted, one.gold, one.reward) == (answer, answer, "2", float(one.set == "two"))

@@ -15,6 +15,7 @@ import pytest
 from mugrpo_megatron.algorithm.advantages import group_advantages
 from mugrpo_megatron.data.prompts import FittingPrompts
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
+from mugrpo_megatron.engine.client import MOST_FAILURES
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import EngineFailure, EngineStopped
@@ -45,7 +46,6 @@ RECIPE = Recipe.model_validate(
         "reward": {"workers": 1},
         "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES},
         "schedule": {"stages": 2, "updates_per_stage": UPDATES},
-        "engine": {"max_failures": 2},
     }
 )
 PROBLEMS = [Problem(f"p{n}", str(n), str(n % 2), "coins", row={"n": n}) for n in range(2 * GROUPS)]
@@ -152,9 +152,9 @@ def test_an_engine_that_dies_keeps_what_it_finished_and_generates_the_rest_once(
 
 
 def test_an_engine_that_keeps_failing_without_a_finished_group_ends_the_run(stand: Stand) -> None:
-    for failures in range(RECIPE.engine.max_failures):
+    for failures in range(MOST_FAILURES):
         stand.engine.dies_after, stand.engine.running = 0, True
-        if failures == RECIPE.engine.max_failures - 1:
+        if failures == MOST_FAILURES - 1:
             with pytest.raises(EngineFailure, match="it died"):
                 stand.generate()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.data.tokenizer import build_arithmetic_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.observe.log import read_rows
@@ -24,7 +26,7 @@ from mugrpo_megatron.run.directory import RunDirectory
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.probe import APART, PARTS, probe_ages, read_probe
 from mugrpo_megatron.stages.store import StageStore
-from tests.tiny import mugrpo
+from tests.forked import fork
 
 UPDATES, PROMPTS, RESPONSES = 16, 2, 4
 LEARNER: Any = None
@@ -62,8 +64,9 @@ def test_mostly_negative_responses_of_evenly_spaced_updates(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "stage-of-the-probe"
     store = StageStore(path) if path.exists() else sealed(path)
-    recipe = Recipe.model_validate({"report": {"probe_responses": count}})
-    chosen, again = probed(store, recipe), probed(store, recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PROBED", count)
+        chosen, again = probed(store, Recipe()), probed(store, Recipe())
     assert [(u, s.group, s.response_ids.tolist()) for u, s, _ in chosen] == [
         (u, s.group, s.response_ids.tolist()) for u, s, _ in again
     ]
@@ -77,13 +80,12 @@ def test_mostly_negative_responses_of_evenly_spaced_updates(
 class Stand:
     """A run of one rank whose learner gives every token of a response its age / 10."""
 
-    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch, count: int = 8) -> None:
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build_arithmetic_tokenizer().save_pretrained(path / "model")
         recipe = Recipe.model_validate(
             {
                 "model": {"path": str(path / "model")},
                 "schedule": {"stages": 1, "updates_per_stage": UPDATES},
-                "report": {"probe_responses": count},
             }
         )
         self.directory = RunDirectory(path)
@@ -139,13 +141,6 @@ def test_a_run_that_resumes_has_the_ages_before_and_those_after(
     assert tuple(found.logprobs) == probe_ages(UPDATES)
 
 
-def test_a_recipe_without_a_probe_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand = Stand(tmp_path, monkeypatch, count=0)
-    stand.optimize(range(UPDATES))
-    assert stand.passes == 0
-    assert not stand.directory.probe(0).exists()
-
-
 @pytest.mark.parametrize("file", ["responses.parquet", "age00008.parquet"])
 def test_a_damaged_file_is_one_sentence(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand(tmp_path, monkeypatch)
@@ -156,23 +151,31 @@ def test_a_damaged_file_is_one_sentence(file: str, tmp_path: Path, monkeypatch: 
         read_probe(stand.directory.probe(0))
 
 
+def optimized(run_dir: Path, source: Path, probes: bool) -> None:
+    """`mugrpo optimize` of the source's first stage, with the probe or without."""
+    if not probes:
+        module.probe = lambda *_, **__: None
+    options = ["--stage", "0", "--from", str(source), "--set", f"run.dir={run_dir}"]
+    sys.exit(main(["optimize", str(source / "recipe.toml"), *options]))
+
+
 @pytest.mark.process
 def test_training_ends_with_the_same_bytes_and_metrics(finished_run: Path, tmp_path: Path) -> None:
     ends = []
-    for count in (0, 24):
-        run_dir = tmp_path / f"probe{count}"
-        recipe = finished_run / "recipe.toml"
-        options = ["--set", f"run.dir={run_dir}", "--set", f"report.probe_responses={count}"]
-        mugrpo("optimize", recipe, "--stage", 0, "--from", finished_run, *options)
+    for probes in (False, True):
+        run_dir = tmp_path / f"probes{probes}"
+        process = fork(optimized, run_dir, finished_run, probes)
+        process.join()
+        assert process.exitcode == 0
         rows = [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "update"]
         learned = [
             {key: value for key, value in row.items() if key not in ("time", "seconds", "tflops", "mfu")}
             for row in rows
         ]
         ends.append(((run_dir / "hf" / "model.safetensors").read_bytes(), learned))
-        assert (run_dir / "probe").exists() == bool(count)
+        assert (run_dir / "probe").exists() == probes
     assert ends[0] == ends[1]
-    found = read_probe(RunDirectory(tmp_path / "probe24").probe(0))
+    found = read_probe(RunDirectory(tmp_path / "probesTrue").probe(0))
     assert found
     assert tuple(found.logprobs) == probe_ages(20)
     moved = [np.abs(last - first).max() for first, last in zip(found.logprobs[0], found.logprobs[20], strict=True)]

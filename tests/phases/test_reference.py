@@ -8,40 +8,34 @@ from pathlib import Path
 import pytest
 
 from mugrpo_megatron.run.checkpoints import complete
-from tests.phases.branches import generate_stage, optimize, updates_of, weights
+from tests.phases.branches import optimize
+from tests.tiny import FINISHED, rows, weights
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
-UPDATES, EVERY = 8, 4
+UPDATES, EVERY = FINISHED["updates_per_stage"], 10
 
 
-@pytest.fixture(scope="module")
-def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe whose learning rate moves the policy far in each update."""
-    return generate_stage(
-        tmp_path_factory.mktemp("generated"),
-        UPDATES,
-        objective={"name": "off_policy_grpo"},
-        optimizer={"lr": 3e-2},
-        checkpoint={"every_updates": 3, "keep": 9},
-    )
+MOVING = ("objective.name=off_policy_grpo", "optimizer.lr=1e-2")
+"""At this learning rate each update moves the policy far."""
 
 
-def optimized(generated: Path, run_dir: Path, *changes: str) -> Path:
-    optimize(generated, run_dir, *changes)
+def optimized(source: Path, run_dir: Path, *changes: str) -> Path:
+    """The first stage of the run in `source`."""
+    optimize(source, run_dir, *MOVING, *changes)
     return run_dir
 
 
 @pytest.fixture(scope="module")
-def clipped(generated: Path) -> Path:
-    return optimized(generated, generated.parent / "clipped", f"objective.reference_every={EVERY}")
+def clipped(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return optimized(finished_run, tmp_path_factory.mktemp("clipped") / "run", f"objective.reference_every={EVERY}")
 
 
 def clipped_fractions(run_dir: Path) -> list[float]:
-    return [row["clipped_fraction"] for row in updates_of(run_dir)]
+    return [row["clipped_fraction"] for row in rows(run_dir, "update")]
 
 
-def test_the_clip_binds_between_refreshes_and_only_there(generated: Path, clipped: Path, tmp_path: Path) -> None:
-    moving = optimized(generated, tmp_path / "moving")
+def test_the_clip_binds_between_refreshes_and_only_there(finished_run: Path, clipped: Path, tmp_path: Path) -> None:
+    moving = optimized(finished_run, tmp_path / "moving")
     assert clipped_fractions(moving) == [0.0] * UPDATES
     found = clipped_fractions(clipped)
     assert found[::EVERY] == [0.0, 0.0], "at a refresh the ratio is exactly the reference's"
@@ -50,17 +44,17 @@ def test_the_clip_binds_between_refreshes_and_only_there(generated: Path, clippe
     assert not (moving / "reference").exists()
 
 
-def test_informative_groups_alone_are_lined_up_with_their_reference(generated: Path, tmp_path: Path) -> None:
+def test_informative_groups_alone_are_lined_up_with_their_reference(finished_run: Path, tmp_path: Path) -> None:
     """In a wrong order the first update after a refresh would not be at its reference."""
     changes = [f"objective.reference_every={EVERY}", "objective.zero_variance=leave_out"]
-    found = clipped_fractions(optimized(generated, tmp_path / "run", *changes))
+    found = clipped_fractions(optimized(finished_run, tmp_path / "run", *changes))
     assert found[::EVERY] == [0.0, 0.0]
     assert max(found) > 0
 
 
-@pytest.mark.parametrize("age", [3, pytest.param(6, marks=pytest.mark.night)])
+@pytest.mark.parametrize("age", [12, pytest.param(6, marks=pytest.mark.night)])
 def test_a_run_that_resumes_between_refreshes_ends_bitwise_like_the_unbroken_one(
-    age: int, generated: Path, clipped: Path, tmp_path: Path
+    age: int, finished_run: Path, clipped: Path, tmp_path: Path
 ) -> None:
     """What a kill after a refresh and a save leaves: checkpoints up to the save, reference files up to the refresh."""
     run_dir = tmp_path / "run"
@@ -70,11 +64,11 @@ def test_a_run_that_resumes_between_refreshes_ends_bitwise_like_the_unbroken_one
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert [path.name for path in complete(run_dir / "checkpoints")][-1] == f"stage00000-age{age:05d}"
     shutil.copytree(run_dir, tmp_path / "lost")
-    optimized(generated, run_dir, f"objective.reference_every={EVERY}")
+    optimized(finished_run, run_dir, f"objective.reference_every={EVERY}")
     assert weights(run_dir) == weights(clipped)
 
     shutil.rmtree(tmp_path / "lost" / "reference")
-    refused = optimize(generated, tmp_path / "lost", f"objective.reference_every={EVERY}", code=2)
+    refused = optimize(finished_run, tmp_path / "lost", *MOVING, f"objective.reference_every={EVERY}", code=2)
     begun = f"stage00000-age{age - age % EVERY:05d}"
     assert f"{begun}.parquet is missing" in refused.stderr
     assert f"the checkpoints after {begun}" in refused.stderr

@@ -1,4 +1,4 @@
-"""A run whose sampler keeps a few tokens a place: the stage stores them, and ratios are those among them."""
+"""A run whose sampler keeps a few tokens a place and stops at texts: what the stage stores, and ratios among them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine import door
 from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.stages.store import StageStore
 from tests.tiny import COIN, mugrpo, save_model, write_recipe
 
 pytestmark = pytest.mark.process
+STOPS = ["7", "12"]
 MASKED = pytest.mark.skipif(not door.is_new(), reason="this SGLang returns no masks of its sampler")
 
 
@@ -23,7 +25,7 @@ def test_engine_and_learner_agree_on_what_was_sampled_from(top_k: int, tmp_path:
         save_model(tmp_path / "model"),
         tmp_path / "run",
         schedule={"stages": 1, "updates_per_stage": 2},
-        rollout={"top_k": top_k, "top_p": 0.9, "stop": ["9"]},
+        rollout={"top_k": top_k, "top_p": 0.9, "stop": STOPS, "max_response_tokens": 40, "prompts_per_update": 32},
         reward=COIN,
     )
     mugrpo("generate", recipe)
@@ -34,8 +36,17 @@ def test_engine_and_learner_agree_on_what_was_sampled_from(top_k: int, tmp_path:
     assert stage["mismatch_max"] < 1e-3, "over the whole vocabulary they would differ by the log of what was left out"
     assert first["ratio_mean"] == pytest.approx(1.0, abs=1e-3)
     assert first["entropy"] < np.log(top_k)
+    tokenizer, ends = load_tokenizer(tmp_path / "model"), []
     for sample in StageStore(tmp_path / "run" / "stages" / "00000").read_update(0):
         assert sample.kept is not None
         assert len(sample.kept) == len(sample.response_ids)
         assert (sample.kept == sample.response_ids[:, None]).any(1).all()
         assert sample.kept.shape[1] <= top_k
+        ids = sample.response_ids.tolist()
+        assert not any(stop in tokenizer.decode(ids[:-1]) for stop in STOPS), "the last token completes a stop"
+        if sample.finish_reason == "length":
+            assert len(ids) == 40
+        elif ids[-1] != tokenizer.eos_token_id:
+            ends.append(tokenizer.decode(ids))
+    assert all(any(stop in end for stop in STOPS) for end in ends)
+    assert any(end.endswith("7") for end in ends)

@@ -134,7 +134,7 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
             r"above updates_per_stage x passes",
         ),
         (
-            "[schedule]\nmax_sample_age = 4\nmin_ess = 0.1\n",
+            "[schedule]\nmax_sample_age = 4\nmax_kl = 0.1\n",
             [],
             r"max_sample_age` = 4: needs stages whose end is known",
         ),
@@ -180,7 +180,7 @@ def test_bundled_recipes_are_valid(path: Path) -> None:
             ["schedule.growth=10"],
             r"^--set schedule.growth=10: `schedule`: a",
         ),
-        ("", ["objective.vespo.positive=[1,0]"], r"^--set objective.vespo.*: `objective.vespo.positive.1`"),
+        ("", ["objective.reject_range=[1,0]"], r"^--set objective.reject_range.*: `objective.reject_range.1`"),
         ("", ["schedule.stages=0"], r"^--set schedule.stages=0: `schedule.stages` = 0"),
         ("", [f"schedule.stages='{'x' * 500}'"], r"^--set schedule.stages='x{80}x*\.\.\.: "),
         ("", ["learning_rate=1e-6"], r"write it as section.key=value.*`learning_rate` of another.*`optimizer.lr` here"),

@@ -26,17 +26,10 @@ from tests.report.synthetic import recipe_of, rows_of, write_run
 
 BROWSER = shutil.which("chromium")
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=2000",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--virtual-time-budget=2000",
     "--dump-dom",
-)
+)  # fmt: skip
 
 
 def dom_of(address: str, tmp_path: Path, script: str = "") -> str:
@@ -72,50 +65,12 @@ def test_every_card_is_drawn_in_a_browser(stages: int, updates: int, sets: list[
             assert all(float(y) <= 216 for y in re.findall(r"[ML][\d.]+,(-?[\d.]+)", drawn)), f"{name} leaves its card"
 
 
-ACTIONS = """
-window.addEventListener("error", (event) => note("error", event.message));
-const notes = {};
-function note(name, value) { notes[name] = value; }
-function pointer(panel, kind, share) {
-  const box = panel.root.getBoundingClientRect(), x = panel.left + share * (panel.right - panel.left);
-  const place = { clientX: box.left + x, clientY: box.top + 40, button: 0, pointerType: "mouse", bubbles: true };
-  panel.root.dispatchEvent(new PointerEvent(kind, place));
-}
-const first = panels[0], marks = (panel) => panel.plot.querySelectorAll("path").length;
-const labels = (panel) => [...panel.root.querySelectorAll("text")].map((node) => node.textContent);
-note("curves", marks(first));
-first.legend.querySelector("button").click();
-note("curves without one", marks(first));
-first.legend.querySelector("button").click();
-note("curves again", marks(first));
-pointer(first, "pointermove", 0.5);
-note("box", tip.textContent);
-note("box is shown", !tip.hidden);
-pointer(first, "pointerdown", 0.25);
-pointer(first, "pointermove", 0.5);
-pointer(first, "pointerup", 0.5);
-note("zoomed", [first.from, first.to]);
-const others = panels.filter((panel) => panel.axis === "u");
-note("others zoomed", others.every((panel) => panel.from === first.from && panel.to === first.to));
-note("by age is not", panels.filter((panel) => panel.axis === "age").every((panel) => panel.from === 0));
-first.root.dispatchEvent(new MouseEvent("dblclick"));
-note("all of it", [first.from, first.to]);
-const linear = labels(panels[3]).join();
-panels[3].card.querySelector(".tools button").click();
-note("another axis", labels(panels[3]).join() !== linear);
-note("csv", csvOf(first.chart).split("\\n").slice(0, 2).join("|"));
-note("picture", standAlone(first).includes("var(") ? "unresolved colours" : "whole");
-document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
-document.getElementById("notes").textContent = JSON.stringify(notes);
-"""
-
-
 @pytest.mark.process
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", rows_of(4, 16, sets=["math500", "amc23"]), recipe_of(4, 16))
     page = tmp_path / "page.html"
-    page.write_text(write_report(run).read_text().replace("</body>", f"<script>{ACTIONS}</script></body>"))
+    page.write_text(write_report(run).read_text().replace("</body>", f"<script>{ZOOM_ACTIONS}</script></body>"))
     dom = dom_of(page.as_uri(), tmp_path)
     found = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
     assert "error" not in found
@@ -132,39 +87,6 @@ def test_zoom_switches_values_and_exports(tmp_path: Path) -> None:
     assert found["picture"] == "whole"
 
 
-LABELS = """
-drawing.boundaries.splice(0, Infinity, ...[0, 2, 24, 44].map((u, stage) => ({ u, t: u, stage })));
-const panel = panels[0];
-panel.draw();
-const boxes = [...panel.plot.querySelectorAll("text.stage")].map((node) => node.getBoundingClientRect());
-document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
-document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) => [box.left, box.right]));
-"""
-
-
-@pytest.mark.process
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
-    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
-    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
-    assert len(labels) == 3
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))
-
-
-@pytest.mark.process
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_comparison_is_drawn_in_a_browser(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, rows_of(2, 8, seed=seed), recipe_of(2, 8)) for seed, name in enumerate("abc")]
-    page = write_comparison(runs, tmp_path / "compared.html")
-    dom = dom_of(page.as_uri(), tmp_path)
-    cards = dict(re.findall(r'id="chart-(\w+)">(.*?)</svg>', dom, re.DOTALL))
-    assert {"held_out_accuracy", "reward_mean", "ess", "ratio_neg_mean"} <= set(cards)
-    for name, drawn in cards.items():
-        assert len(re.findall(r"<path ", drawn)) >= 3, name
-        assert "NaN" not in drawn, name
-
-
 WATCHED = """
 const notes = { errors: [], violations: [] };
 window.addEventListener("error", (event) => notes.errors.push(event.message));
@@ -177,6 +99,7 @@ notes.requests = asked.filter((name) => !name.startsWith("data:"));
 document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
 document.getElementById("notes").textContent = JSON.stringify(notes);
 """
+ZOOM_ACTIONS = (Path(__file__).parent / "actions" / "zoom.js").read_text()
 HEAT_ACTIONS = (Path(__file__).parent / "actions" / "heat.js").read_text()
 OVERLAY_ACTIONS = (Path(__file__).parent / "actions" / "overlay.js").read_text()
 
@@ -200,12 +123,14 @@ def test_the_heat_map_and_the_samples_in_a_browser(tmp_path: Path) -> None:
     hostile = "</script><img onerror=alert(1) src=https://example.org/x> \x1b[2J \u202e "
     run = write_run(tmp_path / "run", rows_of(1, 64), recipe_of(1, 64))
     write_stage(run, 0, text=hostile * 30, gold=hostile)
-    write_probe(run, 0, 64, count=8, tokens=6, token=hostile)
+    write_probe(run, 0, 64, count=8, tokens=6, token=hostile, mask=[place != 3 for place in range(6)])
     write_evaluation(run, 16, text=hostile * 30, question=hostile)
     found = notes_of(write_report(run), tmp_path, HEAT_ACTIONS)
     assert found["grids"] == 3
     assert found["rings"] == found["lines"] == 7, "at ages 16 to 64 the third token is below 1e-4"
-    assert found["last"] == 3
+    assert found["last"] == 2, "the fourth token is a tool's"
+    assert found["tipOfTool"].endswith("a tool's, not sampled")
+    assert (found["turns"], found["borders"], found["tools"], found["legend"]) == (["turn 1", "turn 2"], 1, 1, True)
     assert found["first"] == 0
     assert found["read"] == "age 0"
     assert "ratio ≈ 1 at age 0" in found["tip"]
@@ -288,3 +213,23 @@ def test_a_live_page_is_served_on_loopback_and_follows_its_run(tmp_path: Path) -
     assert 'data-live="10"' in after
     assert "connect-src 'self'" in after
     assert 'data-live="0"' in write_report(run).read_text()
+
+
+LABELS = """
+drawing.boundaries.splice(0, Infinity, ...[0, 2, 24, 44].map((u, stage) => ({ u, t: u, stage })));
+const panel = panels[0];
+panel.draw();
+const boxes = [...panel.plot.querySelectorAll("text.stage")].map((node) => node.getBoundingClientRect());
+document.body.insertAdjacentHTML("beforeend", "<pre id=notes></pre>");
+document.getElementById("notes").textContent = JSON.stringify(boxes.map((box) => [box.left, box.right]));
+"""
+
+
+@pytest.mark.process
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
+def test_names_of_short_stages_do_not_cover_each_other(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", rows_of(4, 16), recipe_of(4, 16))
+    dom = dom_of(str(write_report(run)), tmp_path, LABELS)
+    labels = json.loads(unescape(dom.split('<pre id="notes">')[1].split("</pre>")[0]))
+    assert len(labels) == 3
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(labels))

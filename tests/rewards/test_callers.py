@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mugrpo_megatron.rewards.callers import MOST_PARTS, Caller, GaveUp, verdict_of
 from mugrpo_megatron.rewards.items import Item, Verdict
-from tests.rewards.foreign import slime_reward, trl_rewards, verl_reward
 
 
 def items(*responses: str, gold: object = "4", **known: Any) -> list[Item]:
@@ -41,31 +40,6 @@ def test_a_dictionary_has_a_score_an_answer_and_numbers() -> None:
     assert (found.reward, found.extracted, found.parts) == (1.0, "4", {"acc": 0.0, "a_b": 2.0})
     many = verdict_of({"score": 1} | {str(n): n for n in range(1000)}, "own", False)
     assert len(many.parts) == MOST_PARTS
-
-
-def test_trls_file() -> None:
-    asked = items("so 4", "5", prompt="2+2=")
-    assert rewards(trl_rewards.correctness, asked) == [2.0, 0.0]
-    assert rewards(trl_rewards.correctness, items("so 4", gold="four", prompt="2+2=")) == [None]
-    assert rewards(trl_rewards.agreement, items("4", "4", "5")) == pytest.approx([2 / 3, 2 / 3, 1 / 3])
-    found = Caller(trl_rewards.brevity, "own", 60.0)(items("123", "1"))
-    assert found == [
-        Verdict(-0.3, "", "own", parts={"longest": 3.0}),
-        Verdict(-0.1, "", "own", parts={"longest": 3.0}),
-    ]
-
-
-def test_verls_file() -> None:
-    easy = items("2+2=4", source="sums", row={"extra_info": {"level": "easy"}})
-    assert Caller(verl_reward.compute_score, "own", 60.0)(easy) == [Verdict(1.0, "4", "own", parts={"acc": 1.0})]
-    assert rewards(verl_reward.compute_score, items("2+2=5")) == [-0.5]
-
-
-def test_slimes_file() -> None:
-    caller = Caller(slime_reward.reward, "own", 60.0)
-    assert caller.needs.responses > 1, "it works on several at once"
-    assert rewards(slime_reward.reward, items("4", "5", row={"metadata": {"bonus": 0.5}})) == [1.5, 0.5]
-    assert rewards(slime_reward.of_group, items("4", "55")) == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("returned", [[1.0], [1.0] * 3, 1.0, None, "12", {"score": 1.0}])

@@ -37,30 +37,15 @@ RIGHT = [
 ]
 NONE = ["(C) (B)", "C) B", "C or D", "(C), (D)", "C) or D)", "C. D", "C: D", "C. or D.", "C B", "ABC", "Cat", "(C)D"]
 NONE += [
-    "(C) Paris (D) Rome",
-    "C) Paris D) Rome",
-    "Option C or option D",
-    "options C and D",
-    "(C) option D",
+    "(C) Paris (D) Rome", "C) Paris D) Rome", "Option C or option D", "options C and D", "(C) option D",
     "(C) (or D)",
-]
+]  # fmt: skip
 NONE += [
-    "(C) Paris or D",
-    "(C) wait D",
-    "(C) Actually, it is D",
-    "either C or D",
-    "not (C)",
-    "not option C",
-    "neither C",
-]
+    "(C) Paris or D", "(C) wait D", "(C) Actually, it is D", "either C or D", "not (C)", "not option C", "neither C",
+]  # fmt: skip
 NONE += [
-    "(C) is wrong",
-    "(C) is not correct",
-    "(C) isn't right",
-    "C is wrong",
-    "option C is wrong",
-    "(C) was incorrect",
-]
+    "(C) is wrong", "(C) is not correct", "(C) isn't right", "C is wrong", "option C is wrong", "(C) was incorrect",
+]  # fmt: skip
 NONE += [
     "(C) is clearly false",
     "(C) is not the right answer",

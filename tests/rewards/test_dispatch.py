@@ -99,10 +99,8 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
 
 
 def section(**settings: object) -> RewardSection:
-    small = {"worker_memory_mb": 64, "code": {"memory_mb": 64}}
-    return RewardSection.model_validate(
-        {"function": "own:judge", "workers": 1, "max_failure_share": 1.0, **small, **settings}
-    )
+    small = {"worker_memory_mb": 64, "max_failure_share": 1.0}
+    return RewardSection.model_validate({"function": "own:judge", "workers": 1, **small, **settings})
 
 
 def rows(*sizes: int) -> list[dict[str, Any]]:

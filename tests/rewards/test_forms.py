@@ -52,17 +52,6 @@ def test_ours() -> None:
     }
 
 
-def test_verls() -> None:
-    form = form_of(verl_reward.compute_score)
-    assert arguments_of_one(form, ITEMS[0]) == {
-        "solution_str": "2",
-        "ground_truth": ["gold"],
-        "data_source": "sums",
-        "extra_info": {"level": "easy"},
-    }
-    assert arguments_of_one(form, ITEMS[1])["extra_info"] == {"solution": "t"}, "the row stands in"
-
-
 def test_trls_completions_are_messages_after_messages() -> None:
     metrics: dict[str, float] = {}
     form = form_of(made("prompts, completions, completion_ids, solution, **kwargs"))

@@ -11,40 +11,14 @@ from mugrpo_megatron.rewards.math.grade import grade
 from mugrpo_megatron.rewards.math.values import same
 
 HEDGES = [
-    "The answer is 3 or 4",
-    "The answer is 3, or 4, or 5.",
-    "\\boxed{4=3}",
-    "\\boxed{3=4}",
-    "\\boxed{x=4=3}",
-    "\\boxed{3 \\approx 4}",
-    "\\boxed{4 \\approx 3}",
-    "\\boxed{3,4}",
-    "\\boxed{3 \\lor 4}",
-    "\\boxed{4 \\lor 3}",
-    "\\boxed{3 \\text{ or } 4}",
-    "\\boxed{4 \\to 3}",
-    "\\boxed{4 \\Rightarrow 3}",
-    "\\boxed{4 \\cup 3}",
-    "\\boxed{3 \\bmod 4}",
-    "\\boxed{3 (or 4)}",
-    "\\boxed{4 (or 3)}",
-    "\\boxed{3 \\text{ (maybe 4)}}",
-    "\\boxed{4 & 3}",
-    "\\boxed{3 4}",
-    "\\boxed{2\\quad 1}",
-    "\\boxed{3} and \\boxed{4}",
-    "\\boxed{\\{3, 4\\}}",
-    "\\boxed{\\pm 3}",
-    "\\boxed{x > 3}",
-    "\\boxed{3/4=3}",
-    "\\boxed{x \\in \\{3, 4\\}}",
-    "\\boxed{\\max(3, 2)}",
-    "\\boxed{2.9999999}",
-    "\\boxed{1+2}",
-    "\\boxed{3!/2}",
-    "\\boxed{\\binom{3}{1}}",
-    "\\boxed{2 \\cdot 1.5}",
-]
+    "The answer is 3 or 4", "The answer is 3, or 4, or 5.", "\\boxed{4=3}", "\\boxed{3=4}", "\\boxed{x=4=3}",
+    "\\boxed{3 \\approx 4}", "\\boxed{4 \\approx 3}", "\\boxed{3,4}", "\\boxed{3 \\lor 4}", "\\boxed{4 \\lor 3}",
+    "\\boxed{3 \\text{ or } 4}", "\\boxed{4 \\to 3}", "\\boxed{4 \\Rightarrow 3}", "\\boxed{4 \\cup 3}",
+    "\\boxed{3 \\bmod 4}", "\\boxed{3 (or 4)}", "\\boxed{4 (or 3)}", "\\boxed{3 \\text{ (maybe 4)}}",
+    "\\boxed{4 & 3}", "\\boxed{3 4}", "\\boxed{2\\quad 1}", "\\boxed{3} and \\boxed{4}", "\\boxed{\\{3, 4\\}}",
+    "\\boxed{\\pm 3}", "\\boxed{x > 3}", "\\boxed{3/4=3}", "\\boxed{x \\in \\{3, 4\\}}", "\\boxed{\\max(3, 2)}",
+    "\\boxed{2.9999999}", "\\boxed{1+2}", "\\boxed{3!/2}", "\\boxed{\\binom{3}{1}}", "\\boxed{2 \\cdot 1.5}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("response", HEDGES)

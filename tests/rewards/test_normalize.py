@@ -11,45 +11,18 @@ from tests.rewards.verdicts import right
 
 WHOLE = st.integers(2, 999)
 AROUND = [
-    "\\mathbf{{{}}}",
-    "\\textbf{{{}}}\\text{{ apples}}",
-    "\\left({}\\right)",
-    "\\displaystyle {}",
-    "\\,{}\\,",
-    "\\text{{Total: }} {}",
-    "\\text{{Total: {}}}",
-    "\\text{{Total cost: }} \\${}",
-    "\\text{{The answer is }} {}",
-    "\\text{{The answer is {}}}",
-    "\\text{{Answer: {}}}",
-    "Number of ways: {}",
-    "x = {}",
-    "{} = x",
-    "\\text{{Least value of }} n = {}",
-    "\\text{{No. of ways}} = {}",
-]
+    "\\mathbf{{{}}}", "\\textbf{{{}}}\\text{{ apples}}", "\\left({}\\right)", "\\displaystyle {}", "\\,{}\\,",
+    "\\text{{Total: }} {}", "\\text{{Total: {}}}", "\\text{{Total cost: }} \\${}", "\\text{{The answer is }} {}",
+    "\\text{{The answer is {}}}", "\\text{{Answer: {}}}", "Number of ways: {}", "x = {}", "{} = x",
+    "\\text{{Least value of }} n = {}", "\\text{{No. of ways}} = {}",
+]  # fmt: skip
 HEDGING = [
-    "\\text{{if }} x = {}",
-    "if x = {}",
-    "\\text{{If }} x = {}",
-    "\\text{{maybe }} x = {}",
-    "\\text{{suppose }} x = {}",
-    "\\text{{wrong answer}} = {}",
-    "\\text{{not }} x = {}",
-    "\\text{{Not: }} {}",
-    "\\text{{at least: }} {}",
-    "{}...",
-    "{}…",
-    "{}..",
-    "\\text{{The answer is not {}}}",
-    "\\text{{The answer is at least {}}}",
-    "\\text{{Total: at least {}}}",
-    "unless = {}",
-    "I do not know: {}",
-    "It is more than: {}",
-    "\\text{{unknown: }} {}",
-    "x \\not= {}",
-]
+    "\\text{{if }} x = {}", "if x = {}", "\\text{{If }} x = {}", "\\text{{maybe }} x = {}",
+    "\\text{{suppose }} x = {}", "\\text{{wrong answer}} = {}", "\\text{{not }} x = {}", "\\text{{Not: }} {}",
+    "\\text{{at least: }} {}", "{}...", "{}…", "{}..", "\\text{{The answer is not {}}}",
+    "\\text{{The answer is at least {}}}", "\\text{{Total: at least {}}}", "unless = {}", "I do not know: {}",
+    "It is more than: {}", "\\text{{unknown: }} {}", "x \\not= {}",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("form", AROUND)

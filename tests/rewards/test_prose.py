@@ -13,36 +13,12 @@ WHOLE = st.integers(2, 999)
 FRAMES = st.sampled_from(["The answer is {}.", "So the total is {}.", "Therefore, the result equals {}."])
 VALUES = st.sampled_from(["{}", "${}$", "exactly {}", "{} apples", "only {} of them"])
 CHANGED = [
-    "at least {}",
-    "at most {}",
-    "more than {}",
-    "greater than {}",
-    "about {}",
-    "half of {}",
-    "twice {}",
-    "never {}",
-    "definitely not {}",
-    "anything but {}",
-    "far from {}",
-    "the square root of {}",
-    "{} or more",
-    "{} or so",
-    "{} more than x",
-    "{} squared",
-    "{} thousand",
-    "{} million",
-    "{} dozen",
-    "minus {}",
-    "negative {}",
-    "maybe {}",
-    "unlikely to be {}",
-    "unknown: {}",
-    "between $1 and ${}",
-    "not known to be {}",
-    "{} divided by 2",
-    "less than ${}$",
-    "not ${}$",
-]
+    "at least {}", "at most {}", "more than {}", "greater than {}", "about {}", "half of {}", "twice {}", "never {}",
+    "definitely not {}", "anything but {}", "far from {}", "the square root of {}", "{} or more", "{} or so",
+    "{} more than x", "{} squared", "{} thousand", "{} million", "{} dozen", "minus {}", "negative {}", "maybe {}",
+    "unlikely to be {}", "unknown: {}", "between $1 and ${}", "not known to be {}", "{} divided by 2",
+    "less than ${}$", "not ${}$",
+]  # fmt: skip
 JOINTS = st.sampled_from([", ", " or ", " and ", ", or ", "; "])
 
 

@@ -49,11 +49,12 @@ def test_files_of_other_trainers_run_unchanged_side_by_side() -> None:
     assert scores[3].reward == pytest.approx(0.0 - 0.1 - 0.25)
 
 
-@pytest.mark.parametrize("gold", [["assert f(1) == 2", "#### no answer"], {"inputs": ["1\n"]}, 7, "a # b #### c", None])
-def test_a_gold_reaches_functions_as_the_data_has_it(gold: object) -> None:
+def test_a_gold_reaches_functions_as_the_data_has_it() -> None:
+    golds: list[object] = [["assert f(1) == 2", "#### no answer"], {"inputs": ["1\n"]}, 7, "a # b #### c", None]
+    rows = [{"gold": gold, "other": [1, {"a": None}]} for gold in golds]
     with Verifier(RewardSection(function=f"{OWN}:gold_is_in_row", workers=1)) as verifier:
-        scores = verifier.score(["x"], [gold], [{"gold": gold, "other": [1, {"a": None}]}], answers=["4"])
-    assert scores[0].reward == 1.0
+        scores = verifier.score(["x"] * len(golds), golds, rows, answers=["4"] * len(golds))
+    assert [score.reward for score in scores] == [1.0] * len(golds)
 
 
 def test_a_group_is_one_call_and_a_call_that_fails_costs_its_group() -> None:

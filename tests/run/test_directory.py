@@ -89,13 +89,7 @@ def test_a_directory_in_hf_that_the_run_did_not_write_is_kept(tmp_path: Path) ->
 def test_how_the_work_is_done_may_change(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
-    changed = (
-        "parallel.tensor=2",
-        "engine.tensor=2",
-        "checkpoint.keep=9",
-        "schedule.stages=9",
-        "optimizer.max_skipped=1",
-    )
+    changed = ("parallel.tensor=2", "engine.tensor=2", "checkpoint.keep=9", "schedule.stages=9")
     with open_directory(recipe(tmp_path, *changed)) as directory:
         assert "keep = 9" in directory.recipe.read_text(encoding="utf-8")
 
@@ -105,9 +99,7 @@ def test_what_a_message_tells_to_raise_can_be_raised(tmp_path: Path) -> None:
     with open_directory(recipe(tmp_path)):
         pass
     limits = ("max_failure_share=1", "timeout_s=60", "workers=3", "worker_memory_mb=2048")
-    with open_directory(
-        recipe(tmp_path, *(f"reward.{one}" for one in limits), "report.eval_problems=7", "sft.lr=1e-3")
-    ):
+    with open_directory(recipe(tmp_path, *(f"reward.{one}" for one in limits), "sft.lr=1e-3")):
         pass
 
 

@@ -44,7 +44,6 @@ def recipe_in(run_dir: Path) -> Recipe:
         "reward": {"functions": functions},
         "objective": {
             "surrogate": "own_files_loss:right",
-            "surrogate_depends_on": "token",
             "diagnostics": "own_files_figures:right",
         },
         "data": {"chat_template": "own.jinja"},

@@ -35,16 +35,16 @@ def test_every_log_that_says_something_is_kept_under_its_parts_name(tmp_path: Pa
     assert (tmp_path / "gpu-logs" / kept[1]).read_text() == "no kernel image"
 
 
-@pytest.mark.parametrize(("library", "backend"), [("flash_ops.abi3.so", "auto"), ("spatial_ops.abi3.so", "triton")])
+@pytest.mark.parametrize(("library", "backend"), [("flash_ops.abi3.so", None), ("spatial_ops.abi3.so", "triton")])
 def test_every_recipe_has_a_backend_that_is_installed(
-    library: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: str, backend: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sgl_kernel").mkdir()
     for name in ("__init__.py", library):
         (tmp_path / "sgl_kernel" / name).touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert recipe_of(tmp_path, How(small=True)).engine.attention_backend == backend
-    assert tomllib.loads(recipe_text(tmp_path, How(small=True)))["engine"].get("attention_backend", "auto") == backend
+    assert recipe_of(tmp_path, How(small=True)).engine.extra.get("attention_backend") == backend
+    assert tomllib.loads(recipe_text(tmp_path, How(small=True)))["engine"]["extra"].get("attention_backend") == backend
 
 
 def prepared_commands() -> list[str]:

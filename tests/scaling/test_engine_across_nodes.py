@@ -46,9 +46,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder / "run",
         schedule={"stages": STAGES, "updates_per_stage": UPDATES},
         rollout={"prompts_per_update": PROMPTS, "max_response_tokens": 48},
-        engine={"tensor": 2, "nodes": 2, "max_running_requests": 16, "compiled": False, "check_weights": "every"},
+        engine={"tensor": 2, "nodes": 2, "max_running_requests": 16, "check_weights": "every"},
         eval={"max_tokens": 12},
-        report={"eval_problems": 16},
         reward=COIN,
     )
 

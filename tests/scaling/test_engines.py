@@ -5,28 +5,21 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from mugrpo_megatron.observe.log import read_rows
 from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.stages.manifest import manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
 from tests.scaling.nodes import TORCHRUN, kill
 from tests.stages.test_store import assert_same
-from tests.tiny import COIN, mugrpo, save_model, write_recipe
+from tests.tiny import COIN, mugrpo, rows, save_model, write_recipe
 
 pytestmark = pytest.mark.process
 
 UPDATES, PROMPTS = 40, 64
 GROUPS = UPDATES * PROMPTS
-
-
-def rows(run_dir: Path, kind: str) -> list[dict[str, Any]]:
-    log = run_dir / "metrics.jsonl"
-    return [row for row in read_rows(log) if row["kind"] == kind] if log.exists() else []
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], output: Path) -> None:
@@ -88,7 +81,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
         run_dir,
         schedule={"stages": 2, "updates_per_stage": UPDATES},
         rollout={"prompts_per_update": PROMPTS},
-        engine={"max_running_requests": 64, "per_node": 2},
+        engine={"max_running_requests": 64},
         reward=COIN,
     )
     output = tmp_path / "output.log"
@@ -114,7 +107,7 @@ def test_an_engine_dies_then_the_job_and_a_single_process_goes_on(tmp_path: Path
     zero, one = committed(second)
     assert zero.isdisjoint(one), "no group was claimed twice"
     before = groups_on_disk(second, zero | one)
-    mugrpo("train", recipe, "--set", "engine.per_node=1")
+    mugrpo("train", recipe)
     store = StageStore(second)
     assert store.present() == set(range(GROUPS))
     after = groups_of(store, zero | one)

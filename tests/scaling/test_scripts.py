@@ -196,6 +196,95 @@ def test_a_container_sees_the_current_directory_and_runs_the_scripts_of_its_imag
     assert "WORKDIR /mugrpo\n" in (SCRIPTS / "container" / "Dockerfile").read_text()
 
 
+RUNS = """#!/usr/bin/env bash
+# A Python that has the package: notes how it was started, and is stopped by its job's time limit or ends with $ENDS.
+if [ "$2" = -c ]; then exit 0; fi
+echo "$*" >> "$NOTES"
+if [ "$ENDS" != limit ]; then exit "$ENDS"; fi
+trap 'echo saved; exit 0' TERM
+kill -TERM $PPID
+while :; do sleep 0.02; done
+"""
+SRUN = """#!/usr/bin/env bash
+# One node, on which the step's command runs; the time limit's signal goes to that command, and not to its children.
+while [[ $1 == --* ]]; do shift; done
+SLURM_NODEID=1 "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then printf 'gpu-%s\\n' 07 08; else echo "$*" >> "$NOTES"; exit "${REFUSES:-0}"; fi
+"""
+
+
+def job(checkout: Path, *words: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """A batch script as Slurm runs it, and what it has started or asked for."""
+    for place, text in ((".venv/bin/python", RUNS), ("tools/srun", SRUN), ("tools/scontrol", SCONTROL)):
+        program(checkout / place, text)
+    notes = checkout / "notes"
+    notes.touch()
+    known = {"PATH": f"{checkout / 'tools'}:{os.environ['PATH']}", "NOTES": str(notes), "ENDS": "0", **JOB}
+    done = call(checkout, words[0], *words[1:], **known | environment)
+    return done, notes.read_text().splitlines()
+
+
+TRAIN = ("slurm.sbatch", "--again", "2", "train", "r.toml", "--set", "a.b=two words")
+SHARE = ("generate.sbatch", "4", "r.toml", "--set", "a.b=c")
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "code", "said", "again"),
+    [
+        (TRAIN, {"ENDS": "limit"}, 0, "saved\nslurm.sbatch: stopped before its end; queueing job 20017 again", True),
+        (TRAIN, {"ENDS": "limit", "SLURM_RESTART_COUNT": "1"}, 0, "queueing job 20017 again", True),
+        (TRAIN, {"ENDS": "limit", "SLURM_RESTART_COUNT": "2"}, 1, "restarted 2 times (--again); submit", False),
+        (TRAIN, {"ENDS": "limit", "REFUSES": "1"}, 1, "Slurm does not queue this job again", True),
+        *((TRAIN, {"ENDS": code}, int(code), "", False) for code in "012"),
+        (SHARE, {"ENDS": "limit", "SLURM_ARRAY_TASK_ID": "3"}, 0, "queueing job 20017 again", True),
+    ],
+)
+def test_a_job_is_queued_again_only_where_its_time_limit_stopped_it(
+    words: tuple[str, ...], environment: dict[str, str], code: int, said: str, again: bool, checkout: Path
+) -> None:
+    done, (started, *asked) = job(checkout, *words, **environment)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert asked == ["requeue 20017"] * again
+    if words is SHARE:
+        assert started.endswith("-m mugrpo_megatron generate r.toml --set a.b=c --engine-only --shard 3/4")
+    else:
+        assert started.endswith("-m mugrpo_megatron train r.toml --set a.b=two words")
+        assert "--nproc-per-node 4 --nnodes 2 --node-rank 1 --master-addr gpu-07 --master-port 20017" in started
+        assert "--log-dir logs/20017/node-1 " in started
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "complaint"),
+    [
+        (["slurm.sbatch", "train"], {}, "usage: sbatch"),
+        (["slurm.sbatch", "--agin", "1", "train", "r"], {}, "unknown option --agin"),
+        (["slurm.sbatch", "--again", "x", "train", "r"], {}, "--again x is not a number"),
+        (["slurm.sbatch", "--pyxis", "a", "--apptainer", "b", "train", "r"], {}, "exclude each other"),
+        (["slurm.sbatch", "train", "r"], {"SLURM_GPUS_ON_NODE": ""}, "the job has no GPUs; ask for some"),
+        (["generate.sbatch", "4", "r"], {}, "not an array; give sbatch --array"),
+        (["generate.sbatch", "4", "r"], {"SLURM_ARRAY_TASK_ID": "4"}, "there is no share 4 of 4"),
+        (["generate.sbatch", "r", "4"], {"SLURM_ARRAY_TASK_ID": "0"}, "r is not a number of shares"),
+    ],
+)
+def test_what_is_wrong_ends_the_job_with_a_sentence(
+    words: list[str], environment: dict[str, str], complaint: str, checkout: Path
+) -> None:
+    done, started = job(checkout, *words, **environment)
+    assert (done.returncode, started) == (2, [])
+    assert complaint in done.stderr
+
+
+def test_a_job_submitted_from_elsewhere_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", str(SCRIPTS / "slurm.sbatch"), "train", "r"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "submit the job from the repository's root" in done.stderr
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS.glob("*.sh"), *SCRIPTS.glob("*.sbatch"), *SCRIPTS.glob("cluster/*.sh")])
 def test_shellcheck_has_nothing_to_say(script: Path) -> None:
     if (shellcheck := shutil.which("shellcheck")) is None:
@@ -211,7 +300,8 @@ def test_slurm_gives_ranks_the_time_that_torchrun_gives_them_and_needs_no_folder
     assert grace
     assert signal == "TERM"
     assert int(seconds) >= int(grace[1]) + 60
-    assert "/" not in settings["output"]  # Slurm makes no folder: a job whose log cannot be opened fails in silence
+    for script in ("slurm.sbatch", "generate.sbatch"):  # Slurm makes no folder: a job whose log cannot be opened fails
+        assert "#SBATCH --output=slurm-%" in (SCRIPTS / script).read_text()
 
 
 @pytest.mark.parametrize(

@@ -16,31 +16,7 @@ from run_scripts.study.results import read_kept, read_results
 
 pytestmark = [pytest.mark.night, pytest.mark.process]
 
-GRID = """
-updates = 64
-every = 32
-seeds = 2
-warm_starts = 2
-trigger_ratio = 1e-4
-tuning_seed = 100
-ladder = [1e-4, 1e-3]
-start = [1e-4]
-order = [["one"], ["best"], ["noise"]]
-[blocks.one]
-rate = 1e-3
-methods = ["none", "veto", "grpo"]
-[blocks.best]
-methods = ["none"]
-[blocks.noise]
-rate = 1e-3
-methods = ["none"]
-seeds = [0]
-repeats = 1
-[methods]
-grpo = { title = "GRPO", mu = 4, objective = { name = "grpo" } }
-none = { title = "none", objective = { name = "mu_grpo", veto = "none" } }
-veto = { title = "veto", twin = "none", objective = { name = "mu_grpo" } }
-"""
+GRID = Path(__file__).with_name("grid.toml").read_text()
 
 PROGRAM = """
 import json, sys
@@ -134,6 +110,18 @@ def test_a_seed_generates_once_and_finished_cells_are_not_run_again(study: run.S
     assert (docs / "cells.csv").read_bytes() == before
 
 
+def test_a_cell_that_fails_is_named_and_tried_again(study: run.Study, capsys: pytest.CaptureFixture[str]) -> None:
+    (study.out / "cells").mkdir()
+    for seed in (0, 1):
+        (study.out / "cells" / "broken").write_text("veto-0.001")
+        assert run.run_all(study, [seed]) == 1
+        assert f"not done: seed{seed}/veto-0.001\n" in capsys.readouterr().out
+    (study.out / "cells" / "broken").unlink()
+    calls(study)
+    assert run.run_all(study, [0, 1]) == 0
+    assert calls(study) == ["train veto-0.001"] * 2
+
+
 def test_cells_whose_rate_was_found_elsewhere_are_collected(study: run.Study, tmp_path: Path) -> None:
     (tmp_path / "grid.toml").write_text(GRID.replace('methods = ["none", "veto", "grpo"]', 'methods = ["grpo"]'))
     study = replace(study, grid=load_grid(tmp_path / "grid.toml"))
@@ -152,18 +140,6 @@ def test_cells_whose_rate_was_found_elsewhere_are_collected(study: run.Study, tm
     words[1] = str(tmp_path / "elsewhere")
     assert collect(words) == 0
     assert sorted((tmp_path / "docs" / "cells.csv").read_text().splitlines()) == sorted(found.splitlines())
-
-
-def test_a_cell_that_fails_is_named_and_tried_again(study: run.Study, capsys: pytest.CaptureFixture[str]) -> None:
-    (study.out / "cells").mkdir()
-    for seed in (0, 1):
-        (study.out / "cells" / "broken").write_text("veto-0.001")
-        assert run.run_all(study, [seed]) == 1
-        assert f"not done: seed{seed}/veto-0.001\n" in capsys.readouterr().out
-    (study.out / "cells" / "broken").unlink()
-    calls(study)
-    assert run.run_all(study, [0, 1]) == 0
-    assert calls(study) == ["train veto-0.001"] * 2
 
 
 def test_cells_of_another_stage_do_not_count(study: run.Study) -> None:

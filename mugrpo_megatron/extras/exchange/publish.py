@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import shutil
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.durable import TOKEN, durable_directory, write_text
 from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.files.json_text import file_inside
 from mugrpo_megatron.files.outputs import check_output
@@ -82,6 +83,7 @@ def publish(
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     if record := read_record(run_dir):
         check_begun(record, whole, f"{run_dir}: the run")
+    say_leftovers(to, say)
     with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)
         _copy(source, target.stage(stage), _of_stage(source))
@@ -99,6 +101,12 @@ def publish(
         say(f"left out, as places of this machine: {', '.join(hidden)}")
     look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
     say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+
+
+def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
+    """Say which directories a killed command left beside `to`: one that still runs has such a directory too."""
+    for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{TOKEN}.partial")):
+        say(f"{left} is of another command that writes {to}, or wrote it and was killed; remove it if none runs")
 
 
 def _of_stage(directory: Path) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.errors import EngineFailure
@@ -42,7 +42,7 @@ class ShareTurn:
         """Have the recipe's guests score what the stage lacks of the share, whose parts are then on disk.
 
         Does nothing where the run has the guests' turn itself. Raises UserError as `scoring.guests_of`, EngineFailure
-        after `engine.max_failures` failures in a row without a part between them, and Stopped when asked to stop.
+        after MOST_FAILURES failures in a row without a part between them, and Stopped when asked to stop.
         """
         try:
             with lock_soon(self.directory.stage_lock(self.stage), shared=True):
@@ -70,7 +70,7 @@ class ShareTurn:
                     missing = self._missing(job)
                     if failure:
                         failures = failures + 1 if len(missing) == before else 1
-                        if failures >= self.recipe.engine.max_failures:
+                        if failures >= MOST_FAILURES:
                             raise EngineFailure(failure)
                         self.display.say(f"{failure}\nThe guest's engine is restarted for what is missing.")
                         engine.restart()

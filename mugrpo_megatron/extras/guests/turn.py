@@ -10,14 +10,13 @@ from pathlib import Path
 
 import psutil
 
-from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import runs_on_cuda
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.extras.guests.scoring import Guest, Job, guests_of, samples_per_update, write_parts
 from mugrpo_megatron.learner.learner import Learner
-from mugrpo_megatron.observe.environment import device_memory_in_use
+from mugrpo_megatron.observe.environment import device_memory_in_use, finds_cuda
 from mugrpo_megatron.phases.generate import LOOK_S, check_shared, shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
@@ -32,7 +31,7 @@ def take_turns(run: Run, learner: Learner, store: StageStore, cursor: Cursor) ->
     Where a column lacks, the learner is offloaded and stays so. Parts of columns are on disk as they are finished: a
     run that is killed or stopped in the turn asks for the others alone, and so does one whose stage processes without a
     learner have scored (`share.py`); it waits for those that are at work. Raises UserError when a guest's weights are
-    not those of its earlier columns, EngineFailure after `engine.max_failures` rounds in a row in which an engine fails
+    not those of its earlier columns, EngineFailure after MOST_FAILURES rounds in a row in which an engine fails
     and nothing is done, and Stopped, with the finished parts on disk, when the run was asked to stop.
     """
     for guest in guests_of(run.recipe, run.directory, store, cursor.stage):
@@ -105,7 +104,7 @@ def _memory(run: Run) -> float:
 @contextmanager
 def _engine(run: Run, own: Recipe, directory: Path, name: str) -> Iterator[tuple[EngineSlot, Engine | None]]:
     """This rank's place among the guest's engines, and the one that it leads; that has left when the block ends."""
-    slot = slot_of_environment(own.engine, runs_on_cuda(own))
+    slot = slot_of_environment(own.engine, finds_cuda())
     with ExitStack() as stack:
         engine = None
         if slot.leads_engine:
@@ -132,7 +131,7 @@ def _work(
             )
         texts = list(filter(None, run.world.gather(failure)))
         failures = bool(texts) + (0 if updates else failures)
-        if failures >= run.recipe.engine.max_failures:
+        if failures >= MOST_FAILURES:
             raise EngineFailure(texts[0])
         for text in texts:
             run.log.event("engine_failure", text.splitlines()[0])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import adapted_leaves, kind, target_kinds
 from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.recipe.load import shown
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import fingerprint
 
@@ -74,10 +75,10 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     config = read_json(directory / CONFIG)
     for name, plain in PLAIN.items():
         if config.get(name, plain[-1]) not in plain:
-            raise UserError(f"{where}: {name} = {config[name]!r}, and only plain LoRA adapters are read")
+            raise UserError(f"{where}: {name} = {shown(config[name])}, and only plain LoRA adapters are read")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
-        raise UserError(f"{where}: r = {rank!r} and lora_alpha = {alpha!r} are not those of an adapter")
+        raise UserError(f"{where}: r = {shown(rank)} and lora_alpha = {shown(alpha)} are not those of an adapter")
     shapes, base = _header(directory / WEIGHTS)
     kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
     chosen = target_kinds(architecture, sorted(kinds), where)

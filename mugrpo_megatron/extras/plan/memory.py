@@ -294,7 +294,7 @@ def engine_memory(case: Case) -> EngineMemory:
     weights = whole / tp * replicas_of_engines(recipe, case.cluster, whole)
     sharing = cache_shares(case.architecture, tp)
     per_token = kv_bytes_per_token(dict(case.config), recipe.model.dtype) / sharing
-    limit = recipe.engine.max_total_tokens or float("inf")
+    limit = recipe.engine.extra.get("max_total_tokens") or float("inf")
     if case.cuda:
         free = case.cluster.device.memory - assumptions.learner_rest - assumptions.engine_rest
         cache = min(limit * per_token, max(0.0, recipe.engine.memory_fraction * free - weights))

@@ -169,8 +169,12 @@ def _schedules(plan: Plan) -> Table:
     table.add_row("total", *(about(one.total) for one in plan.schedules))
     table.add_row(_hours_name(plan), *(two_digits(plan.gpu_hours(one.total)) for one in plan.schedules))
     table.add_row("a stage on disk", *(f"{_gib(one.stage_bytes)} GiB" for one in plan.schedules))
+    table.add_row("rates of a stage, summed", *(f"{one.rates:.1e}" for one in plan.schedules))
     _, grpo, mu = plan.schedules
-    table.caption = f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's"
+    table.caption = (
+        f"GRPO's schedule takes {grpo.total / mu.total:.2f} times as long as mu-GRPO's. What stale responses cost in "
+        "accuracy follows how far a stage moves the policy, not its age: docs/study/law.md. schedule.max_kl ends one."
+    )
     return table
 
 

@@ -238,6 +238,8 @@ class Schedule:
     tail: float
     """Seconds of `generate` that one single stage would save: each stage waits for its longest responses."""
     stage_bytes: float
+    rates: float
+    """Sum of the learning rates of a stage before warm-up and decay: how far Adam can move a weight."""
 
     @property
     def total(self) -> float:
@@ -261,7 +263,8 @@ def schedules(case: Case, need: Memory) -> list[Schedule]:
         seconds = {phase: stages * value for phase, value in asdict(phases(other, need)).items()}
         seconds["evaluate"] = evaluate
         tail = max(0.0, seconds["generate"] - in_one_stage)
-        options.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other)))
+        rates = case.recipe.optimizer.lr * per_stage * own.passes
+        options.append(Schedule(name, stages, per_stage, own.passes, seconds, tail, stage_bytes(other), rates))
     return options
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import Engine
-from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda, sampling
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
+from mugrpo_megatron.engine.launch import check_allocator, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.extras.guests.share import ShareTurn
 from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
 from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, lock_soon, mark_share
+from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
@@ -43,7 +44,7 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Pr
     Returns what is done, and what comes next. Groups go to disk as they are scored, and so does what guests compute of
     an update: a process that was killed continues where it was. Raises UserError when `stage` is given and is not the
     run's next one, when another process generates the same share, or when the share was begun with other weights;
-    EngineFailure after `engine.max_failures` failures in a row without a finished group; Stopped, with every scored
+    EngineFailure after MOST_FAILURES failures in a row without a finished group; Stopped, with every scored
     group on disk, when asked to stop.
     """
     where = begin(recipe, problems)
@@ -177,7 +178,7 @@ def _generate(
                 store.flush()
                 if failure and not isinstance(failure, EngineStopped):
                     failures = failures + 1 if len(missing) == before else 1
-                    if failures >= recipe.engine.max_failures:
+                    if failures >= MOST_FAILURES:
                         raise failure
                     display.say(f"{failure}\nThe engine is restarted for what is missing.")
                     engine.restart()
@@ -204,7 +205,7 @@ def _keep(store: StageStore, group: ScoredGroup, recipe: Recipe, missing: list[i
 @contextmanager
 def _engine(recipe: Recipe, share: Share, weights: Path, log: Path, stop: StopRequest) -> Iterator[Engine]:
     """An engine on this machine's first devices, with a random stream of its own among the shares."""
-    if runs_on_cuda(recipe):
+    if finds_cuda():
         check_allocator()
     engine = Engine.start(recipe, weights, log, _slot(share), stop.heard)
     try:

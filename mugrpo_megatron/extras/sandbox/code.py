@@ -59,7 +59,7 @@ class Grader:
 
 
 def grader(options: Mapping[str, Any]) -> Grader:
-    """The function that judges by `options`: those of `reward.code`, and `timeout_s`.
+    """The function that judges by `options`: those of `reward.code`, `memory_mb` and `timeout_s`.
 
     Raises UserError where this machine cannot hold programs so.
     """

@@ -50,7 +50,7 @@ def check_jail(limits: Limits) -> None:
 
 def _way_out(limits: Limits) -> str:
     if limits.mode == "limits":
-        return "raise reward.code.memory_mb, or see docs/rewards.md"
+        return "raise reward.worker_memory_mb, or see docs/rewards.md"
     return (
         "allow user namespaces to this user (docs/rewards.md), "
         'or accept weaker walls with reward.code.sandbox = "limits"'

@@ -17,12 +17,12 @@ import torch
 
 from mugrpo_megatron.data.prepare import Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.launch import check_allocator, runs_on_cuda
+from mugrpo_megatron.engine.launch import check_allocator
 from mugrpo_megatron.engine.placement import slot_of_environment
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.learner.groups import Ranks, initialize, joined, named_phase
-from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner, offload
-from mugrpo_megatron.observe.environment import rank_of_environment
+from mugrpo_megatron.learner.learner import PARTS, Learner, build_learner
+from mugrpo_megatron.observe.environment import finds_cuda, rank_of_environment
 from mugrpo_megatron.observe.log import open_log
 from mugrpo_megatron.observe.progress import Display, open_display
 from mugrpo_megatron.recipe import Recipe
@@ -106,7 +106,7 @@ class Workshop:
         return replace(run, world=replace(self.world, engines=number)), replace(started, bridge=engines.bridge)
 
     def _start(self, learner: Learner, bridge: Bridge) -> tuple[Engines, int]:
-        cuda = runs_on_cuda(self.recipe)
+        cuda = finds_cuda()
         slot = slot_of_environment(self.recipe.engine, cuda)
         tokenizer = load_tokenizer(self.recipe.model.directory)
         problems = self.problems if self.is_main else None
@@ -114,7 +114,7 @@ class Workshop:
         read = self.world.broadcast(prepared)
         assert read is not None
         for part in PARTS:
-            offload(learner, part)
+            learner.offload(part)
         self.world.barrier()
         leader = None
         if slot.leads_engine:
@@ -135,7 +135,7 @@ class Workshop:
 @contextmanager
 def open_workshop(recipe: Recipe, logs: Path, problems: Problems | None) -> Iterator[Workshop]:
     """Join the world in the recipe's layout; SIGTERM and Ctrl-C become a request to stop while the block runs."""
-    if runs_on_cuda(recipe):
+    if finds_cuda():
         check_allocator()
     is_main = rank_of_environment() == 0
     with ExitStack() as stack:

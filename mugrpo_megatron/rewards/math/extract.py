@@ -45,12 +45,23 @@ _MATH = re.compile(
 )
 """A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts.
 Nor does it begin one that has a word behind a space: `$5 if $x = 3$` is an amount and a formula."""
-_DISPLAYED = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", re.DOTALL)
-_AT_THE_END = re.compile(r"\b(?:is|are|equals?)\s+(?=\$|\\[(\[]|[-0-9])")
+_DISPLAY = r"(?:\$\$|\\\[|\\begin\{(?:equation|displaymath)\*?\})"
+_DISPLAYED = re.compile(
+    rf"{_DISPLAY}(?P<inside>(?:(?!{_DISPLAY}).)+?)(?:\$\$|\\\]|\\end\{{(?:equation|displaymath)\*?\}})", re.DOTALL
+)
+_HEADED = re.compile(rf"^[#*_>\s]*(?:final\s+)?answers?\b[*_.:\s]*\n\s*(?={_DISPLAY})", re.IGNORECASE | re.MULTILINE)
+"""The heading of a displayed formula."""
+_AT_THE_END = re.compile(
+    r"\b(?:is|are|equals?)\s+(?:(?:therefore|thus|hence|then|exactly|simply|just|equal\s+to)\s+)?(?=\$|\\[(\[]|[-0-9])"
+)
+_RELATION = r"\$[^$\n=<>]+(?:=|<|>|\\[lg]eq?\b)[^$\n]+\$"
+_GIVEN = re.compile(rf"\b(?:when|if|where|for|with)\s+{_RELATION}(?:,?\s+and\s+{_RELATION})*(?!,?\s+and\b)")
+"""A condition that is a whole formula: `when $x = 3$`."""
 _CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
 )
+_AMOUNT = re.compile(rf"(?<!\\)\$\s?{NUMBER.pattern}")
 _SPAN = (
     r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
     r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
@@ -76,14 +87,14 @@ _VALUES = 16
 def stated(text: str) -> str | None:
     """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase.
 
-    A displayed formula that follows at once is all of it, over several lines too.
+    A displayed formula that follows at once, or a heading "Answer", is all of it, over several lines too.
     """
-    phrases = list(_PHRASE.finditer(text))
+    phrases = [*_PHRASE.finditer(text), *_HEADED.finditer(text)]
     if not phrases:
         return None
-    rest = text[phrases[-1].end() :].strip()
+    rest = text[max(phrase.end() for phrase in phrases) :].strip()
     if displayed := _DISPLAYED.match(rest):
-        return (displayed[1] or displayed[2]).strip()
+        return displayed["inside"].strip()
     statement = _SENTENCE_END.split(rest, maxsplit=1)[0].strip()
     return _value_at_the_end(statement) or statement
 
@@ -91,10 +102,13 @@ def stated(text: str) -> str | None:
 def _value_at_the_end(statement: str) -> str:
     """The value in `The area of $ABC$ is 120`: what a sentence says of a formula; empty for every other statement."""
     verbs = list(_AT_THE_END.finditer(statement))
-    if not verbs or not _is_prose(statement[: verbs[-1].start()]):
+    if not verbs:
         return ""
-    before, value = statement[: verbs[-1].start()], _VALUE.match(statement, verbs[-1].end())
-    if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(before):
+    before, value = statement[: verbs[-1].start()].strip(), _VALUE.match(statement, verbs[-1].end())
+    if not _is_prose(before) and not (_MATH.fullmatch(before) and re.search("[A-Za-z]", before)):
+        return ""
+    words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))  # commas of arguments
+    if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(words):
         return ""
     another = re.search("[0-9]", _MATH.sub("", before))
     return statement[verbs[-1].end() :] if _MATH.search(before) and not another else ""
@@ -112,32 +126,34 @@ def said(statement: str, text_gold: bool) -> str:
 def committed(statement: str, text_gold: bool = False) -> str:
     """The answer in a statement: the statement itself, or in prose all its formulas, or else all its numbers.
 
-    What follows "because" or "since" is no part of it. With `text_gold`, formulas without words and numbers are none.
+    Text after "because" or "since" does not count. With `text_gold`, formulas without words and numbers do not either.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
-    found = _MATH.findall(statement) or _PLAIN_VALUE.findall(statement)
-    found = [part for part in found if not text_gold or _TEXT.match(part)]
-    return ", ".join(dict.fromkeys(part.strip("$ ") for part in found)) if found else statement
+    amounts = _AMOUNT.findall(_MATH.sub("", statement))
+    values = _MATH.findall(_GIVEN.sub("", statement) if len(amounts) == 1 else statement) or amounts
+    values = [value for value in values or _PLAIN_VALUE.findall(statement) if not text_gold or _TEXT.match(value)]
+    return ", ".join(dict.fromkeys(value.strip("$ ") for value in values)) if values else statement
 
 
 def last_said(text: str, text_gold: bool) -> str:
     """A displayed formula at the end, else the last line, or in prose its last value and those in a row with it."""
-    if text.endswith("$$") and text.count("$$") >= 2:
+    displays = list(_DISPLAYED.finditer(text))
+    if displays and displays[-1].end() == len(text):
         displayed = text[-_PROSE_CHARS:]
         formulas = list(_MATH.finditer(displayed))
         is_found = formulas and formulas[-1].end() == len(displayed)
-        return _listed(_last_group(displayed, formulas)) if is_found else text.rsplit("$$", 2)[1].strip()
+        return _listed(_last_group(displayed, formulas)) if is_found else displays[-1]["inside"].strip()
     line = text.rsplit("\n", 1)[-1].strip()
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line
     line = line[-_PROSE_CHARS:]
-    found = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
-    if not found or _NEGATED.search(line, found[-1].end()):
+    values = [match for match in _VALUE.finditer(line) if not text_gold or _TEXT.match(match[0])]
+    if not values or _NEGATED.search(line, values[-1].end()):
         return line
-    group = _last_group(line, found)
+    group = _last_group(line, values)
     return line if any(_is_changed(line, value) for value in group) else _listed(group)
 
 
@@ -227,19 +243,19 @@ def is_integer(text: str) -> bool:
 def answer_of(response: str, extract: Extract = "final", text_gold: bool = False) -> str:
     r"""The part of a response that counts as its answer, whitespace stripped; empty when there is no answer.
 
-    Thoughts in tags are left out; where an answer stands in tags, nothing else is searched (transcript.py). "boxed"
+    Thoughts in tags are left out; if there are answers in tags, only they are searched. "boxed"
     takes the last `\boxed{}` or `\fbox{}` only, joined with the boxes before it when only "and", commas and the like
     stand between. "final" takes, in this order: a response that is one integer; the last box; what follows the last
     `####`; what follows the last "answer is" or "answer:" in its sentence; a displayed `$$...$$` at the end; the last
-    line, or in prose its last formula or number. "last_number" takes the last number, wherever it stands. "auto" is
+    line, or in prose its last formula or number. "last_number" takes the last number anywhere. "auto" is
     "final"; a recipe whose prompts ask for a box makes it "boxed".
 
     With `text_gold` the gold is words or a choice: prose is then the answer, not the numbers in it.
     """
     text = response.strip()
     if extract == "last_number":
-        found = NUMBER.findall(text[-_TAIL_CHARS:])
-        return found[-1] if found else ""
+        numbers = NUMBER.findall(text[-_TAIL_CHARS:])
+        return numbers[-1] if numbers else ""
     if extract != "boxed" and is_integer(text):
         return text
     text = after_thoughts(text).strip()[-_TAIL_CHARS:]
@@ -288,7 +304,7 @@ class _Box(NamedTuple):
 
 def _boxes(text: str) -> list[_Box]:
     r"""Every complete, outermost `\boxed{...}` or `\fbox{...}`, in one pass; escaped braces are text."""
-    found: list[_Box] = []
+    boxes: list[_Box] = []
     open_braces: list[re.Match[str]] = []
     for token in _BRACE.finditer(text):
         if token[0].endswith("{") and token[0] != "\\{":
@@ -296,7 +312,7 @@ def _boxes(text: str) -> list[_Box]:
         elif token[0] == "}" and open_braces:
             opening = open_braces.pop()
             if opening[0] != "{":
-                while found and found[-1].start > opening.start():
-                    found.pop()
-                found.append(_Box(opening.start(), opening.end(), token.end()))
-    return found
+                while boxes and boxes[-1].start > opening.start():
+                    boxes.pop()
+                boxes.append(_Box(opening.start(), opening.end(), token.end()))
+    return boxes

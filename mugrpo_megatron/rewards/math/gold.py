@@ -66,8 +66,8 @@ def read_gold(answer: str) -> Gold:
 
     A sentence about numbers or formulas is reduced to them; words with a number in them are not.
     """
-    said = gold_text(answer)
-    text = normalize(said)
+    sentence = gold_text(answer)
+    text = normalize(sentence)
     if not text:
         raise ValueError("the gold answer is empty")
     if letter := letter_of(text):
@@ -80,21 +80,21 @@ def read_gold(answer: str) -> Gold:
     if named := _NUMBER_AND_NAME.fullmatch(text):
         text = named[1]
     elif _single_value(split_unit(text)[0]) is None:
-        text = _reduced(text, said if boxed_answer(answer) is None else "")
+        text = _reduced(text, sentence if boxed_answer(answer) is None else "")
     if IN_BASE.fullmatch(text):
         return Gold(text, "base")
     value, unit = split_unit(text)
-    found = _single_value(value)
-    if found is not None:
-        plain = bool(PLAIN_NUMBER.fullmatch(found) or _PLAIN_FRACTION.fullmatch(found))
-        repeating = REPEATING.search(said) is not None
+    single = _single_value(value)
+    if single is not None:
+        plain = bool(PLAIN_NUMBER.fullmatch(single) or _PLAIN_FRACTION.fullmatch(single))
+        repeating = REPEATING.search(sentence) is not None
         return Gold(
-            whole if named else found,
+            whole if named else single,
             "number",
             plain,
-            parsed(found),
-            read_number(found),
-            unit or money(said),
+            parsed(single),
+            read_number(single),
+            unit or money(sentence),
             repeating,
         )
     return Gold(text, "other", False, parsed(without_name(without_words(text))))
@@ -121,17 +121,17 @@ def sides(text: str, operators: str = "") -> list[str]:
 
     A name has none of `operators`. The last side counts only in an equation of two: `5 = x`.
     """
-    found = split_top(text, _EQUALS)
-    named = [_is_name(side) and not any(sign in side for sign in operators) for side in found]
-    if len(found) > 1 and named[0]:
-        return found[1:]
-    return found[:1] if len(found) == 2 and named[1] and re.search("[0-9]", found[0]) else found
+    parts = split_top(text, _EQUALS)
+    named = [_is_name(side) and not any(sign in side for sign in operators) for side in parts]
+    if len(parts) > 1 and named[0]:
+        return parts[1:]
+    return parts[:1] if len(parts) == 2 and named[1] and re.search("[0-9]", parts[0]) else parts
 
 
 def name_of(text: str) -> str:
     """What an equation names: `x` for `x = 5`; empty for text that is no such equation."""
-    found = split_top(text, _EQUALS)
-    return found[0] if len(found) > 1 and _is_name(found[0]) else ""
+    parts = split_top(text, _EQUALS)
+    return parts[0] if len(parts) > 1 and _is_name(parts[0]) else ""
 
 
 def without_name(text: str) -> str:

@@ -148,10 +148,10 @@ def _same_text(text: str, gold: Gold) -> bool:
     if gold.kind == "choices":
         return all_chosen(unstyled(_without_brackets(text))) == gold.text
     text = text if len(sides(text)) > 1 else sides(text)[0]
-    found, wanted = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
-    if found is None or wanted is None:
+    answer, target = IN_BASE.fullmatch(text), IN_BASE.fullmatch(gold.text)
+    if answer is None or target is None:
         return text == IN_BASE.sub(r"\1", gold.text)
-    return found[1] == wanted[1] and found[2].lower() == wanted[2].lower()
+    return answer[1] == target[1] and answer[2].lower() == target[2].lower()
 
 
 def _number_verdict(text: str, gold: Gold, sign: Unit | None) -> Verdict:
@@ -189,36 +189,36 @@ def _follows(number: Number | None, value: str, first: Number, gold: Gold) -> bo
 
 def _other_verdict(text: str, gold: Gold) -> Verdict:
     """Lists, tuples, intervals, equations and expressions with variables."""
-    text, wanted = without_words(text), without_words(gold.text)
-    if not text or not wanted:
+    text, target = without_words(text), without_words(gold.text)
+    if not text or not target:
         return _verdict(False)
-    text, wanted = _as_intervals(without_membership(text), without_membership(wanted))
-    if refusal := hedged(text, wanted):
+    text, target = _as_intervals(without_membership(text), without_membership(target))
+    if refusal := hedged(text, target):
         return 0.0, refusal
-    if text.count("'") != wanted.count("'"):
+    if text.count("'") != target.count("'"):
         return _verdict(False)
-    elements, gold_elements = split_top(text, ","), split_top(wanted, ",")
-    if "=" not in wanted and any(len(sides(element)) > 1 for element in elements):
+    elements, gold_elements = split_top(text, ","), split_top(target, ",")
+    if "=" not in target and any(len(sides(element)) > 1 for element in elements):
         return 0.0, "ambiguous: an equation of two values"
-    if text.count("=") > max(wanted.count("="), len(elements)):
+    if text.count("=") > max(target.count("="), len(elements)):
         return 0.0, "ambiguous: more equations than in the gold answer"
-    if "=" not in wanted and len(elements) == 1:
+    if "=" not in target and len(elements) == 1:
         text = without_membership(sides(text)[0])
-    ordered, gold_ordered = _ordered(text), _ordered(wanted)
-    if (ordered and _is_set(wanted)) or (gold_ordered and _is_set(text)):
+    ordered, gold_ordered = _ordered(text), _ordered(target)
+    if (ordered and _is_set(target)) or (gold_ordered and _is_set(text)):
         return _verdict(False)
     if ordered and gold_ordered:
-        same_brackets = len({one[0] + one[-1] for one in (text, wanted) if one[:1] in ("(", "[")}) == 1
-        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + wanted else _verdict(False)
+        same_brackets = len({one[0] + one[-1] for one in (text, target) if one[:1] in ("(", "[")}) == 1
+        return _elementwise(ordered, gold_ordered) if same_brackets or "matrix" in text + target else _verdict(False)
     listed_alone = (not ordered and len(elements) > 1) or (not gold_ordered and len(gold_elements) > 1)
-    if listed_alone and is_range(text) != is_range(wanted):
+    if listed_alone and is_range(text) != is_range(target):
         return _verdict(False)
     if len(ordered or elements) > 1 and len(gold_ordered or gold_elements) > 1 and (ordered or gold_ordered):
         return _elementwise(ordered or _by_name(elements), gold_ordered or _by_name(gold_elements))
-    unordered, gold_unordered = _unordered(text), _unordered(wanted)
-    if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(wanted):
+    unordered, gold_unordered = _unordered(text), _unordered(target)
+    if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(target):
         return _in_any_order(unordered, gold_unordered, gold)
-    return _verdict(_same_values(text, wanted, gold))
+    return _verdict(_same_values(text, target, gold))
 
 
 def _same_values(text: str, wanted: str, gold: Gold) -> bool:
@@ -267,14 +267,14 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Verdict:
     def matches(element: str, one: str) -> bool:
         return (not named or name_of(element) == name_of(one)) and (element == one or grade(element, one)[0] == 1.0)
 
-    left = list(golds)
+    remaining = list(golds)
     for element in elements:
-        found = next((one for one in [*left, *golds] if matches(element, one)), None)
-        if found is None:
+        match = next((one for one in [*remaining, *golds] if matches(element, one)), None)
+        if match is None:
             return _verdict(False)
-        if found in left:
-            left.remove(found)
-    return _verdict(not left)
+        if match in remaining:
+            remaining.remove(match)
+    return _verdict(not remaining)
 
 
 def _unordered(text: str) -> list[str]:

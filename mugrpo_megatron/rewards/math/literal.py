@@ -1,8 +1,4 @@
-"""Verdicts and kinds of golds that characters alone decide: written-out numbers, choices, and words.
-
-No parser and no process: the caller's process asks too, because an answer in prose is reduced to its numbers unless
-its gold is words or a choice.
-"""
+"""Verdicts and kinds of golds by characters alone, without a parser: written-out numbers, choices, and words."""
 
 from __future__ import annotations
 
@@ -103,16 +99,16 @@ def letter_of(gold: str) -> str | None:
 def letters_of(gold: str) -> str | None:
     """The letters of a normalized gold that is a list of choices, sorted: `A, C` for `C, A` and `(A), (C)`."""
     letters = [letter_of(element.strip()) for element in gold.split(",")]
-    found = {letter for letter in letters if letter}
-    return ", ".join(sorted(found)) if 1 < len(found) == len(letters) else None
+    choices = {letter for letter in letters if letter}
+    return ", ".join(sorted(choices)) if 1 < len(choices) == len(letters) else None
 
 
 def all_chosen(answer: str) -> str | None:
     """The letters that a normalized answer chooses, sorted as in `letters_of`; they may stand side by side: `AC`."""
     if letters := _SIDE_BY_SIDE.fullmatch(answer):
         return ", ".join(sorted(set(letters[0])))
-    found = [chosen(element.strip()) for element in answer.split(",")]
-    return ", ".join(sorted({letter for letter in found if letter})) if all(found) else None
+    choices = [chosen(element.strip()) for element in answer.split(",")]
+    return ", ".join(sorted({letter for letter in choices if letter})) if all(choices) else None
 
 
 def chosen(answer: str) -> str | None:

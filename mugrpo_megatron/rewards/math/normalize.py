@@ -252,12 +252,12 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
     value, named, words, plain = text, "", list[str](), False
     while match := _LAST.search(value):
         before = value[: match.start()]
-        found = (match["macro"] or match["word"] or "").lower()
-        words += re.findall("[a-z]+|,(?=.*[a-z])", found)
+        unit = (match["macro"] or match["word"] or "").lower()
+        words += re.findall("[a-z]+|,(?=.*[a-z])", unit)
         plain |= match["word"] is not None
         joint = _JOINT.search(before)
         separator = "/" if joint and "/" in joint[0] else " "
-        named = f"{separator}{found}{match['exponent'] or ''} {named}"
+        named = f"{separator}{unit}{match['exponent'] or ''} {named}"
         value = before[: joint.start()] if joint else before
     if not value.strip() or (plain and not _VALUE_END.search(value)) or _changes_it(named, words):
         return text, None

@@ -27,14 +27,14 @@ def parsed(text: str) -> list[Any]:
     if PLAIN_NUMBER.fullmatch(text):  # most golds and answers: no grammar is needed
         return [Float(text, max(15, len(text))) if "." in text else Integer(text)]
     wrapped = f"\\boxed{{{text}}}"
-    found = parse(wrapped, extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None)
-    return [v.subs({s: I for s in v.free_symbols if s.name == "i"}) if isinstance(v, Expr) else v for v in found]
+    values = parse(wrapped, extraction_config=_LATEX, fallback_mode="no_fallback", parsing_timeout=None)
+    return [v.subs({s: I for s in v.free_symbols if s.name == "i"}) if isinstance(v, Expr) else v for v in values]
 
 
 def number(text: str) -> Expr | None:
     """The finite number that text stands for, else None."""
-    found = parsed(text)
-    value = found[0] if found else None
+    values = parsed(text)
+    value = values[0] if values else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
         value = value.args[0]
     if not isinstance(value, Expr) or not value.is_number or value.is_finite is False or value is nan:
@@ -92,14 +92,14 @@ class Number:
 def read_number(text: str) -> Number | None:
     """The number that text stands for, or None."""
     bare = _PERCENT.sub("", text)
-    found = number(bare)
-    if found is None:
+    value = number(bare)
+    if value is None:
         return None
-    exact = found.xreplace({part: Rational(str(part)) for part in found.atoms(Float)})
+    exact = value.xreplace({part: Rational(str(part)) for part in value.atoms(Float)})
     plain = PLAIN_NUMBER.fullmatch(bare) is not None and "." in bare
     places = len(bare.partition(".")[2]) if plain else 0
     digits = len(bare.lstrip("+-").replace(".", "").lstrip("0")) if plain else 0
-    return Number(exact, bare != text, found.has(Float), places, digits)
+    return Number(exact, bare != text, value.has(Float), places, digits)
 
 
 def agree(answer: Number, gold: Number) -> bool:

@@ -68,7 +68,7 @@ def judged(tmp_path: Path, model: Path, question: str = QUESTION, **judge: Any) 
     }
     return Recipe.model_validate(
         {
-            "run": {"dir": tmp_path / "run", "device": "cpu"},
+            "run": {"dir": tmp_path / "run"},
             "model": {"path": model},
             "data": {"max_prompt_tokens": 32},
             "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES, "max_response_tokens": 32},

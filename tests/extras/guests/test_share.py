@@ -100,12 +100,14 @@ def test_the_run_takes_over_from_a_share_and_a_share_from_the_run(run: Any, answ
     check_column(run)
 
 
-def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_share(run: Any, answers: Answers) -> None:
+def test_an_engine_that_fails_is_restarted_and_one_that_fails_again_ends_the_share(
+    run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers.after = WIDTH + 1
     share_of(run, 0, 2).take()
     assert answers.starts == 2
     assert run.said == ["it died\nThe guest's engine is restarted for what is missing."]
-    run.recipe = run.recipe.model_copy(update={"engine": run.recipe.engine.model_copy(update={"max_failures": 1})})
+    monkeypatch.setattr(share, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
         share_of(run, 1, 2).take()

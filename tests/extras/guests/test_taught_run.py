@@ -27,7 +27,6 @@ def test_the_engines_scores_are_the_learners_pass(tmp_path: Path) -> None:
         objective={"teacher": "big", "teacher_coef": 0.5, "kl_anchor": str(model)},
         guest={"big": {"model": str(model)}},
         eval={"every_stages": 0},
-        engine={"compiled": False, "replicas": 1},
         reward=COIN,
     )
     mugrpo("train", recipe)

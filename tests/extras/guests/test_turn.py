@@ -29,7 +29,8 @@ from tests.extras.guests.stand import (
     stand,
 )
 
-LEARNER = cast(Learner, SimpleNamespace(ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")), offloaded={}))
+CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+LEARNER = cast(Learner, SimpleNamespace(ranks=CPU, offload=lambda part: None, reload=lambda: None))
 COUNT = UPDATES * PROMPTS * RESPONSES
 
 
@@ -41,17 +42,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     return answers
 
 
-def taught(tmp_path: Path, **engine: Any) -> Recipe:
+def taught(tmp_path: Path) -> Recipe:
     model = tmp_path / "teacher"
     model.mkdir(exist_ok=True)
     (model / "model.safetensors").write_bytes(b"weights")
     return Recipe.model_validate(
         {
-            "run": {"dir": tmp_path / "run", "device": "cpu"},
+            "run": {"dir": tmp_path / "run"},
             "rollout": {"prompts_per_update": PROMPTS, "responses_per_prompt": RESPONSES},
             "objective": {"teacher": "big", "teacher_coef": 1.0},
             "guest": {"big": {"model": model}},
-            "engine": engine,
         }
     )
 
@@ -110,8 +110,10 @@ def test_an_engine_that_fails_is_restarted_for_the_rest(run: Any, answers: Answe
     assert run.said == ["engine_failure", "it died\nThe guest's engine is restarted for what is missing."]
 
 
-def test_an_engine_that_fails_again_and_again_ends_the_run(tmp_path: Path, answers: Answers) -> None:
-    run = stand(taught(tmp_path, max_failures=1), tmp_path / "run")
+def test_an_engine_that_fails_again_and_again_ends_the_run(
+    run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn, "MOST_FAILURES", 1)
     answers.after = 0
     with pytest.raises(EngineFailure, match="it died"):
         turn.take_turns(run, LEARNER, sealed_stage(run.directory), Cursor())

@@ -9,7 +9,6 @@ from statistics import mean
 from mugrpo_megatron.extras.plan.case import Case, find_model, make_case
 from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
-from mugrpo_megatron.extras.plan.search import Split, best_split, hiding_split
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
 from tests.checkout import ROOT
@@ -79,48 +78,6 @@ def fitted(model: str, method: str) -> Hours:
     return planned(model, method, Assumptions(mean_response=FITTED[model]))
 
 
-def prefetched(model: str, method: str) -> tuple[Split | None, Split | None]:
-    """The plan with `schedule.prefetch`: on the same four devices, and with further ones that hide the sampling.
-
-    None where the devices that are left to the learner do not hold it.
-    """
-    case = bundled_case(model, method)
-    return best_split(case), hiding_split(case)
-
-
-def hours_of(split: Split) -> Hours:
-    """T_rollout and T_total, counted as those of the other runs."""
-    return Hours(split.rollout / 3600, (split.rollout + split.train) / 3600)
-
-
-def prefetch_row(model: str, method: str) -> str:
-    """A row of a run with prefetch; ratios are hours without over hours with."""
-    paper, plain = published(model, method).total, planned(model, method).total
-    same, more = prefetched(model, method)
-    row = f"| {model} | {METHODS[method]} | {paper:.1f} | {plain:.1f} "
-    if same is None:
-        row += "| - | - | - "
-    else:
-        on_same = hours_of(same).total
-        row += f"| {same.training} + {same.generating} | {on_same:.1f} | {plain / on_same:.2f} "
-    if more is None:
-        return row + "| - | - | - | - |"
-    on_more = hours_of(more).total
-    return row + f"| {more.training} + {more.generating} | {more.prefetch:,} | {on_more:.1f} | {plain / on_more:.2f} |"
-
-
-def prefetch_answer() -> tuple[float, float]:
-    """Mean over the models of GRPO's hours without over mu-GRPO's hours with prefetch: on four devices, and on more."""
-    on_same: list[float] = []
-    on_more: list[float] = []
-    for model in PUBLISHED:
-        grpo = planned(model, "grpo").total
-        for split, ratios in zip(prefetched(model, "mu_grpo"), (on_same, on_more), strict=True):
-            if split:
-                ratios.append(grpo / hours_of(split).total)
-    return mean(on_same), mean(on_more)
-
-
 def hours_row(model: str, method: str) -> str:
     """docs/plan.md's row of a run as shipped."""
     paper, plan = published(model, method), planned(model, method)
@@ -147,13 +104,6 @@ def mean_speedup_row() -> str:
     return f"| mean | {paper.rollout:.2f} | {plan.rollout:.2f} | {paper.total:.2f} | {plan.total:.2f} |"
 
 
-def fitted_row(model: str) -> str:
-    """A row of what one fitted length predicts, as plan / paper."""
-    grpo = fitted(model, "grpo").over(published(model, "grpo"))
-    mu = fitted(model, "mu_grpo").over(published(model, "mu_grpo"))
-    return f"| {model} | {FITTED[model]:g} | {grpo.rollout:.2f} | {grpo.total:.2f} | {mu.total:.2f} |"
-
-
 def memory_row(model: str) -> str:
     """docs/plan.md's row of what a model needs."""
     case = bundled_case(model, "mu_grpo")
@@ -168,12 +118,9 @@ def memory_row(model: str) -> str:
 def tables() -> str:
     """The rows on the paper's runs; docs/plan.md has those of GRPO and mu-GRPO, memory and speedups."""
     runs = [hours_row(model, method) for model in PUBLISHED for method in METHODS]
-    memories, speedups, fits = ([row(model) for model in PUBLISHED] for row in (memory_row, speedup_row, fitted_row))
-    ahead = [prefetch_row(model, method) for model in PUBLISHED for method in ("grpo", "mu_grpo")]
-    found = (memories, runs, [*speedups, mean_speedup_row()], fits, ahead)
-    return "\n\n".join("\n".join(rows) for rows in found)
+    memories, speedups = ([row(model) for model in PUBLISHED] for row in (memory_row, speedup_row))
+    return "\n\n".join("\n".join(rows) for rows in (memories, runs, [*speedups, mean_speedup_row()]))
 
 
 if __name__ == "__main__":
     print(tables())
-    print("\nGRPO without / mu-GRPO with prefetch: {:.2f}, {:.2f}".format(*prefetch_answer()))

@@ -109,7 +109,7 @@ def test_a_recipe_on_a_cluster_has_one_layout() -> None:
 @pytest.mark.parametrize(
     ("sections", "device", "said"),
     [
-        ({"engine": {"replicas": 2}}, "h200", "engine.replicas = 2 is for engines on CPU"),
+        ({"model": {"dtype": "float32"}}, "h200", "the norms of SGLang take half precision there"),
         ({"learner": {"routing_replay": "rollout"}}, "cpu", "needs CUDA to generate"),
     ],
 )

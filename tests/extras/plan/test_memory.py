@@ -148,7 +148,7 @@ def test_the_cache_is_what_the_fraction_leaves() -> None:
     assert found.weights + found.cache == pytest.approx(0.8 * free)
     assert found.tokens == int(found.cache / 57_344)
     assert found.requests == 1024
-    small = large(engine={"max_total_tokens": 10_000})
+    small = large(engine={"extra": {"max_total_tokens": 10_000}})
     limited = engine_memory(make_case(small, MODEL, CONFIG, cluster, ASSUMPTIONS))
     assert limited.tokens == 10_000
     assert 1 <= limited.requests < 10

@@ -102,7 +102,6 @@ def test_dividing_the_same_devices_pays_only_for_what_does_not_shrink_with_them(
     "sections",
     [
         {"schedule": {"stages": 1}},
-        {"schedule": {"min_ess": 0.1}},
         {"schedule": {"max_kl": 0.5}},
         {"rollout": {"behaviour": "learner"}},
     ],

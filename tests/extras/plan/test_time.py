@@ -101,6 +101,7 @@ def test_the_same_updates_cost_the_same_to_take_and_less_to_generate_in_few_stag
     assert grpo.tail > mu.tail >= 0
     assert grpo.total > mu.total
     assert mu.stage_bytes == pytest.approx(256 * grpo.stage_bytes)
+    assert (mu.rates, grpo.rates) == pytest.approx((1024 * 1e-6, 4 * 1e-6))
 
 
 def test_a_whole_response_objective_and_full_recompute_cost_more() -> None:

@@ -51,20 +51,21 @@ def problems(stage: Path) -> list[tuple[int, str, list[int]]]:
 
 
 def test_shares_make_the_stages_that_a_run_makes_and_training_goes_on_from_them(tmp_path: Path) -> None:
-    """Both stages by two shares each; the second begins with the weights that `mugrpo optimize` left in hf/."""
+    """The first by two shares, the second by one: it begins with the weights that `mugrpo optimize` left in hf/."""
     whole, shared = tmp_path / "whole", tmp_path / "shared"
     for folder in (whole, shared):
         folder.mkdir()
         recipe_of(folder)
     mugrpo("train", whole / "recipe.toml")
     recipe, run = shared / "recipe.toml", shared / "run"
-    for number in (0, 1):
+    for number, shares in enumerate((2, 1)):
         stage = run / "stages" / f"{number:05d}"
-        said = mugrpo("generate", recipe, "--engine-only", "--shard", "0/2", "--stage", number).stdout
-        assert "share 0/2 has all of its 4 groups" in said
-        with pytest.raises(UserError, match=r"lacks 4 of 8 groups.*no share was begun for 4"):
-            seal(run)
-        mugrpo("generate", recipe, "--engine-only", "--shard", "1/2")
+        said = mugrpo("generate", recipe, "--engine-only", "--shard", f"0/{shares}", "--stage", number).stdout
+        assert f"share 0/{shares} has all of its {8 // shares} groups" in said
+        if shares == 2:
+            with pytest.raises(UserError, match=r"lacks 4 of 8 groups.*no share was begun for 4"):
+                seal(run)
+            mugrpo("generate", recipe, "--engine-only", "--shard", "1/2")
         assert "is sealed: 8 groups" in mugrpo("seal", run).stdout
         assert "sealed already" in mugrpo("seal", run).stdout
         assert problems(stage) == problems(whole / "run" / "stages" / f"{number:05d}")

@@ -71,7 +71,7 @@ def hold_until_claimed(learner: Command, follower: Command, run: Path) -> None:
 
 def test_the_next_stage_is_generated_while_this_one_trains(tmp_path: Path) -> None:
     """One process follows from before the run begins; another one comes late and has nothing to do."""
-    recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=300)
+    recipe = recipe_of(tmp_path / "early", stages=2, age=3, prompts=40)
     run = recipe.parent / "run"
     with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
         hold_until_claimed(learner, follower, run)

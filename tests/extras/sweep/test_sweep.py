@@ -46,27 +46,27 @@ def test_cells_are_bitwise_the_branches_that_optimize_makes(finished_run: Path, 
     The middle cell's learning rate leaves nothing finite behind; it is named and the others go on.
     """
     out = tmp_path / "sweep"
-    axes = words("optimizer.lr=1e-3,1e30,2e-3", "optimizer.max_skipped=2", "objective.veto=none")
+    axes = words("optimizer.lr=1e-3,1e30,2e-3", "objective.veto=none")
     said = mugrpo("sweep", finished_run, "--out", out, *axes, code=1).stdout
-    assert "FAILED: 2 updates in a row" in said
+    assert "FAILED: 10 updates in a row" in said
     assert "2 of 3 cells" in said
     found = figures(out)
     assert [row["state"] for row in found.values()] == ["finished", "failed", "finished"]
     assert [row["optimizer.lr"] for row in found.values()] == ["0.001", "1e+30", "0.002"]
     assert (out / "report.html").exists()
-    for lr in ("0.001", "0.002"):
-        cell, alone = out / f"lr={lr}", tmp_path / f"alone-{lr}"
-        own = words(f"run.dir={alone}", f"optimizer.lr={lr}", "optimizer.max_skipped=2", "objective.veto=none")
-        mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
-        assert (cell / END).read_bytes() == (alone / END).read_bytes()
-        assert (cell / "hf/model.safetensors").read_bytes() == (alone / "hf/model.safetensors").read_bytes()
-        evaluations = [row for row in read_rows(cell / "metrics.jsonl") if row["kind"] == "eval"]
-        source = [row for row in read_rows(finished_run / "metrics.jsonl") if row["kind"] == "eval"]
-        assert [row["update"] for row in evaluations] == [0, MU]
-        [name] = [key for key in source[0] if key.endswith("/mean") and key.partition("/")[0] in ("reward", "accuracy")]
-        assert evaluations[0][name] == source[0][name], "the source's evaluation of the same weights"
-        assert float(found[f"lr={lr}"]["after"]) == pytest.approx(evaluations[1][name], rel=1e-5)
-        assert int(found[f"lr={lr}"]["updates"]) == MU
+    lr = "0.002"
+    cell, alone = out / f"lr={lr}", tmp_path / f"alone-{lr}"
+    own = words(f"run.dir={alone}", f"optimizer.lr={lr}", "objective.veto=none")
+    mugrpo("optimize", finished_run.parent / "recipe.toml", "--stage", 0, "--from", finished_run, *own)
+    assert (cell / END).read_bytes() == (alone / END).read_bytes()
+    assert (cell / "hf/model.safetensors").read_bytes() == (alone / "hf/model.safetensors").read_bytes()
+    evaluations = [row for row in read_rows(cell / "metrics.jsonl") if row["kind"] == "eval"]
+    source = [row for row in read_rows(finished_run / "metrics.jsonl") if row["kind"] == "eval"]
+    assert [row["update"] for row in evaluations] == [0, MU]
+    [name] = [key for key in source[0] if key.endswith("/mean") and key.partition("/")[0] in ("reward", "accuracy")]
+    assert evaluations[0][name] == source[0][name], "the source's evaluation of the same weights"
+    assert float(found[f"lr={lr}"]["after"]) == pytest.approx(evaluations[1][name], rel=1e-5)
+    assert int(found[f"lr={lr}"]["updates"]) == MU
 
 
 @pytest.mark.process
