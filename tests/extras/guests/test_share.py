@@ -38,6 +38,8 @@ from tests.extras.guests.test_killed_turn import recipe_of
 from tests.extras.guests.test_taught_run import read
 from tests.extras.guests.test_turn import COUNT, LEARNER, taught
 from tests.extras.prefetch.test_sealing import end
+from tests.extras.prefetch.test_train_and_follow import follows, hold_until_claimed
+from tests.extras.prefetch.test_train_and_follow import recipe_of as following
 from tests.forked import started
 from tests.tiny import mugrpo
 
@@ -168,3 +170,21 @@ def test_two_processes_score_a_stage_and_one_is_killed_and_run_again(tmp_path: P
     mugrpo("optimize", recipe, "--from", tmp_path / "set", "--set", f"run.dir={tmp_path / 'again'}")
     weights = [(path / "hf" / "model.safetensors").read_bytes() for path in (run_dir, tmp_path / "again")]
     assert weights[0] == weights[1], "a branch of the published stage has the guests' columns"
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_who_follows_a_run_also_scores_the_stage_ahead(tmp_path: Path) -> None:
+    """The learner, which waits for that, has a guest in its own first stage alone."""
+    folder = tmp_path / "early"
+    guest = {"wise": {"model": str(folder / "model")}}
+    recipe = following(folder, stages=2, age=3, prompts=300, objective={"teacher": "wise"}, guest=guest)
+    run_dir = folder / "run"
+    with started(*follows(recipe, "0/1")) as follower, started("train", recipe) as learner:
+        hold_until_claimed(learner, follower, run_dir)
+        for command in (learner, follower):
+            assert command.wait() == 0, command.said
+        assert "stage 1, share 0/1: teacher logprobs of wise" in follower.said
+    log = read_rows(run_dir / "metrics.jsonl")
+    assert [row["stage"] for row in log if row.get("phase") == "guest"] == [0]
+    assert {row["stage"] for row in log if "kl_teacher" in row and row["kind"] == "update"} == {0, 1}
