@@ -115,6 +115,7 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
         check_layout(recipe, config, world)
         say(_layout(recipe, world))
+    _check_guests(recipe, say, on_paper=True)
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
@@ -157,6 +158,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_tokenizer(directory)
     check_without_sync(recipe)
     check_engine(recipe, config)
+    _check_guests(recipe, say)
     return recipe, _read(recipe, say)
 
 
@@ -277,10 +279,10 @@ def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
         say(load_function("lora", ADMISSION)(recipe, model))
 
 
-def _check_guests(recipe: Recipe, say: Say) -> None:
-    """UserError when a guest of the recipe could not take its turn; downloads what is a model of the hub."""
+def _check_guests(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
+    """UserError when a guest of the recipe could not take its turn; downloads models of the hub unless `on_paper`."""
     if recipe.guest.by_name:
-        load_function("guest", GUESTS)(recipe, say)
+        load_function("guest", GUESTS)(recipe, say, on_paper)
 
 
 def _check_engine_device(recipe: Recipe) -> None:

@@ -106,8 +106,7 @@ def _generate_share(options: Options) -> int:
             stages = engine_only.follow(recipe, share, problems)
             say(f"share {share}: the run has no further stage; {stages} were generated ahead")
             return
-        groups = engine_only.generate_share(recipe, share, options.stage, problems)
-        say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
+        say(visible(engine_only.generate_share(recipe, share, options.stage, problems)))
 
     return with_recipe(options, run)
 
