@@ -119,7 +119,7 @@ def test_rotation_and_its_inverse_equal_those_in_float64(
 
 
 TRIED = (
-    "mu_grpo", "grpo", "gspo", "vespo", "veto=response, trigger=prefix_mean", "mu_grpo, k2 to an anchor",
+    "mu_grpo", "grpo", "gspo", "vespo", "veto=response", "mu_grpo, k2 to an anchor",
     "mu_grpo, entropy", "grpo, entropy and KL", "gspo, entropy",
 )  # fmt: skip
 """What a loss asks of the row kernels; `test_fused_loss` has every objective, on PyTorch's."""
