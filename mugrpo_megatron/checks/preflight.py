@@ -73,6 +73,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
         _check_tracking(recipe)
     if generates and rank_of_environment() == 0:  # before a model is downloaded
         check_files(f"{recipe.data.train},{recipe.data.eval}")
+        _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -114,11 +115,11 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
         world = int(os.environ.get("WORLD_SIZE", "0")) or fewest_ranks(recipe)
         check_layout(recipe, config, world)
         say(_layout(recipe, world))
+    _check_guests(recipe, say, on_paper=True)
     if missing := dict.fromkeys([*absent(recipe.data.train), *absent(recipe.data.eval)]):
         say(f"data: not on this machine, so not checked: {', '.join(missing)}")
         _check_prompts(recipe, [ANY_PROBLEM])
-        with Verifier(recipe.reward):  # the users' functions are loaded
-            pass
+        _try_rewards(recipe)
         return
     problems = _read(recipe, say)
     for note in problems.notes:
@@ -149,6 +150,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
     check_files(f"{recipe.data.train},{recipe.data.eval}")
+    _try_rewards(recipe)
     recipe = with_model(recipe, say, recipe.run.dir)
     directory = recipe.model.directory
     config = read_model_config(directory)
@@ -156,6 +158,7 @@ def check_engine_only(recipe: Recipe, say: Say) -> tuple[Recipe, Problems]:
     check_tokenizer(directory)
     check_without_sync(recipe)
     check_engine(recipe, config)
+    _check_guests(recipe, say)
     return recipe, _read(recipe, say)
 
 
@@ -176,6 +179,7 @@ def check_evaluation(recipe: Recipe, sources: Sequence[str]) -> None:
     template_of(recipe.data)
     _check_rewards(recipe)
     check_extra(recipe.engine.extra)
+    _try_rewards(recipe)
 
 
 def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
@@ -248,6 +252,13 @@ def _check_rewards(recipe: Recipe) -> None:
         check_function("rollout.function", recipe.rollout.function)
 
 
+def _try_rewards(recipe: Recipe) -> None:
+    """UserError for a user's function that cannot be loaded or takes other parameters: a worker of each is started."""
+    if any(one.function != MATH for one in recipe.reward.table.values()):
+        with Verifier(recipe.reward.model_copy(update={"workers": 1})):
+            pass
+
+
 def _check_anchor(recipe: Recipe, model: Architecture) -> None:
     """UserError when `objective.kl_anchor` names a directory whose weights the learner cannot hold."""
     name = recipe.objective.kl_anchor
@@ -268,10 +279,10 @@ def _check_lora(recipe: Recipe, model: Architecture, say: Say) -> None:
         say(load_function("lora", ADMISSION)(recipe, model))
 
 
-def _check_guests(recipe: Recipe, say: Say) -> None:
-    """UserError when a guest of the recipe could not take its turn; downloads what is a model of the hub."""
+def _check_guests(recipe: Recipe, say: Say, on_paper: bool = False) -> None:
+    """UserError when a guest of the recipe could not take its turn; downloads models of the hub unless `on_paper`."""
     if recipe.guest.by_name:
-        load_function("guest", GUESTS)(recipe, say)
+        load_function("guest", GUESTS)(recipe, say, on_paper)
 
 
 def _check_engine_device(recipe: Recipe) -> None:

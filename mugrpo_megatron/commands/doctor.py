@@ -34,6 +34,8 @@ with contextlib.suppress(BaseException):
     import torch
     if not torch.cuda.is_available():
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        from mugrpo_megatron.engine import door
+        door.allow_import_on_cpu()
 for module in sys.argv[1:]:
     try:
         with contextlib.redirect_stdout(sys.stderr):

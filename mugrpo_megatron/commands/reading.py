@@ -168,7 +168,7 @@ def report(options: Options) -> int:
         print(visible(str(write_report(run_dirs[0]))))
         return 0
     if out is None:
-        raise UserError("several runs need --out PAGE.html; no run's directory is the place of their common page")
+        raise UserError("several runs need --out PAGE.html for their common page")
     from mugrpo_megatron.report.comparison import write_comparison
 
     print(visible(str(write_comparison(run_dirs, out))))

@@ -90,7 +90,7 @@ def generate(options: Options) -> int:
 def _generate_share(options: Options) -> int:
     share = import_module("mugrpo_megatron.extras.prefetch.shares").parse_share(options.shard or "0/1")
     if options.follow and options.stage is not None:
-        raise UserError("--follow takes the stages as the learner comes to them; omit --stage")
+        raise UserError("--follow generates the stages in their order; omit --stage")
 
     def run(recipe: Recipe) -> None:
         from mugrpo_megatron.checks.preflight import check_engine_only
@@ -106,8 +106,7 @@ def _generate_share(options: Options) -> int:
             stages = engine_only.follow(recipe, share, problems)
             say(f"share {share}: the run has no further stage; {stages} were generated ahead")
             return
-        groups = engine_only.generate_share(recipe, share, options.stage, problems)
-        say(f"share {share} has all of its {groups:,} groups; once all shares have, `mugrpo seal {recipe.run.dir}`")
+        say(visible(engine_only.generate_share(recipe, share, options.stage, problems)))
 
     return with_recipe(options, run)
 

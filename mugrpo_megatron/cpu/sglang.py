@@ -59,17 +59,13 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
     return [arguments | own | {"random_seed": seed + REPLICA_SEED_STRIDE * number} for number in range(replicas)]
 
 
-def engine_type(new: bool) -> Callable[..., Any]:
+def engine_type() -> Callable[..., Any]:
     """What makes a `CpuEngine` of SGLang's arguments, which decodes with functions in C if there is a compiler.
-
-    new: whether SGLang is newer than 0.5.15.
 
     Imports SGLang; the C compiler runs meanwhile.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
-    if new:
-        name_kernels()
     build = Build()
     from mugrpo_megatron.cpu.forked_engine import CpuEngine
 

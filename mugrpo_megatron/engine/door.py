@@ -33,13 +33,20 @@ def most_kept() -> int:
     return MOST_MASKED if is_new() else MOST_TOP_LOGPROBS
 
 
+def allow_import_on_cpu() -> None:
+    """Let SGLang's engine be imported in this process without its kernels, which have no wheel for CPU."""
+    if is_new():
+        cpu.name_kernels()
+
+
 def engine_type(device: str) -> Callable[..., Any]:
     """What makes SGLang's engine of the arguments of its `ServerArgs`.
 
     Imports SGLang, which takes seconds.
     """
     if device == "cpu":
-        return cpu.engine_type(is_new())
+        allow_import_on_cpu()
+        return cpu.engine_type()
     from sglang.srt.entrypoints.engine import Engine
 
     return Engine  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """The SGLang engines of one host process, which hold the same weights and answer as one.
 
-Nearly always there is one. On CPU there may be several (`engine.replicas`): a group of responses goes to the engine
+Nearly always there is one. On CPU there may be several (`cpu.sglang`): a group of responses goes to the engine
 that has the fewest requests, and everything else to all of them.
 """
 

@@ -97,6 +97,6 @@ def download_model(name: str, revision: str | None, cached: bool = False) -> Pat
     except ValueError as error:
         label = f"{name} at {revision}" if revision else name
         raise UserError(
-            f"model.path = {label}: there is no such directory, and from the Hugging Face hub it could not be "
-            f"downloaded ({error}); check the name and the network, or give the directory of a downloaded model"
+            f"model.path = {label}: there is no such directory, and it could not be downloaded from the "
+            f"Hugging Face hub ({error}); check the name and the network, or give the directory of a downloaded model"
         ) from None

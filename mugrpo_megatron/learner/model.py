@@ -43,7 +43,7 @@ Layers = Literal["auto", "local", "transformer_engine"]
 def choose_backend(layers: Layers, device: torch.device) -> BackendSpecProvider:
     """The backend that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads, else local.
 
-    Raises UserError when Transformer Engine is asked for and Megatron cannot load it (`recipe.checks` has already
+    Raises UserError when Transformer Engine is asked for and Megatron cannot load it (`checks.layouts` has already
     refused the case that it is not installed).
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):

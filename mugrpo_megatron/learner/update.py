@@ -10,6 +10,7 @@ import torch
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
 from mugrpo_megatron.algorithm.statistics import UpdateStatistics, update_statistics
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.learner.groups import named_phase
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.learner.loss import Objective, TokenLoss, from_token_loss, make_objective
@@ -32,7 +33,7 @@ def update(
     """
     started = time.perf_counter()
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
-        sequences = [sequence_of(sample, masked=True) for sample in samples]
+        sequences = _sequences(learner, samples)
         plan = plan_update(learner, sequences)
         batches = pack_share(learner, sequences, plan)
         objective = make_objective(learner, samples, advantages)
@@ -63,6 +64,19 @@ def update(
     return metrics
 
 
+def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[Tokens]:
+    """The samples to train on; UserError for a token that the model lacks, as a stage from elsewhere may hold."""
+    sequences = [sequence_of(sample, masked=True) for sample in samples]
+    parts = [part for one in sequences for part in (one.ids, one.kept) if part is not None]
+    largest = max(int(part.max(initial=0)) for part in parts)
+    if largest >= learner.architecture.vocab_size:
+        raise UserError(
+            f"the responses have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "
+            "stage is of another model, or damaged; take the model that sampled it"
+        )
+    return sequences
+
+
 def _step_metrics(learner: Learner, step: Step, scale: float) -> dict[str, float]:
     """The metrics of an optimizer step; `scale` is the loss scale before it, which float16 alone has."""
     metrics = {"grad_norm": step.grad_norm, "lr": step.lr, "skipped": float(step.skipped and not step.overflowed)}
@@ -85,7 +99,7 @@ def token_logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarr
     bitwise those that `update` computes, so its importance ratios are exactly 1. Tokens outside a loss mask get 0.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
-        sequences = [sequence_of(sample, masked=True) for sample in samples]
+        sequences = _sequences(learner, samples)
         batches = pack_share(learner, sequences, plan_update(learner, sequences))
         values = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()
@@ -112,7 +126,7 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
     Collective, every layer of the iterator too. A pass that replays these routes computes the same values bitwise.
     """
     with named_phase(learner.ranks, "learner log-probabilities"):
-        sequences = [sequence_of(sample, masked=True) for sample in samples]
+        sequences = _sequences(learner, samples)
         batches = pack_share(learner, sequences, plan_update(learner, sequences), record_routes=True)
         values = scores(learner, batches, learner.recipe.rollout.temperature)
         logprobs = gather_tokens(learner, sequences, batches, values, k=2)[0].cpu()

@@ -13,10 +13,12 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.examples import Example, example_places, shortened, write_examples
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.generate import report_failures, sampled, shared_queue, sleep_engines, sync_weights
+from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.scoring import EvalSection
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.leader import EngineLeader, Engines
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.samples import Prompt
 
 
@@ -147,7 +149,7 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
     """
     while missing := [place for place in places if place not in answers]:
         queue = shared_queue(run.world, missing)
-        own = _answered(run, leader, name, queue, bar) if leader else {}
+        own = _answered(run.recipe, leader, name, queue, bar, run.stop) if leader else {}
         run.world.barrier()
         gathered = {place: one for part in run.world.gather(own) for place, one in part.items()}
         answers |= gathered
@@ -157,11 +159,13 @@ def _score(run: Run, leader: EngineLeader | None, name: str, places: Sequence[in
     return True
 
 
-def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar) -> ByPlace:
+def _answered(
+    recipe: Recipe, leader: EngineLeader, name: str, queue: PromptQueue, bar: Bar, stop: StopRequest
+) -> ByPlace:
     """The answers to what this rank's engine takes from the queue."""
     held_out = leader.problems.held_out
-    samples = run.recipe.eval.of(name).samples
-    how = held_out_sampling(run.recipe, leader.tokenizer, name)
+    samples = recipe.eval.of(name).samples
+    how = held_out_sampling(recipe, leader.tokenizer, name)
     names = [problem.source for problem in held_out.problems]
     shown = set(example_places(names, SHOWN))
     answers: ByPlace = {}
@@ -171,8 +175,8 @@ def _answered(run: Run, leader: EngineLeader, name: str, queue: PromptQueue, bar
             Prompt(place, held_out.problems[place], held_out.prompts[place]) for place in queue.take(waiting, slots)
         ]
 
-    groups = sampled(run, leader, queue, take, samples, how)
-    for group in scored(groups, leader.verifier, leader.tokenizer, run.stop.heard):
+    groups = sampled(leader, queue, take, samples, how, stop)
+    for group in scored(groups, leader.verifier, leader.tokenizer, stop.heard):
         answers[group.prompt.index] = _answers(group, group.prompt.index in shown)
         bar.advance(tokens=group.tokens)
     return answers

@@ -18,18 +18,23 @@ from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.evaluation.scoring import Group, Scorer
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
+from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.run import Run
+from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.run.world import World
 from mugrpo_megatron.samples import Prompt
 from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
+GUESTS = "mugrpo_megatron.extras.guests.turn:take_turns"
+"""What other models than the policy compute of a stage, each with the devices to itself."""
 LOOK_S = 1.0
 """How often a learner that waits for other processes looks for them."""
 
@@ -48,7 +53,7 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
             raise run.stop.all_stopped(cursor)
         stage = StageStore(run.directory.stage(cursor.stage))
         if run.world.broadcast(run.is_main and stage.sealed):
-            check_shared(run, stage, stage.wait_for(set(), sealed=True))
+            check_shared(run.world, stage, stage.wait_for(set(), sealed=True))
     return run.stage_store(cursor, engines.writer)
 
 
@@ -172,7 +177,7 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         show_totals(bar, queue, run.is_main)
         facts["tokens"] = float(bar.tokens)
         facts["engine_memory"] = max(run.world.gather(_engine_memory(leader)))
-        _log_loads(run, leader, cursor)
+        _log_loads(run.world, run.log, leader, cursor)
     with run.phase("score", cursor):
         for group in scorer.rest(run.stop.heard) if scorer else ():
             stage.append(rows_of(group, recipe))
@@ -181,15 +186,24 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         (stopping,) = run.world.any_rank(run.stop.asked)
         report_failures(run, leader)
         written = run.world.gather(stage.written)
-        check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
+        check_shared(run.world, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
         if run.is_main and not stopping and stage.named().issuperset(groups):
             stage.seal(updates, recipe.rollout.prompts_per_update)
     if any(run.world.any_rank(run.is_main and stage.sealed)):
-        check_shared(run, stage, stage.wait_for(set(), sealed=True))
+        check_shared(run.world, stage, stage.wait_for(set(), sealed=True))
     if stopping:
         raise run.stop.all_stopped(
             cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; "
         )
+
+
+def host_guests(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """Have the recipe's guests compute the columns that the cursor's sealed stage lacks. Collective.
+
+    The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
+    """
+    if run.recipe.guest.by_name:
+        load_function("guest", GUESTS)(run, learner, stage, cursor)
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
@@ -201,22 +215,22 @@ def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
 
 
 def sampled(
-    run: Run, leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling
+    leader: EngineLeader, queue: PromptQueue, take: PromptSource, n: int, how: Sampling, stop: StopRequest
 ) -> Iterator[Group]:
     """The groups that this rank's engine takes from the queue, as they are finished.
 
-    Ends early when the engine fails or the run is asked to stop; what is in flight is then dropped.
+    Ends early when the engine fails or the run is asked to `stop`; what is in flight is then dropped.
     """
-    if leader.engine.running and not run.stop.heard():
+    if leader.engine.running and not stop.heard():
         try:
             with closing(leader.engine.generate_from(take, n, how)) as groups:
                 for group in groups:
                     yield group
-                    if run.stop.heard():
+                    if stop.heard():
                         break
         except EngineFailure as failure:
             leader.failed(failure)
-    if run.stop.asked:
+    if stop.asked:
         queue.close()
 
 
@@ -246,7 +260,7 @@ def _sampled(run: Run, leader: EngineLeader, cursor: Cursor, queue: PromptQueue,
         return [stage_prompt(recipe, leader.problems, cursor, g) for g in queue.take(waiting, slots)]
 
     how = sampling(recipe, leader.tokenizer)
-    for prompt, responses in sampled(run, leader, queue, take, recipe.rollout.responses_per_prompt, how):
+    for prompt, responses in sampled(leader, queue, take, recipe.rollout.responses_per_prompt, how, run.stop):
         leader.failures_in_a_row = 0
         yield prompt, responses
         queue.finished(sum(len(response.ids) for response in responses))
@@ -262,12 +276,12 @@ def _engine_memory(leader: EngineLeader | None) -> float:
     return device_memory_in_use() or leader.engine.memory
 
 
-def _log_loads(run: Run, leader: EngineLeader | None, cursor: Cursor) -> None:
+def _log_loads(world: World, log: MetricLog, leader: EngineLeader | None, cursor: Cursor) -> None:
     """Log the engines' loads during the generation that has just ended. Collective."""
     mine = (leader.slot.number, leader.engine.record.loads) if leader else (0, [])
-    for engine, loads in run.world.gather(mine):
+    for engine, loads in world.gather(mine):
         for load in loads:
-            run.log.engine(cursor.stage, engine, load.time, load.metrics())
+            log.engine(cursor.stage, engine, load.time, load.metrics())
 
 
 def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
@@ -277,9 +291,9 @@ def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
         bar.advance(groups - bar.done, tokens - bar.tokens)
 
 
-def check_shared(run: Run, stage: StageStore, seen: bool) -> None:
+def check_shared(world: World, stage: StageStore, seen: bool) -> None:
     """UserError on every rank when one of them does not see what another has written. Collective."""
-    blind = [rank for rank, sees in enumerate(run.world.gather(seen)) if not sees]
+    blind = [rank for rank, sees in enumerate(world.gather(seen)) if not sees]
     if blind:
         raise UserError(
             f"rank {blind[0]} does not see what other ranks have written to {stage.directory}: put run.dir on a "

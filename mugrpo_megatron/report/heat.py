@@ -13,6 +13,7 @@ from mugrpo_megatron.observe.streams import visible
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.report.details import spaced
 from mugrpo_megatron.report.probes import Followed, verdicts
+from mugrpo_megatron.samples import turns_in
 
 LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """A ratio is one letter: level n is 10^(n / STEPS + LOWEST)."""
@@ -30,7 +31,8 @@ PIECE = 24
 def heat_map(responses: Sequence[Followed], objective: ObjectiveSection) -> dict[str, Any] | None:
     """The data that heat.js draws; None without a negative response that was followed.
 
-    Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios.
+    Of each stage the responses with a trigger at the last age come first, then those with the lowest ratios; the last
+    place is for one of several turns where there is any.
     """
     by_stage: dict[int, list[Followed]] = {}
     for one in responses:
@@ -49,7 +51,9 @@ def heat_map(responses: Sequence[Followed], objective: ObjectiveSection) -> dict
 
 
 def _lowest(responses: Sequence[Followed]) -> list[Followed]:
-    return sorted(responses, key=lambda one: (float(one.log_ratio[-1].min()), one.response.update))[:EACH]
+    ordered = sorted(responses, key=lambda one: (float(one.log_ratio[-1][one.trained].min()), one.response.update))
+    first, rest = ordered[: EACH - 1], ordered[EACH - 1 :]
+    return first + ([one for one in rest if len(_begins(one.trained)) > 1] or rest)[:1]
 
 
 def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:
@@ -64,6 +68,7 @@ def _drawn(one: Followed, objective: ObjectiveSection) -> dict[str, Any]:
         "length": len(response.tokens),
         "start": start,
         "ages": list(one.ages),
+        "turns": _turns(one.trained, start, end),
         "tokens": [visible(token.replace("\n", "⏎"))[:PIECE] for token in response.tokens[start:end]],
         "cells": [_cells(row, one.trained)[start:end] for row in one.log_ratio],
         "triggers": [np.flatnonzero(row[start:end]).tolist() for row in triggers],
@@ -75,9 +80,23 @@ def _window(one: Followed, triggers: np.ndarray) -> tuple[int, int]:
     """The tokens that are shown."""
     length = len(one.response.tokens)
     last = triggers[-1]
-    centre = int(last.argmax()) if last.any() else int(one.log_ratio[-1].argmin())
+    centre = int(last.argmax()) if last.any() else int(np.where(one.trained, one.log_ratio[-1], np.inf).argmin())
     start = max(0, min(centre - WINDOW // 3, length - WINDOW))
     return start, min(length, start + WINDOW)
+
+
+def _begins(trained: np.ndarray) -> list[int]:
+    """The first token of each turn."""
+    return np.flatnonzero(trained)[np.unique(turns_in(trained), return_index=True)[1]].tolist()
+
+
+def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
+    """[place in the window, number from 1] of each turn that is shown; empty where the response is a single turn."""
+    begins = _begins(trained)
+    if len(begins) < 2:
+        return []
+    spans = enumerate(zip(begins, [*begins[1:], len(trained)], strict=True), start=1)
+    return [[max(0, first - start), number] for number, (first, after) in spans if first < end and after > start]
 
 
 def _cells(log_ratio: np.ndarray, trained: np.ndarray) -> str:
@@ -102,8 +121,10 @@ def _spans(marked: np.ndarray) -> list[list[int]]:
 def heat_text(heat: Mapping[str, Any], objective: ObjectiveSection) -> str:
     """What the heat map shows, for its card."""
     updates = max(response["ages"][-1] for response in heat["responses"])
+    turns = " Grey: what a tool wrote." if any(response["turns"] for response in heat["responses"]) else ""
     return (
         f"One column a token, one row an age of the stage, after 0 to {updates} updates. Red: less likely than when it "
         f"was sampled; blue: more likely. A ring marks a trigger (ratio below {objective.trigger_ratio:g}); tokens "
-        f"under a line are dropped by this run's veto, {objective.veto}. Point at a row to read the response then."
+        f"under a line are dropped by this run's veto, {objective.veto}.{turns} Point at a row to read the response "
+        "then."
     )

@@ -53,14 +53,14 @@ class Followed:
         return self.response.advantage < 0
 
     def at(self, stale: int) -> np.ndarray | None:
-        """The log-ratios after so many updates since it was sampled; None where it was not probed then."""
-        return self.log_ratio[self.staleness.index(stale)] if stale in self.staleness else None
+        """The trained tokens' log-ratios so many updates after they were sampled; None where not probed then."""
+        return self.log_ratio[self.staleness.index(stale)][self.trained] if stale in self.staleness else None
 
 
 def followed(
     details: Details, recipe: Mapping[str, Any], early: Mapping[int, int] = MappingProxyType({})
 ) -> list[Followed]:
-    """Every followed response with a token. Ratios are to what training divides by.
+    """Every followed response with a token to train on. Ratios are to what training divides by.
 
     `early`: stage -> updates before its start at which it was sampled, where there are any.
 
@@ -74,7 +74,8 @@ def followed(
             if ages and response.tokens:
                 base = probe.logprobs[ages[0]][place] if by_learner else response.behaviour_logprobs
                 log_ratio = _rows(probe, ages, place) - base
-                responses.append(Followed(stage, response, ages, log_ratio, early.get(stage, 0)))
+                one = Followed(stage, response, ages, log_ratio, early.get(stage, 0))
+                responses += [one] if one.trained.any() else []
     return responses
 
 
@@ -170,7 +171,7 @@ def _firsts(responses: Sequence[Followed]) -> dict[str, list[tuple[int, int]]]:
         points = [
             (len(one.response.tokens), int(below.argmax()))
             for one in responses
-            if one.negative and (below := one.log_ratio[-1] < math.log(float(name))).any()
+            if one.negative and (below := one.trained & (one.log_ratio[-1] < math.log(float(name)))).any()
         ]
         if points:
             firsts[name] = sorted(points)

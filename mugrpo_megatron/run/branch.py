@@ -14,6 +14,7 @@ from mugrpo_megatron.files.durable import digest, durable_directory
 from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.observe.log import FILE_NAME
 from mugrpo_megatron.recipe import Recipe, load_recipe
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor, checkpoint_name
 from mugrpo_megatron.run.directory import RunDirectory, differing, open_directory
 from mugrpo_megatron.run.published import check_logprobs, check_start, read_published
@@ -31,6 +32,9 @@ from mugrpo_megatron.run.record import (
 from mugrpo_megatron.stages.columns import LogprobColumn
 from mugrpo_megatron.stages.manifest import Origin, check_stage, manifest_name, read_manifest
 from mugrpo_megatron.stages.store import StageStore
+
+GUESTS = "mugrpo_megatron.extras.guests.taking:take_columns"
+"""What guests have computed of the stage."""
 
 
 def branch(recipe: Recipe, source: Path, stage: int) -> None:
@@ -58,6 +62,8 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
         if stage > 0:
             start = checkpoint_name(Cursor(stage))
             _link(of.checkpoints / start, directory.checkpoints / start, STATE)
+        if recipe.guest.by_name:
+            load_function("guest", GUESTS)(recipe, of, directory, stage)
         write_record(directory.path, replace(record, branch=start_of))
 
 

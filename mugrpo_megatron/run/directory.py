@@ -62,7 +62,7 @@ class RunDirectory:
         return self.path / "stages" / f"{stage:05d}"
 
     def stage_lock(self, stage: int) -> Path:
-        """Held by processes that generate the stage ahead of the learner, which waits for them."""
+        """Held by processes that generate the stage ahead of the learner, or score it; the learner waits for them."""
         return self.path / "stages" / f"{stage:05d}.lock"
 
     def stages(self) -> dict[int, Path]:
@@ -102,6 +102,11 @@ class RunDirectory:
     def guest(self, stage: int, what: str) -> Path:
         """What a guest says of the stage's samples; outside the stage's directory, as `anchor`."""
         return self.path / "guests" / f"stage{stage:05d}-{what}.parquet"
+
+    def guest_files(self, stage: int) -> list[Path]:
+        """The files of guests' columns of the stage, whole ones alone."""
+        indices = sorted(self.path.glob(f"guests/stage{stage:05d}-*.json"))
+        return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
 
     def behaviour(self, stage: int) -> Path:
         return self.stage(stage) / "behaviour.parquet"

@@ -122,7 +122,7 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
     if kinds is not None:
         dense = kinds.count("dense")
         if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-            raise fields.error("mlp_layer_types has a dense layer after a sparse one, and the learner builds no such")
+            raise fields.error("mlp_layer_types has a dense layer after a sparse one, which the learner does not build")
     return _latent(fields, "glm4_moe_lite", dense)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -85,7 +86,7 @@ class _Side:
         me = psutil.Process()
         before = me.children(recursive=True)
         if name in ("ours", "torch"):
-            path = {"PATH": str(folder)} if name == "torch" else {}  # without a C compiler
+            path = {"PATH": str(_without_compiler(folder))} if name == "torch" else {}
             with patch.dict(os.environ, path), patch.object(client, "replicas", lambda *_: replicas):
                 self._ours = Engine.start(recipe, model, folder / f"{name}.log")
             self._ours.wait_ready()
@@ -127,6 +128,14 @@ class _Side:
             self._ours.stop()
         else:
             self._bare.shutdown()
+
+
+def _without_compiler(folder: Path) -> Path:
+    """A folder for PATH with the one program that SGLang runs."""
+    tools = folder / "tools"
+    tools.mkdir()
+    (tools / "lscpu").symlink_to(str(shutil.which("lscpu")))
+    return tools
 
 
 def _prompt_ids(index: int, model: Path) -> list[int]:

@@ -1,15 +1,20 @@
-"""KL to a teacher and accuracy of runs with and without it, as a table and a picture.
+"""A larger teacher on the bundled task `chain`: KL to it and accuracy of runs with and without it, three seeds each.
 
-    python -m run_scripts.bench.guests OUT_DIR NAME=RUN_DIR...
+    python -m run_scripts.bench.guests OUT_DIR [--docs docs]
 
-Several runs of one NAME are repetitions. Writes OUT_DIR/guests.csv and OUT_DIR/guests.svg.
+Trains what OUT_DIR lacks: a student, a teacher of 2.3 times its parameters, and from the student a run of each seed and
+kind, by run_scripts/recipes/chain_teacher.toml. The same command continues after Ctrl-C. Then writes guests.csv and
+guests.svg of the runs that have ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import subprocess
+import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +26,49 @@ from matplotlib.ticker import PercentFormatter
 from mugrpo_megatron.observe.log import read_rows
 from run_scripts.svg import LIGHT, write_svg
 
-COLORS = ("grey", "blue", "orange", "green")
+RECIPE = Path(__file__).parents[1] / "recipes/chain_teacher.toml"
+SEEDS = range(3)
+LARGER = {"sft.layers": 6, "sft.hidden": 160, "sft.target_accuracy": 0.92}
+"""The teacher; the student has 4 layers of 128 and stops at 0.42."""
+KINDS: Mapping[str, Mapping[str, object]] = {
+    "no teacher": {"objective.teacher_coef": 0.0},
+    "teacher": {},
+}
+PATIENT = {"engine.start_timeout_s": 3600, "engine.request_timeout_s": 3600}
+"""The machine may be busy with other work."""
+COLORS = ("grey", "blue")
 FIELDS = ("run", "repetition", "update", "kl_teacher", "accuracy")
 
 Row = dict[str, str | float]
+
+
+def mugrpo(command: str, settings: Mapping[str, object]) -> None:
+    """Run `mugrpo COMMAND` with the recipe; CalledProcessError when it fails."""
+    sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    subprocess.run([sys.executable, "-m", "mugrpo_megatron", command, str(RECIPE), *sets], check=True)
+
+
+def run_of(out: Path, kind: str, seed: int) -> Path:
+    return out / f"{kind.replace(' ', '-')}-{seed}"
+
+
+def train_missing(out: Path) -> None:
+    """The two models, then the runs, seed after seed; `mugrpo` keeps what is there."""
+    student, teacher = out / "student", out / "larger-teacher"
+    mugrpo("sft", {"sft.output": student})
+    mugrpo("sft", {"sft.output": teacher, **LARGER})
+    models = {"model.path": student / "hf", "guest.solver.model": teacher / "hf", **PATIENT}
+    for seed in SEEDS:
+        for kind, settings in KINDS.items():
+            run_dir = run_of(out, kind, seed)
+            if not (run_dir / "summary.json").exists():
+                mugrpo("train", {"run.dir": run_dir, "run.seed": seed, **models, **settings})
+
+
+def collected(out: Path) -> list[Row]:
+    """The rows of every run that has ended, kind by kind."""
+    runs = [(kind, seed, run_of(out, kind, seed)) for kind in KINDS for seed in SEEDS]
+    return [row for kind, seed, path in runs if (path / "summary.json").exists() for row in rows_of(kind, seed, path)]
 
 
 def rows_of(name: str, repetition: int, run_dir: Path) -> list[Row]:
@@ -89,20 +133,18 @@ def _curves(axes: Axes, rows: list[Row], field: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("runs", nargs="+", metavar="NAME=RUN_DIR")
+    parser.add_argument("out", type=Path, help="where the models and the runs go")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where guests.csv and guests.svg go")
+    parser.add_argument("--collect", action="store_true", help="train nothing")
     options = parser.parse_args()
-    rows: list[Row] = []
-    seen: dict[str, int] = defaultdict(int)
-    for one in options.runs:
-        name, _, run_dir = one.partition("=")
-        rows += rows_of(name, seen[name], Path(run_dir))
-        seen[name] += 1
-    with (options.out / "guests.csv").open("w", newline="", encoding="utf-8") as file:
+    if not options.collect:
+        train_missing(options.out.resolve())
+    rows = collected(options.out)
+    with (options.docs / "guests.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(rows)
-    draw(rows, options.out / "guests.svg")
+    draw(rows, options.docs / "guests.svg")
 
 
 if __name__ == "__main__":

@@ -78,6 +78,12 @@ def test_a_function_that_cannot_score_is_found(
     if function == "impossible":  # also without data on this machine
         lines = dry_run(recipe, capsys, f"reward.function=own_rewards:{function}", "data.train=gsm8k", code=2)
         assert words in lines[-1]
+        # `train` says so before it looks for a data set that is not there.
+        assert (
+            main(["train", recipe, "--set", f"reward.function=own_rewards:{function}", "--set", "data.train=a/b"]) == 2
+        )
+        assert words in capsys.readouterr().err
+        assert not (Path(recipe).parent / "run").exists()
 
 
 def test_an_absent_wandb_is_found(

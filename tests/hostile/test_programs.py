@@ -71,11 +71,19 @@ def bait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bait]:
             "ANSWER_FILE": str(file), "PORT": servers[0], "SOCKET": str(home / "socket"), "ABSTRACT": marker,
             "JUDGE": os.getpid(), "MARKER": marker, "PLACES": places,
         }  # fmt: skip
+        before = [_attributes(path) for path in (file, home)]
         yield Bait(answer, "; ".join(f"{name} = {value!r}" for name, value in told.items()))
+        assert [_attributes(path) for path in (file, home)] == before
         assert file.read_text() == answer
         assert [place for place in places if (Path(place) / marker).exists()] == []
         assert not list(Path("/dev/shm").glob(f"{marker}*"))
         assert _alive(marker) == []
+
+
+def _attributes(path: Path) -> tuple[object, ...]:
+    """What a program may change of a file without opening it."""
+    status = path.stat()
+    return status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, os.listxattr(path)
 
 
 def _server(opened: ExitStack, address: Any, answer: str) -> int:

@@ -38,7 +38,7 @@ from mugrpo_megatron.samples import Problem, Prompt, Response
 from mugrpo_megatron.weights.sync import Bridge
 
 TOKENIZER = build_arithmetic_tokenizer()
-LEARNER = cast(Learner, None)
+LEARNER = cast(Learner, SimpleNamespace(reload=lambda: None))
 """Only syncing and resting the engines needs it, which these tests replace."""
 SETS = {"two": 6, "four": 5, "other": 4}
 RECIPE = Recipe.model_validate(
@@ -150,7 +150,6 @@ def stand(tmp_path: Path, log: MetricLog, verifier: Verifier, monkeypatch: pytes
 
     monkeypatch.setattr(evaluate, "sync_weights", sync)
     monkeypatch.setattr(evaluate, "sleep_engines", lambda run, engines: None)
-    monkeypatch.setattr(evaluate, "reload", lambda learner: None)
     return Stand(run, Engines(cast(Bridge, None), cast(EngineLeader, generator)), engine, saver, syncs)
 
 

@@ -44,13 +44,21 @@ def write_stage(
     store.seal(updates, 2)
 
 
-def write_probe(run_dir: Path, stage: int, updates: int, count: int, tokens: int, token: str = "ab") -> None:
+def write_probe(
+    run_dir: Path,
+    stage: int,
+    updates: int,
+    count: int,
+    tokens: int,
+    token: str = "ab",
+    mask: list[bool] | None = None,
+) -> None:
     """Every fourth response is positive; the third token of each becomes e^-age times as likely as it was."""
     draw = np.random.default_rng(stage)
     directory = run_dir / "probe" / f"stage{stage:05d}"
     behaviour = [draw.normal(-1, 0.3, tokens).astype(np.float32) for _ in range(count)]
     responses = [
-        Probed(place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, own)
+        Probed(place % updates, place, f"set:{place}", 0.0, -1.0 if place % 4 else 1.0, [token] * tokens, own, mask)
         for place, own in enumerate(behaviour)
     ]
     write_responses(directory, responses)

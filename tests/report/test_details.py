@@ -147,6 +147,40 @@ def test_of_a_long_response_the_tokens_around_the_first_trigger_are_shown(tmp_pa
         assert one["triggers"][-1] == [2]
 
 
+def test_what_a_tool_wrote_is_grey_and_counts_nowhere(tmp_path: Path) -> None:
+    """The token that falls is a tool's: no ratio, no trigger; the turns around it are marked."""
+    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
+    write_probe(path, 0, UPDATES, count=8, tokens=6, mask=[True, True, False, False, True, True])
+    run = read_run(path)
+    for one in heat_of(run)["responses"]:
+        assert one["turns"] == [[0, 1], [4, 2]]
+        assert {cells[2:4] for cells in one["cells"]} == {".."}
+        assert not any("." in cells[:2] + cells[4:] for cells in one["cells"])
+        assert not any(one["triggers"])
+        assert not any(one["dropped"])
+    assert "Grey: what a tool wrote." in page(run)
+    charts = charts_of(run)
+    assert all(not any(series.y) for series in charts["atlas_triggers"].series)
+    assert min(value for series in charts["atlas_ratio"].series for value in series.y if value) > 0.5
+    assert "atlas_first" not in charts
+
+
+def test_a_response_of_several_turns_has_a_place_in_the_heat_map(tmp_path: Path) -> None:
+    path = write_run(tmp_path, rows_of(1, UPDATES), recipe_of(1, UPDATES))
+    write_probe(path, 0, UPDATES, count=8, tokens=WINDOW + 40)
+    run = read_run(path)
+    mask = np.arange(WINDOW + 40) % 10 < 6
+    probed = followed(read_details(run.path, run.recipe), run.recipe)
+    last = max((one for one in probed if one.negative), key=lambda one: (one.log_ratio[-1].min(), one.response.update))
+    several = replace(last, response=replace(last.response, mask=mask.tolist()))
+    heat = heat_map([several if one is last else one for one in probed], ObjectiveSection())
+    assert heat
+    assert [len(one["turns"]) for one in heat["responses"]] == [0, 0, 13]
+    start = heat["responses"][-1]["start"]
+    turns = {place + start: number for place, number in heat["responses"][-1]["turns"]}
+    assert all(place == max(start, 10 * (number - 1)) for place, number in turns.items())
+
+
 def test_positive_responses_have_no_trigger(run: RunData) -> None:
     probed = followed(read_details(run.path, run.recipe), run.recipe)
     positive = [one for one in probed if not one.negative]

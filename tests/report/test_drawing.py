@@ -87,7 +87,7 @@ def test_stages_that_grow_have_no_updates_each(tmp_path: Path) -> None:
 def test_recipe_is_shown_with_what_differs_from_the_defaults(tmp_path: Path) -> None:
     html = write_report(write_run(tmp_path, rows_of(1, 1), recipe_of(1, 1))).read_text()
     assert "<div class=set><dt>seed</dt><dd>3</dd></div>" in html
-    assert "<div><dt>device</dt><dd>auto</dd></div>" in html
+    assert "<div><dt>deterministic</dt><dd>false</dd></div>" in html
 
 
 @pytest.mark.parametrize(

@@ -123,12 +123,14 @@ def test_the_heat_map_and_the_samples_in_a_browser(tmp_path: Path) -> None:
     hostile = "</script><img onerror=alert(1) src=https://example.org/x> \x1b[2J \u202e "
     run = write_run(tmp_path / "run", rows_of(1, 64), recipe_of(1, 64))
     write_stage(run, 0, text=hostile * 30, gold=hostile)
-    write_probe(run, 0, 64, count=8, tokens=6, token=hostile)
+    write_probe(run, 0, 64, count=8, tokens=6, token=hostile, mask=[place != 3 for place in range(6)])
     write_evaluation(run, 16, text=hostile * 30, question=hostile)
     found = notes_of(write_report(run), tmp_path, HEAT_ACTIONS)
     assert found["grids"] == 3
     assert found["rings"] == found["lines"] == 7, "at ages 16 to 64 the third token is below 1e-4"
-    assert found["last"] == 3
+    assert found["last"] == 2, "the fourth token is a tool's"
+    assert found["tipOfTool"].endswith("a tool's, not sampled")
+    assert (found["turns"], found["borders"], found["tools"], found["legend"]) == (["turn 1", "turn 2"], 1, 1, True)
     assert found["first"] == 0
     assert found["read"] == "age 0"
     assert "ratio ≈ 1 at age 0" in found["tip"]

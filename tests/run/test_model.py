@@ -100,7 +100,7 @@ def test_what_cannot_be_had_is_a_sentence(hub: Hub, tmp_path: Path, monkeypatch:
     refused("it is gated: accept its terms")
     hub.gated = False
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    refused(r"could not be downloaded \(Got: ConnectError")
+    refused(r"could not be downloaded from the Hugging Face hub \(Got: ConnectError")
     said: list[str] = []
     check_on_paper(recipe_for(tmp_path), said.append)
     assert said[0].startswith("model: not on this machine")

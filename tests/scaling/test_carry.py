@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -12,8 +13,35 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "run_scripts" / "bench" / "carry.sh").read_text(encoding="utf-8")
+KERNELS = ROOT / ".gpu" / "sgl_kernel.tar.xz"
 LIBRARIES = ["sgl_kernel/sm90/common_ops.abi3.so", "sgl_kernel/spatial_ops.abi3.so"]
 """The ones that a Hopper GPU without FlashAttention 3 loads."""
+IMPORT = """
+import importlib
+import sys
+from unittest.mock import MagicMock
+
+from tests.engine.simulated_cuda import simulate
+
+simulate(stubs=["sentencepiece"])
+sys.modules["sgl_kernel.load_utils"] = MagicMock()  # loads the libraries
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(sys.modules["sgl_kernel"].__file__)
+"""
+MODULES = (
+    "sgl_kernel",
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.model_executor.model_runner",
+    "sglang.srt.models.qwen2",
+    "sglang.srt.models.qwen3",
+    "sglang.srt.models.qwen3_moe",
+    "sglang.srt.models.llama",
+    "sglang.srt.layers.attention.triton_backend",
+    "sglang.srt.layers.sampler",
+)
+"""What an engine on CUDA imports."""
 
 
 def test_everything_that_is_carried_is_pinned() -> None:
@@ -38,3 +66,21 @@ def test_every_python_file_of_the_kernels_is_carried_and_no_library_too_many(tmp
     with tarfile.open(tmp_path / "sgl_kernel.tar.xz") as archive:
         files = {member.name.removeprefix("./") for member in archive if member.isfile()}
     assert files == {*python, *LIBRARIES, record}
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not KERNELS.exists(), reason="run run_scripts/bench/carry.sh first: it downloads 600 MB")
+def test_an_engine_can_be_imported_from_what_is_carried(tmp_path: Path) -> None:
+    """On a machine that claims to have CUDA; all but the libraries, which need a GPU."""
+    with tarfile.open(KERNELS) as archive:
+        archive.extractall(tmp_path, filter="data")
+    record = next(tmp_path.glob("*.dist-info/RECORD")).read_text(encoding="utf-8")
+    python = [line.split(",")[0] for line in record.splitlines() if line.split(",")[0].endswith(".py")]
+    assert [name for name in python if not (tmp_path / name).exists()] == []
+    path = os.pathsep.join(map(str, (tmp_path, KERNELS.parent / "stubs", ROOT)))
+    variables = {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1"}
+    command = [sys.executable, "-c", IMPORT, *MODULES]
+    environment = os.environ | variables | {"PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(tmp_path / "sgl_kernel" / "__init__.py")

@@ -122,9 +122,10 @@ class Model:
 
     async def _said(self, tool: Callable[..., Any] | None, call: Mapping[str, Any]) -> str:
         try:
-            if tool is None:
+            if tool is None or not isinstance(call["arguments"], dict):
                 self.calls += 1
                 self.failed_calls += 1
+            if tool is None:
                 raise LookupError(f"there is no tool {call['name']!r}")
             if not isinstance(call["arguments"], dict):
                 raise TypeError(f"the arguments are {str(call['arguments'])[:SHOWN_CHARS]!r}, not an object")

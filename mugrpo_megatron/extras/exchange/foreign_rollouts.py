@@ -20,7 +20,8 @@ from mugrpo_megatron.data.files import RESPONSES, found_in, messages_of, rows
 from mugrpo_megatron.data.prompts import Template, render
 from mugrpo_megatron.data.reading import kept_row
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.exchange.traces import flattened
+from mugrpo_megatron.extras.exchange.traces import flattened, unfolded
+from mugrpo_megatron.recipe.load import shown
 from mugrpo_megatron.samples import Problem
 
 if TYPE_CHECKING:
@@ -71,11 +72,13 @@ def read_rollouts(
             raise UserError(f"{place}: {row}")
         try:
             _check_text(row)
-            rollout = _foreign(kept_row(flattened(row)), place, tokenizer, template, limits)
+            rollouts = [_foreign(kept_row(flattened(one)), place, tokenizer, template, limits) for one in unfolded(row)]
         except ValueError as error:
             raise UserError(f"{place}: {error}") from None
-        key = row["group"] if row.get("group") is not None else [row.get("step"), rollout.prompt_ids.tolist()]
-        groups.setdefault(json.dumps(key, default=str), []).append(rollout)
+        for one in rollouts:
+            prompt = one.prompt_ids.tolist()
+            key = row["group"] if row.get("group") is not None else [row.get("step"), prompt]
+            groups.setdefault(json.dumps([key, prompt] if len(rollouts) > 1 else key, default=str), []).append(one)
     _check_even(path, list(groups.values()))
     return list(groups.values())
 
@@ -115,7 +118,7 @@ def _foreign(
 ) -> Foreign:
     finish = row.get("finish_reason") or "stop"
     if finish not in ("stop", "length"):
-        raise ValueError(f"finish_reason {finish!r} is neither `stop` nor `length`")
+        raise ValueError(f"finish_reason {shown(finish)} is neither `stop` nor `length`")
     given = row.get("response_ids")
     if given is not None:
         response = _ids(given, "response_ids", len(tokenizer))

@@ -20,7 +20,7 @@ from mugrpo_megatron.data.reading import any_answer, asked_in, data_source_of, v
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import Foreign, read_rollouts, small_enough
-from mugrpo_megatron.extras.exchange.publish import CARD, card
+from mugrpo_megatron.extras.exchange.publish import CARD, card, say_leftovers
 from mugrpo_megatron.files.durable import durable_directory, write_text
 from mugrpo_megatron.files.json_text import as_text
 from mugrpo_megatron.files.outputs import check_output
@@ -73,6 +73,7 @@ def import_rollouts(
     shown, hidden = portable(recipe)
     run = secrets.token_hex(8)
     published = Published(run, 0, *hub_name(model), weights, hidden, logprobs=known)
+    say_leftovers(to, say)
     with durable_directory(to, replace=False) as partial:
         target = RunDirectory(partial)
         store = StageStore(target.stage(0), origin=Origin(run, 0, 0))

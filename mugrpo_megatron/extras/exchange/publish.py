@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import shutil
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 
 from mugrpo_megatron import __version__
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.files.durable import durable_directory, write_text
+from mugrpo_megatron.files.durable import TOKEN, durable_directory, write_text
 from mugrpo_megatron.files.hf_config import STATE, read_state
 from mugrpo_megatron.files.json_text import file_inside
 from mugrpo_megatron.files.outputs import check_output
@@ -48,10 +49,10 @@ def publish(
 ) -> None:
     """Write stage `stage` of the run in `run_dir` as a data set to the directory `to`, whole or not at all.
 
-    With `weights` also the checkpoint at the stage's start. Only files that the stage's manifest or the checkpoint's
-    state names are copied. Raises UserError when the stage is not sealed or is damaged, when one of the files is a
-    link, when `to` is inside the run, or when it exists, unless it is a published stage without another file and
-    `overwrite` is given.
+    With it what guests have computed of the stage, and with `weights` the checkpoint at its start. Only files that the
+    stage's manifest or the checkpoint's state names are copied, and whole columns. Raises UserError when the stage is
+    not sealed or is damaged, when one of the files is a link, when `to` is inside the run, or when it exists, unless it
+    is a published stage without another file and `overwrite` is given.
     """
     run = RunDirectory(run_dir)
     if not run.recipe.exists():
@@ -82,11 +83,14 @@ def publish(
     published = Published(origin.run, stage, *hub_name(model), weight_sums(model), hidden, have_logprobs(store))
     if record := read_record(run_dir):
         check_begun(record, whole, f"{run_dir}: the run")
+    say_leftovers(to, say)
     with durable_directory(to, replace=published_before) as partial:
         target = RunDirectory(partial)
         _copy(source, target.stage(stage), _of_stage(source))
         copied = StageStore(target.stage(stage))
         copied.verify()
+        if columns := run.guest_files(stage):
+            _copy(columns[0].parent, target.path / columns[0].parent.name, [path.name for path in columns])
         if weights and stage:
             _copy(start, target.checkpoints / start.name, _of_checkpoint(start))
         write_text(target.recipe, dump_recipe(recipe))
@@ -97,6 +101,12 @@ def publish(
         say(f"left out, as places of this machine: {', '.join(hidden)}")
     look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])  # it has no tokenizer of its own
     say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+
+
+def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
+    """Say which directories a killed command left beside `to`: one that still runs has such a directory too."""
+    for left in sorted(to.parent.glob(f".{glob.escape(to.name)}.{TOKEN}.partial")):
+        say(f"{left} is of another command that writes {to}, or wrote it and was killed; remove it if none runs")
 
 
 def _of_stage(directory: Path) -> list[str]:
@@ -135,6 +145,8 @@ def _check_replaceable(directory: Path) -> None:
     for parent, listed in ((directory / "stages", _of_stage), (run.checkpoints, _of_checkpoint)):
         for one in parent.iterdir() if parent.is_dir() else ():
             names |= {(one / name).relative_to(directory).as_posix() for name in listed(one)}
+    for stage in run.stages():
+        names |= {path.relative_to(directory).as_posix() for path in run.guest_files(stage)}
     for folder, folders, files in os.walk(directory):
         links = [name for name in folders if Path(folder, name).is_symlink()]
         empty = [] if folders or files or Path(folder) == directory else ["."]

@@ -9,7 +9,7 @@ conversations.
 
 verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py): `nodes`, each with its `parent`, the `token_ids` that
 it adds, a `mask` over them, and `logprobs` of those in the mask. One branch is read; sampling masks are not in its
-JSON.
+JSON. A line of its `traces.jsonl` (episode.py) is an episode: its `traces`, each of an agent, and its `group`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mugrpo_megatron.recipe.load import shown
+
 SCHEMA = 1
 NODE = ("token_ids", "mask", "logprobs")
 TERM = ("score", "weight")
 LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_mask")
+
+
+def unfolded(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an episode of verifiers, one for each trace that trains the policy; another row alone, as it is.
+
+    Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
+    """
+    if not {"traces", "task", "env"} <= row.keys():
+        return [dict(row)]
+    traces = _list(row["traces"], "traces")
+    if not all(isinstance(one, Mapping) for one in traces):
+        raise ValueError("traces of the episode are no objects")
+    agents = [one.get("agent") for one in traces]
+    trained = [
+        {"trace": one}
+        for one, agent in zip(traces, agents, strict=True)
+        if not isinstance(agent, Mapping) or agent.get("trainable", True)
+    ]
+    if not trained:
+        raise ValueError("an episode without a trace to train on")
+    return trained
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +57,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trace, Mapping) or "schema_version" not in trace or "turns" not in trace:
         return dict(row)
     if trace["schema_version"] != SCHEMA:
-        raise ValueError(f"a trace of schema {trace['schema_version']!r}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of schema {shown(trace['schema_version'])}, and {SCHEMA} is read")
     turns = [_turn(place, one) for place, one in enumerate(_list(trace["turns"], "turns"))]
     trained = [one for one in turns if any(one["loss_mask"])]
     if not trained:
@@ -49,10 +72,10 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
         if ids[: len(context)] != context:
             pairs = enumerate(zip(context, ids, strict=False))
             place = next((place for place, (ours, theirs) in pairs if ours != theirs), len(ids))
-            token = ids[place] if place < len(ids) else "missing"
+            token = shown(ids[place]) if place < len(ids) else "missing"
             raise ValueError(
                 f"trained turn {number} of the trace does not continue the one before: its token {place} is {token}, "
-                f"and was {context[place]}"
+                f"and was {shown(context[place])}"
             )
         between = ids[len(context) :]
         response += [*between, *completion]
@@ -64,7 +87,7 @@ def flattened(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
     if trace["version"] != SCHEMA:
-        raise ValueError(f"a trace of version {trace['version']!r}, and {SCHEMA} is read")
+        raise ValueError(f"a trace of version {shown(trace['version'])}, and {SCHEMA} is read")
     nodes = _list(trace["nodes"], "nodes")
     ids: list[Any] = []
     mask: list[Any] = []
@@ -81,10 +104,13 @@ def _of_verifiers(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str,
     if not any(mask):
         raise ValueError("a trace whose masks leave no token to train on")
     first, end = mask.index(True), len(mask) - mask[::-1].index(True)
-    reward = _reward(trace.get("rewards"))
+    calls = trace.get("calls")
+    last = calls[-1] if isinstance(calls, list) and calls else None
+    cut = isinstance(last, Mapping) and last.get("finish_reason") == "length"
+    outcome: dict[str, Any] = _reward(trace.get("rewards")) | ({"finish_reason": "length"} if cut else {})
     others = {name: value for name, value in row.items() if name != "trace"} if "trace" in row else {}
     response = {"response_ids": ids[first:end], "logprobs": logprobs[first:end], "loss_mask": mask[first:end]}
-    return {**reward, **others, "prompt_ids": ids[:first], **response}
+    return {**outcome, **others, "prompt_ids": ids[:first], **response}
 
 
 def _reward(rewards: Any) -> dict[str, float]:
@@ -94,7 +120,7 @@ def _reward(rewards: Any) -> dict[str, float]:
     terms = {name: one for name, one in (rewards or {}).items() if one is not None}
     for name, one in terms.items():
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), int | float) for key in TERM):
-            raise ValueError(f"the reward {name!r} of the trace has no numbers as score and weight")
+            raise ValueError(f"the reward {shown(name)} of the trace has no numbers as score and weight")
     return {"reward": sum(one["score"] * one["weight"] for one in terms.values())} if terms else {}
 
 

@@ -13,34 +13,54 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.guests.judge import read_template
 from mugrpo_megatron.extras.guests.models import directory_of, judge_recipe, question_room, teacher_recipe
 from mugrpo_megatron.files.hf_config import CONFIG, check_tokenizer, check_weights, read_config, read_model_config
+from mugrpo_megatron.files.hub import model_name
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function
-from mugrpo_megatron.recipe.scoring import FunctionSection
 from mugrpo_megatron.weights.families import architecture
 
 REMEDY = "give the directory of a checkpoint, or the name of a model on the hub"
 
 
-def check_guests(recipe: Recipe, say: Callable[[str], None]) -> None:
+def check_guests(recipe: Recipe, say: Callable[[str], None], on_paper: bool = False) -> None:
     """Raise UserError, in one sentence, when a guest of the recipe could not take its turn.
 
-    Models of the hub are downloaded here. The tokenizers are compared token by token, so transformers is imported.
+    Models of the hub are downloaded here. The tokenizers are compared token by token, so transformers is imported. With
+    `on_paper` nothing is downloaded, and what needs a model that is not on this machine is left out.
     """
+    for function, judge in recipe.reward.judges.items():
+        key = f"reward.functions.{function}"
+        assert judge.prompt
+        assert judge.parse
+        read_template(f"{key}.prompt", judge.prompt)
+        load_function(f"{key}.parse", judge.parse)
     for name, guest in recipe.guest.by_name.items():
-        key = f"guest.{name}"
-        directory = directory_of(recipe, name, cached=False)
-        config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
-        check_weights(directory, f"{key}.model")
-        section = guest.engine_section(recipe.engine)
+        key, section = f"guest.{name}", guest.engine_section(recipe.engine)
         check_extra(section.extra)
         if section.nodes > 1:
             raise UserError(f"{key}.engine.nodes = {section.nodes}: a guest's engine is on one node; set it to 1")
-        slot_of_environment(section, cuda=True)
+        if not on_paper:
+            slot_of_environment(section, cuda=True)
+        elif not _here(recipe, name):
+            say(f"guest: {name}, not on this machine, so not checked: {guest.model}")
+            continue
+        directory = directory_of(recipe, name, cached=on_paper)
+        config = read_config(directory, key=f"{key}.model", remedy=REMEDY)
+        check_weights(directory, f"{key}.model")
         for own in _recipes(recipe, name, directory):
             if problems := list(engine_problems(own, config)):
                 raise UserError(f"{key}: {'; '.join(problems)}")
             engine_arguments(own, directory, cuda=True)
         say(f"guest: {name}, {config['model_type']} ({directory})")
+
+
+def _here(recipe: Recipe, name: str) -> bool:
+    """Whether the guest is a directory, there or not, or in the hub's cache."""
+    if model_name(recipe.guest.by_name[name].model) is None:
+        return True
+    try:
+        return bool(directory_of(recipe, name))
+    except UserError:
+        return False
 
 
 def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
@@ -50,27 +70,21 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
         yield teacher_recipe(recipe, name, directory)
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
-            yield _judge_recipe(recipe, function, judge, directory)
-
-
-def _judge_recipe(recipe: Recipe, function: str, judge: FunctionSection, directory: Path) -> Recipe:
-    """Checks its question, its parser and its context."""
-    key = f"reward.functions.{function}"
-    assert judge.model
-    assert judge.prompt
-    assert judge.parse
-    read_template(f"{key}.prompt", judge.prompt)
-    load_function(f"{key}.parse", judge.parse)
-    check_tokenizer(directory)
-    room = question_room(recipe, judge, read_model_config(directory))
-    if room < 1:
-        raise UserError(f"{key}.max_tokens = {judge.max_tokens} leaves no room for a question; lower it")
-    return judge_recipe(recipe, judge.model, directory, judge, room)
+            check_tokenizer(directory)
+            room = question_room(recipe, judge, read_model_config(directory))
+            if room < 1:
+                key = f"reward.functions.{function}.max_tokens"
+                raise UserError(f"{key} = {judge.max_tokens} leaves no room for a question; lower it")
+            yield judge_recipe(recipe, name, directory, judge, room)
 
 
 def _check_teacher(recipe: Recipe, name: str, directory: Path) -> None:
     """UserError for another vocabulary, and for a model whose logits cannot be divided by the temperature."""
+    if recipe.rollout.temperature != 1.0:  # refuses families whose last norm is not known
+        architecture(read_config(directory, key=f"guest.{name}.model", remedy=REMEDY), str(directory / CONFIG))
     policy = recipe.model.directory
+    if not policy.exists():  # on paper
+        return
     own, other = load_tokenizer(policy).get_vocab(), load_tokenizer(directory).get_vocab()
     if own != other:
         differing = sorted(own.items() ^ other.items(), key=lambda item: (item[1], item[0]))
@@ -79,5 +93,3 @@ def _check_teacher(recipe: Recipe, name: str, directory: Path) -> None:
             f"guest.{name}.model = {directory} has another vocabulary than {policy} ({len(differing)} entries differ, "
             f"first {token!r} = {number}), so it cannot score the policy's tokens; take a teacher with the same one"
         )
-    if recipe.rollout.temperature != 1.0:  # refuses families whose last norm is not known
-        architecture(read_config(directory, key=f"guest.{name}.model", remedy=REMEDY), str(directory / CONFIG))

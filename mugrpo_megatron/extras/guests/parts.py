@@ -67,14 +67,11 @@ class Parts:
             raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None
 
     def merge(self) -> None:
-        """Write the column of all parts, and remove them."""
-        with self._column.write_tables(weights=self._weights) as append:
-            for update in range(self._updates):
-                append(self.read(update))
-        self.remove()
-
-    def remove(self) -> None:
-        """Also after a kill between the column's last byte and this."""
+        """Write the column of all parts unless it is whole, and remove them, also what a kill between both has left."""
+        if not self._column.whole:
+            with self._column.write_tables(weights=self._weights) as append:
+                for update in range(self._updates):
+                    append(self.read(update))
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _path(self, update: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -37,36 +37,44 @@ def find_model(recipe: Recipe, config: Path | None = None) -> Model:
 
     No weights are needed. Raises UserError, naming the ways, when none of them gives a shape.
     """
-    path = config or recipe.model.path / "config.json"
-    if path.is_file():
-        return _from_file(path)
-    if config:
-        raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
-    table, name = bundled(), recipe.model.path.name
-    if name in table:
-        return Model(table[name], architecture(table[name], f"models.toml, {name}"), f"bundled shape of {name}")
-    hub = model_name(recipe.model.path)
-    return _from_hub(hub, recipe.model.revision) if hub else _unknown(recipe, table)
+    if config is None:
+        return find_shape(recipe.model.path, recipe.model.revision)
+    if config.is_file():
+        return _from_file(config)
+    raise UserError(f"--model-config {config}: no such file; it is the config.json of a Hugging Face model")
 
 
-def _unknown(recipe: Recipe, table: Mapping[str, Any]) -> NoReturn:
-    path = recipe.model.path
+def find_shape(path: Path, revision: str | None = None, key: str = "model.path") -> Model:
+    """The shape of the model that `key` of a recipe names: its config.json, its bundled entry, the hub's."""
+    if (path / "config.json").is_file():
+        return _from_file(path / "config.json")
+    table = bundled()
+    if path.name in table:
+        source = f"bundled shape of {path.name}"
+        return Model(table[path.name], architecture(table[path.name], f"models.toml, {path.name}"), source)
+    hub = model_name(path)
+    return _from_hub(hub, revision, key) if hub else _unknown(path, key, table)
+
+
+def _unknown(path: Path, key: str, table: Mapping[str, Any]) -> NoReturn:
     close = difflib.get_close_matches(path.name, table, n=3)
     meant = f"did you mean {' or '.join(close)}?" if close else f"those are {', '.join(sorted(table))};"
+    way = ", or pass --model-config FILE" if key == "model.path" else ""
     raise UserError(
-        f"model.path = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} else "
-        "name a model of the hub, or pass --model-config FILE"
+        f"{key} = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} else "
+        f"name a model of the hub{way}"
     )
 
 
-def _from_hub(name: str, revision: str | None) -> Model:
+def _from_hub(name: str, revision: str | None, key: str) -> Model:
     try:
         content = model_config(name, revision)
     except ValueError as error:
         raise UserError(
-            f"model.path = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
-            f"downloaded from the Hugging Face hub ({error}); check the name and the network, or pass --model-config "
-            "FILE"
+            f"{key} = {name}: no such directory, none of the bundled shapes, and its config.json could not be "
+            f"downloaded from the Hugging Face hub ({error}); check the name and the network"
+            + ", or pass --model-config FILE"
+            * (key == "model.path")
         ) from None
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
@@ -203,6 +211,8 @@ class Case:
     layout: Layout
     cluster: Cluster
     assumptions: Assumptions
+    guests: Mapping[str, Model] = field(default_factory=dict)
+    """Guest -> its shape."""
 
     @property
     def itemsize(self) -> int:
@@ -238,9 +248,11 @@ class Case:
         section = self.recipe.lora
         if section.rank is None:
             return None
-        layers = self.architecture.layers // layout.pipeline
-        numel = adapter_parameters(self.architecture, section.rank, section.targets, layers, layout.tensor)
-        return RankParameters(numel, 0, 0)
+        layers = range(self.architecture.layers)[-(self.architecture.layers // layout.pipeline) :]
+        counts = adapter_parameters(
+            self.architecture, section.rank, section.targets, layers, layout.tensor, layout.expert
+        )
+        return RankParameters(*counts, 0)
 
     def with_recipe(self, recipe: Recipe) -> Case:
         """The same case with another recipe, in that recipe's layout."""
@@ -251,4 +263,5 @@ def make_case(
     recipe: Recipe, architecture: Architecture, config: Mapping[str, Any], cluster: Cluster, assumptions: Assumptions
 ) -> Case:
     """The recipe in its own layout; tensor x pipeline x context divides the cluster's ranks."""
-    return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions)
+    guests = {name: find_shape(one.model, None, f"guest.{name}.model") for name, one in recipe.guest.by_name.items()}
+    return Case(recipe, architecture, config, layout_of(recipe, cluster.world), cluster, assumptions, guests)

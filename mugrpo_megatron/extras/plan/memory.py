@@ -327,6 +327,11 @@ class Memory:
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
 
     @property
+    def resting(self) -> float:
+        """Bytes that an engine at work leaves alone: what sleeps beside it."""
+        return self.generate - self.serving.total
+
+    @property
     def phases(self) -> dict[str, float]:
         """Phase -> bytes of its fullest rank."""
         return {"learner": self.learn, "sync": self.sync, "engine": self.generate}

@@ -11,6 +11,7 @@ from mugrpo_megatron.checks.engines import check_engine_device
 from mugrpo_megatron.checks.layouts import layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case, Layout, Model, find_model, make_case, parameters
+from mugrpo_megatron.extras.plan.guests import GuestCost, guest_costs, guest_problems
 from mugrpo_megatron.extras.plan.hardware import Assumptions, Cluster, assume, engines_of, make_cluster
 from mugrpo_megatron.extras.plan.memory import Batch, Memory, batch_of, engine_memory, memory
 from mugrpo_megatron.extras.plan.search import (
@@ -45,6 +46,7 @@ class Plan:
     stage_lengths: tuple[int, int]
     """Updates that the first and the last stage sample responses for."""
     engines: int
+    guests: list[GuestCost]
     bubble: float
     checkpoint_bytes: float
     sync_bytes: int
@@ -81,7 +83,9 @@ def make_plan(
     if problems := _problems(case):
         raise UserError("; ".join([*problems, *_advice(case)]))
     engine = engine_memory(case)
-    need, batch = memory(case, engine), batch_of(case)
+    need, batch, guests = memory(case, engine), batch_of(case), guest_costs(case)
+    if problems := guest_problems(guests, need.resting, need.device):
+        raise UserError("; ".join(problems))
     return Plan(
         model=model,
         parameters=parameters(model.architecture),
@@ -93,6 +97,7 @@ def make_plan(
         phases=phases(case, need),
         stage_lengths=(recipe.schedule.length(0), recipe.schedule.length(recipe.schedule.stages - 1)),
         engines=engines_of(recipe, cluster),
+        guests=guests,
         bubble=bubble(case.layout, batch.micro_batches),
         checkpoint_bytes=checkpoint_bytes(case),
         sync_bytes=sync_bytes(case),
@@ -116,6 +121,7 @@ def plan_as_dict(plan: Plan, launch: Mapping[str, str]) -> dict[str, Any]:
         "stage_seconds": asdict(plan.phases),
         "stage_lengths": list(plan.stage_lengths),
         "engines": plan.engines,
+        "guests": [asdict(one) for one in plan.guests],
         "bubble": plan.bubble,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "sync_bytes": plan.sync_bytes,

@@ -123,6 +123,10 @@ def _memory(plan: Plan) -> Table:
         ("phase: learner at work", need.learn, "engine asleep"),
         ("phase: sync", need.sync, "both weights, buckets"),
         ("phase: engine at work", need.generate, "learner offloaded"),
+        *(
+            (f"phase: {one.title}", one.engine.total + need.resting, f"{one.parameters / 1e9:.2f} B parameters")
+            for one in plan.guests
+        ),
     ):
         table.add_row(name, _gib(value), f"{note}; {100 * value / need.device:.0f} % of the device")
     table.add_row("host memory of a node", _gib(need.host), "offloaded state, a checkpoint")
@@ -134,6 +138,9 @@ def _phases(plan: Plan) -> Table:
     total = plan.phases.total
     for name, seconds in asdict(plan.phases).items():
         table.add_row(name, about(seconds), f"{100 * seconds / total:.0f} %")
+        if name == "guest":
+            for one in plan.guests:
+                table.add_row(f"  of it: {one.title}", about(one.seconds), f"{about(one.start)} of it to start")
     table.add_section()
     table.add_row("stage", about(total), "")
     return table

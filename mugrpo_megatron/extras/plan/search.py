@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from mugrpo_megatron.checks.layouts import candidates, distance, divisors, layout_problems, other_problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.plan.case import Case, Layout
+from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Cluster
 from mugrpo_megatron.extras.plan.memory import RECOMPUTE, EngineMemory, engine_memory, memory, rest_bytes
 from mugrpo_megatron.extras.plan.time import (
     Phases,
-    decoding_seconds,
     evaluations,
     phases,
     scoring_seconds,
@@ -264,7 +264,7 @@ def _split(case: Case, own: Phases, training: Cluster, generating: Cluster) -> S
         longest_staleness=prefetch + schedule.updates_on_stage - 1,
         wait=wait,
         rollout=first + (schedule.stages - 1) * wait,
-        train=schedule.stages * (own.logprobs + own.optimize),
+        train=schedule.stages * (own.guest + own.logprobs + own.optimize),
         evaluate=schedule.stages * own.evaluate + woken,
         save=schedule.stages * own.save,
     )

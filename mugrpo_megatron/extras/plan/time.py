@@ -6,44 +6,18 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.data.problems import named_sources
-from mugrpo_megatron.engine.launch import kv_bytes_per_token
 from mugrpo_megatron.extras.plan.case import Case, Layout, parameters, rank_parameters
+from mugrpo_megatron.extras.plan.decoding import decoding_seconds, flops_of
+from mugrpo_megatron.extras.plan.guests import guest_costs
 from mugrpo_megatron.extras.plan.hardware import engines_of
-from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
-from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of, cache_shares
-from mugrpo_megatron.files.hf_config import CONFIG, read_config_file
+from mugrpo_megatron.extras.plan.memory import EngineMemory, Memory, batch_of
 from mugrpo_megatron.observe.metrics import MISMATCH_RESPONSES
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.weights.families import architecture, work_of
+from mugrpo_megatron.weights.families import work_of
 
 PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319, "math500": 500}
 """Problems of public held-out sets (amc24: two tests of 25); of another set, as many as `data.eval_problems` allows."""
-
-
-def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
-    """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
-    assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
-    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
-    resident = case.mean_prompt + resident_mean(lengths)
-    sharing = cache_shares(case.architecture, share)
-    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
-    work = work_of(case.architecture, case.mean_sequence)
-    of_token = (work.layers + work.head + 2 * work.attention) / share
-
-    # An engine of several nodes reduces two tensors in each layer over the network.
-    size, layers = case.architecture.letters["H"], case.architecture.layers
-    reduced = 2 * layers * 2 * (share - 1) / share * size * case.itemsize if case.recipe.engine.nodes > 1 else 0.0
-
-    def step(running: int) -> float:
-        network = running * reduced / assumptions.between
-        moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
-        return network + max(assumptions.step_floor, moved, running * of_token / flops_of(case))
-
-    mine = -(-responses // engines_of(case.recipe, case.cluster))
-    reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
-    return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
 
 
 def scoring_seconds(responses: int, case: Case) -> float:
@@ -84,12 +58,6 @@ def _up_to(longest: int, case: Case) -> Case:
     return case.with_recipe(case.recipe.model_copy(update={"rollout": rollout}))
 
 
-def flops_of(case: Case) -> float:
-    """FLOP/s that one device is assumed to reach on this model."""
-    share = case.assumptions.mfu_experts if case.architecture.experts else case.assumptions.mfu
-    return case.cluster.device.flops * share
-
-
 def logprob_seconds(case: Case) -> float:
     """Seconds of a stage's forward passes: the mismatch with the engine, and those over whole stages.
 
@@ -103,22 +71,6 @@ def logprob_seconds(case: Case) -> float:
     whole += (recipe.objective.reference_every > 1) * recipe.schedule.passes
     responses += whole * recipe.schedule.updates_per_stage * case.responses
     return responses * _sequence_flops(case, passes=1.0, head=1) / (case.cluster.world * flops_of(case))
-
-
-def guest_seconds(case: Case) -> float:
-    """Seconds of a stage's guests: their weights come from the disk, and one forward pass reads the stage.
-
-    A guest whose shape is not known here counts as the policy.
-    """
-    seconds, table = 0.0, bundled()
-    tokens = case.recipe.schedule.updates_per_stage * case.responses * case.mean_sequence
-    for guest in case.recipe.guest.by_name.values():
-        path = guest.model / CONFIG
-        config = dict(read_config_file(path)) if path.is_file() else table.get(guest.model.name)
-        size = parameters(architecture(config, str(path)) if config else case.architecture)
-        seconds += size * case.itemsize / case.assumptions.disk
-        seconds += 2 * size * tokens / (case.cluster.world * flops_of(case))
-    return seconds
 
 
 def update_seconds(case: Case) -> float:
@@ -200,7 +152,7 @@ class Phases:
     """All evaluations of the run divided by its stages, with the switches of those inside a stage."""
     logprobs: float
     guest: float
-    """Guests' weights read, and their pass over the stage; a judge's answers are not counted."""
+    """The guests' turns: their engines' starts and their work."""
     optimize: float
     save: float = 0.0
 
@@ -225,7 +177,7 @@ def phases(case: Case, need: Memory) -> Phases:
         score=max(0.0, scoring_seconds(responses, case) - generate),
         evaluate=evaluate / schedule.stages,
         logprobs=logprob_seconds(case),
-        guest=guest_seconds(case),
+        guest=sum(cost.seconds for cost in guest_costs(case)),
         optimize=schedule.updates_on_stage * update_seconds(case),
     )
     return replace(phases, save=saving_seconds(phases.total, case))

@@ -18,6 +18,7 @@ from mugrpo_megatron.engine.launch import check_allocator, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
+from mugrpo_megatron.extras.guests.share import ShareTurn
 from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
 from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, lock_soon, mark_share
 from mugrpo_megatron.observe.environment import finds_cuda
@@ -37,13 +38,14 @@ LOOK_S = 1.0
 """How often a process that follows a run looks for the next weights, and for the other shares."""
 
 
-def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Problems) -> int:
-    """Sample and score what the stage lacks of the share; the number of its groups, which are then all on disk.
+def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Problems) -> str:
+    """Sample and score what the stage lacks of the share, or have guests score the stage once it is sealed.
 
-    Groups go to disk as they are scored, so a process that was killed continues where it was. Raises UserError when
-    `stage` is given and is not the run's next one, when another process generates the same share, or when the share was
-    begun with other weights; EngineFailure after MOST_FAILURES failures in a row without a finished group;
-    Stopped, with every scored group on disk, when asked to stop.
+    Returns what is done, and what comes next. Groups go to disk as they are scored, and so does what guests compute of
+    an update: a process that was killed continues where it was. Raises UserError when `stage` is given and is not the
+    run's next one, when another process generates the same share, or when the share was begun with other weights;
+    EngineFailure after MOST_FAILURES failures in a row without a finished group; Stopped, with every scored
+    group on disk, when asked to stop.
     """
     where = begin(recipe, problems)
     directory, cursor = RunDirectory(recipe.run.dir), where.cursor
@@ -55,7 +57,19 @@ def generate_share(recipe: Recipe, share: Share, stage: int | None, problems: Pr
         listening(is_main=True) as stop,
         open_display() as display,
     ):
-        return _generate_missing(recipe, share, where, problems, display, stop)
+        groups = _generate_missing(recipe, share, where, problems, display, stop)
+        lacking = None
+        if recipe.guest.by_name and StageStore(where.stage).sealed:
+            guests = _guests(recipe, share, where, display, stop)
+            guests.take()
+            lacking = guests.gather()
+    if lacking is None:
+        after = f"once all shares have, `mugrpo seal {directory.path}`"
+    elif lacking:
+        after = f"of other shares the stage lacks {lacking}; run them again"
+    else:
+        after = "the stage has all that guests compute; `mugrpo optimize` takes its updates"
+    return f"share {share} has all of its {groups:,} groups; {after}"
 
 
 def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
@@ -83,8 +97,15 @@ def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
                 groups = _generate_missing(run_recipe, share, where, problems, display, stop)
                 display.say(f"share {share} has all of its {groups:,} groups of stage {where.cursor.stage}")
                 sealed = seal_ahead(directory, run_recipe, where)
+                guests = _guests(run_recipe, share, where, display, stop) if run_recipe.guest.by_name else None
+                if sealed and guests:
+                    guests.take()
             while not sealed and wait():  # other shares are not done: the learner waits for those that are at work
                 sealed = seal_ahead(directory, run_recipe, where)
+                if sealed and guests:
+                    guests.take()
+            if sealed and guests:
+                guests.gather()
             stages += 1
         if stop.asked:
             raise stop.stopped(f"share {share} waited for the weights of the next stage")
@@ -94,6 +115,12 @@ def follow(recipe: Recipe, share: Share, problems: Problems) -> int:
 def _only_one(directory: RunDirectory, share: Share) -> AbstractContextManager[None]:
     """Keeps a second process from the same share."""
     return locked(directory.logs / f"share-{share.writer:04d}.lock")
+
+
+def _guests(recipe: Recipe, share: Share, where: Position, display: Display, stop: StopRequest) -> ShareTurn:
+    stage = where.cursor.stage
+    store = StageStore(RunDirectory(recipe.run.dir).stage(stage), origin=where.origin)
+    return ShareTurn(recipe, store, stage, _slot(share), display, stop)
 
 
 def _generate_missing(
@@ -180,9 +207,12 @@ def _engine(recipe: Recipe, share: Share, weights: Path, log: Path, stop: StopRe
     """An engine on this machine's first devices, with a random stream of its own among the shares."""
     if finds_cuda():
         check_allocator()
-    slot = EngineSlot(True, number=share.number, engines=share.of, local=0, local_engines=1, gpu=0)
-    engine = Engine.start(recipe, weights, log, slot, stop.heard)
+    engine = Engine.start(recipe, weights, log, _slot(share), stop.heard)
     try:
         yield engine
     finally:
         engine.stop()
+
+
+def _slot(share: Share) -> EngineSlot:
+    return EngineSlot(True, number=share.number, engines=share.of, local=0, local_engines=1, gpu=0)

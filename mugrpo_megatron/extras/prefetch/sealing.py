@@ -14,6 +14,8 @@ from mugrpo_megatron.run.record import with_model
 from mugrpo_megatron.stages.manifest import check_stage, other_shards
 from mugrpo_megatron.stages.store import StageStore
 
+GO_ON = "go on with `mugrpo optimize` or `mugrpo train`"
+
 
 def close_stage(recipe: Recipe, where: Position) -> int:
     """Seal the stage, and return the number of its groups.
@@ -67,4 +69,5 @@ def seal(run_dir: Path) -> str:
             store.remove_merged()
             return f"{where.stage} is sealed already; `mugrpo optimize` takes its updates"
         count = close_stage(recipe, where)
-    return f"{where.stage} is sealed: {count:,} groups; go on with `mugrpo optimize` or `mugrpo train`"
+    after = "run its shares again for its guests, or `mugrpo train`" if recipe.guest.by_name else GO_ON
+    return f"{where.stage} is sealed: {count:,} groups; {after}"

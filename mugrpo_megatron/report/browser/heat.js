@@ -4,17 +4,23 @@
 const LABELS = 46, ROW = 15; // pixels of the ages' labels and of a row
 const SHORT = 9; // tokens of responses that have room side by side
 const NAMED = 30; // pixels of a column that has room for its token
+const TURN = 48; // pixels that "turn 2" takes
+const TOOL = "color-mix(in oklab, var(--faint) 50%, var(--card))"; // the colour of what a tool wrote
 
 /** A panel for every response of the map; returns them, to be drawn again with the page. */
 function heatMap(card, map) {
   const scale = card.querySelector(".scale");
   scale.replaceChildren();
-  for (const power of [-6, -4, -3, -2, -1, 0, 1]) {
-    const item = document.createElement("span"), swatch = document.createElement("i");
-    swatch.style.background = shade(power);
-    item.append(swatch, power ? `10${power < 0 ? "⁻" : ""}${"⁰¹²³⁴⁵⁶"[Math.abs(power)]}` : "1");
+  const swatch = (color, name) => {
+    const item = document.createElement("span"), field = document.createElement("i");
+    field.style.background = color;
+    item.append(field, name);
     scale.appendChild(item);
+  };
+  for (const power of [-6, -4, -3, -2, -1, 0, 1]) {
+    swatch(shade(power), power ? `10${power < 0 ? "⁻" : ""}${"⁰¹²³⁴⁵⁶"[Math.abs(power)]}` : "1");
   }
+  if (map.responses.some((response) => response.turns.length)) swatch(TOOL, "a tool's");
   const place = card.querySelector(".responses");
   place.replaceChildren();
   if (map.responses.every((response) => response.tokens.length <= SHORT)) place.classList.add("short");
@@ -39,6 +45,7 @@ class HeatGrid {
     fact(response.problem);
     fact(`reward ${number(response.reward)}`);
     fact(response.tokens.length < response.length ? `tokens ${response.start} to ${response.start + response.tokens.length - 1} of ${response.length}` : `${response.length} tokens`);
+    if (response.turns.length) fact(response.tokens.length < response.length ? `turns ${response.turns[0][1]} to ${response.turns.at(-1)[1]}` : `${response.turns.length} turns`);
     fact(`trained on in update ${response.update} of the stage`);
     this.root = svg("svg", { role: "img", "aria-label": "Ratios of the tokens by age" });
     this.text = document.createElement("p");
@@ -50,8 +57,9 @@ class HeatGrid {
     this.root.addEventListener("pointerleave", () => showTip(null, null));
   }
 
-  /** The colour of a cell: none where a tool has written the token, between two turns. */
-  color(row, column) { return this.response.cells[row][column] === "." ? "transparent" : shade(this.power(row, column)); }
+  isTool(column) { return this.response.cells[0][column] === "."; }
+
+  color(row, column) { return this.isTool(column) ? TOOL : shade(this.power(row, column)); }
 
   power(row, column) { return this.map.levels.indexOf(this.response.cells[row][column]) / this.map.steps + this.map.lowest; }
 
@@ -63,13 +71,22 @@ class HeatGrid {
     if (!root.clientWidth) return; // its section is folded
     const width = Math.min(64, (root.clientWidth - LABELS - 2) / count);
     this.width = width;
-    const head = this.head = width >= NAMED ? 18 : 4;
+    const above = response.turns.length ? 14 : 0; // pixels of the turns' names
+    const head = this.head = above + (width >= NAMED ? 18 : 4);
     root.setAttribute("height", head + rows * ROW + 6);
+    let free = 0;
+    for (const [first, turn] of response.turns) {
+      const x = LABELS + first * width - (width > 5 ? 0.5 : 0);
+      if (first) svg("line", { x1: x, x2: x, y1: 2, y2: head + rows * ROW + 1, class: "turn" }, root);
+      if (x < free) continue;
+      svg("text", { x: x + (first ? 4 : 0), y: 11 }, root).textContent = `turn ${turn}`;
+      free = x + TURN;
+    }
     if (width >= NAMED) {
       response.tokens.forEach((token, k) => {
         const most = Math.floor(width / 7);
         const shown = token.length > most ? `${token.slice(0, Math.max(most - 1, 1))}…` : token;
-        svg("text", { x: LABELS + (k + 0.5) * width, y: 12, "text-anchor": "middle", class: "unit" }, root).textContent = shown;
+        svg("text", { x: LABELS + (k + 0.5) * width, y: above + 12, "text-anchor": "middle", class: "unit" }, root).textContent = shown;
       });
     }
     response.ages.forEach((age, row) => {
@@ -99,6 +116,7 @@ class HeatGrid {
       const node = document.createElement("span");
       node.textContent = token;
       node.style.background = this.color(row, k);
+      if (this.isTool(k)) node.classList.add("tool");
       if (this.isDropped(row, k)) node.classList.add("dropped");
       if (this.response.triggers[row].includes(k)) node.classList.add("trigger");
       return node;
@@ -116,7 +134,7 @@ class HeatGrid {
       ...(this.response.triggers[row].includes(column) ? ["trigger"] : []),
       ...(this.isDropped(row, column) ? ["dropped"] : []),
     ];
-    if (this.response.cells[row][column] === ".") return showTip(event, `${this.response.tokens[column]} · not sampled`);
+    if (this.isTool(column)) return showTip(event, `${this.response.tokens[column]} · a tool's, not sampled`);
     showTip(event, [`${this.response.tokens[column]} · ratio ≈ ${number(+(10 ** this.power(row, column)).toPrecision(2))} at age ${this.response.ages[row]}`, ...state].join(" · "));
   }
 }

@@ -45,12 +45,23 @@ _MATH = re.compile(
 )
 """A `$` in front of a digit ends no formula, as in Pandoc's `tex_math_dollars`: `$17 and $18` are two amounts.
 Nor does it begin one that has a word behind a space: `$5 if $x = 3$` is an amount and a formula."""
-_DISPLAYED = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]", re.DOTALL)
-_AT_THE_END = re.compile(r"\b(?:is|are|equals?)\s+(?=\$|\\[(\[]|[-0-9])")
+_DISPLAY = r"(?:\$\$|\\\[|\\begin\{(?:equation|displaymath)\*?\})"
+_DISPLAYED = re.compile(
+    rf"{_DISPLAY}(?P<inside>(?:(?!{_DISPLAY}).)+?)(?:\$\$|\\\]|\\end\{{(?:equation|displaymath)\*?\}})", re.DOTALL
+)
+_HEADED = re.compile(rf"^[#*_>\s]*(?:final\s+)?answers?\b[*_.:\s]*\n\s*(?={_DISPLAY})", re.IGNORECASE | re.MULTILINE)
+"""The heading of a displayed formula."""
+_AT_THE_END = re.compile(
+    r"\b(?:is|are|equals?)\s+(?:(?:therefore|thus|hence|then|exactly|simply|just|equal\s+to)\s+)?(?=\$|\\[(\[]|[-0-9])"
+)
+_RELATION = r"\$[^$\n=<>]+(?:=|<|>|\\[lg]eq?\b)[^$\n]+\$"
+_GIVEN = re.compile(rf"\b(?:when|if|where|for|with)\s+{_RELATION}(?:,?\s+and\s+{_RELATION})*(?!,?\s+and\b)")
+"""A condition that is a whole formula: `when $x = 3$`."""
 _CONDITIONAL = re.compile(r"\b(?:if|unless|when|whether|not|no|never|neither|or|because|since)\b|[;:,]", re.IGNORECASE)
 NUMBER = re.compile(
     r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+(?:,[0-9]{2}(?![0-9]))?)(?:\.[0-9]+)?(?:\s?/\s?[0-9]+|%)?"
 )
+_AMOUNT = re.compile(rf"(?<!\\)\$\s?{NUMBER.pattern}")
 _SPAN = (
     r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
     r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
@@ -76,14 +87,14 @@ _VALUES = 16
 def stated(text: str) -> str | None:
     """What follows the last "answer is" or "answer:" in its sentence; None without such a phrase.
 
-    A displayed formula that follows at once is all of it, over several lines too.
+    A displayed formula that follows at once, or a heading "Answer", is all of it, over several lines too.
     """
-    phrases = list(_PHRASE.finditer(text))
+    phrases = [*_PHRASE.finditer(text), *_HEADED.finditer(text)]
     if not phrases:
         return None
-    rest = text[phrases[-1].end() :].strip()
+    rest = text[max(phrase.end() for phrase in phrases) :].strip()
     if displayed := _DISPLAYED.match(rest):
-        return (displayed[1] or displayed[2]).strip()
+        return displayed["inside"].strip()
     statement = _SENTENCE_END.split(rest, maxsplit=1)[0].strip()
     return _value_at_the_end(statement) or statement
 
@@ -91,10 +102,13 @@ def stated(text: str) -> str | None:
 def _value_at_the_end(statement: str) -> str:
     """The value in `The area of $ABC$ is 120`: what a sentence says of a formula; empty for every other statement."""
     verbs = list(_AT_THE_END.finditer(statement))
-    if not verbs or not _is_prose(statement[: verbs[-1].start()]):
+    if not verbs:
         return ""
-    before, value = statement[: verbs[-1].start()], _VALUE.match(statement, verbs[-1].end())
-    if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(before):
+    before, value = statement[: verbs[-1].start()].strip(), _VALUE.match(statement, verbs[-1].end())
+    if not _is_prose(before) and not (_MATH.fullmatch(before) and re.search("[A-Za-z]", before)):
+        return ""
+    words = _MATH.sub(lambda formula: formula[0].replace(",", ""), _GIVEN.sub("", before))  # commas of arguments
+    if value is None or re.search(r"[0-9$]", statement[value.end() :]) or _CONDITIONAL.search(words):
         return ""
     another = re.search("[0-9]", _MATH.sub("", before))
     return statement[verbs[-1].end() :] if _MATH.search(before) and not another else ""
@@ -118,18 +132,20 @@ def committed(statement: str, text_gold: bool = False) -> str:
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
     if not _is_prose(statement[:_PROSE_CHARS]) or _NEGATED.match(statement):
         return statement
-    values = _MATH.findall(statement) or _PLAIN_VALUE.findall(statement)
-    values = [value for value in values if not text_gold or _TEXT.match(value)]
+    amounts = _AMOUNT.findall(_MATH.sub("", statement))
+    values = _MATH.findall(_GIVEN.sub("", statement) if len(amounts) == 1 else statement) or amounts
+    values = [value for value in values or _PLAIN_VALUE.findall(statement) if not text_gold or _TEXT.match(value)]
     return ", ".join(dict.fromkeys(value.strip("$ ") for value in values)) if values else statement
 
 
 def last_said(text: str, text_gold: bool) -> str:
     """A displayed formula at the end, else the last line, or in prose its last value and those in a row with it."""
-    if text.endswith("$$") and text.count("$$") >= 2:
+    displays = list(_DISPLAYED.finditer(text))
+    if displays and displays[-1].end() == len(text):
         displayed = text[-_PROSE_CHARS:]
         formulas = list(_MATH.finditer(displayed))
         is_found = formulas and formulas[-1].end() == len(displayed)
-        return _listed(_last_group(displayed, formulas)) if is_found else text.rsplit("$$", 2)[1].strip()
+        return _listed(_last_group(displayed, formulas)) if is_found else displays[-1]["inside"].strip()
     line = text.rsplit("\n", 1)[-1].strip()
     if not _is_prose(line[-_PROSE_CHARS:]):
         return line

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -20,6 +21,7 @@ from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.run.branch import branch
 from mugrpo_megatron.run.published import hub_name, portable, read_published
 from mugrpo_megatron.stages.store import StageStore
+from tests.stages.test_signed import rewritten, tables_of
 from tests.tiny import mugrpo
 
 
@@ -140,6 +142,36 @@ def damaged_copy(model: Path, to: Path) -> Path:
     weights = to / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
     return to
+
+
+@pytest.mark.process
+def test_a_token_that_the_model_lacks_is_named(finished_run: Path, tmp_path: Path) -> None:
+    publish(finished_run, 0, tmp_path / "set", say=quiet)
+    stage = tmp_path / "set" / "stages" / "00000"
+    tables = tables_of(stage)
+    ids = tables[0]["response_ids"].to_pylist()
+    ids[0][0] = 10**6
+    schema = tables[0].schema
+    place = schema.names.index("response_ids")
+    tables[0] = tables[0].set_column(place, schema.field(place), pa.array(ids, schema.field(place).type))
+    rewritten(stage, tables)
+    words = "--from", tmp_path / "set", "--set", f"run.dir={tmp_path / 'b'}"
+    ended = mugrpo("optimize", finished_run.parent / "recipe.toml", *words, code=2)
+    assert "the responses have token 1000000, and the model has" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.process
+def test_what_a_killed_publish_left_is_named(finished_run: Path, tmp_path: Path) -> None:
+    left = tmp_path / ".set.0123abcd.partial"
+    left.mkdir()
+    said: list[str] = []
+    publish(finished_run, 0, tmp_path / "set", say=said.append)
+    assert said[0] == (
+        f"{left} is of another command that writes {tmp_path / 'set'}, or wrote it and was killed; remove it if none "
+        "runs"
+    )
+    assert left.is_dir()
 
 
 @pytest.mark.process

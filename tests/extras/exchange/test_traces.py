@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.exchange.foreign_rollouts import read_rollouts
 from mugrpo_megatron.extras.exchange.traces import flattened
 from tests.extras.exchange.test_foreign_rollouts import TEMPLATE, TOKENIZER
 
 
-def turn(prompt: list[int], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
+def turn(prompt: list[Any], completion: list[int], mask: list[int] | None = None, node: str = "a") -> dict[str, Any]:
     own = [1] * len(completion) if mask is None else mask
     return {
         "node_id": node,
@@ -59,6 +60,8 @@ def test_a_turn_that_is_not_trained_on_may_be_of_another_conversation() -> None:
     ("change", "why"),
     [
         ({"schema_version": 2}, "a trace of schema 2, and 1 is read"),
+        ({"schema_version": "x" * 5000}, r"a trace of schema 'x{10,60}\.\.\., and 1 is read"),
+        ({"turns": [turn(["x" * 5000], [3]), turn([1, 3], [5])]}, r"its token 0 is 1, and was 'x{10,60}\.\.\.$"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3, 6], [5])]}, "its token 3 is 6, and was 4"),
         ({"turns": [turn([1, 2], [3, 4]), turn([1, 2, 3], [5])]}, "its token 3 is missing, and was 4"),
         ({"turns": [turn([1], [2], [0])]}, "no token to train on"),
@@ -91,9 +94,30 @@ NODES = [
 VERIFIERS = {
     "version": 1,
     "task": {"type": "T", "data": {}},
+    "agent": {"config": {}},
     "nodes": NODES,
     "rewards": {"right": {"score": 1.0, "weight": 2.0}, "none": None, "short": {"score": 0.5, "weight": 1.0}},
 }
+
+
+def test_an_episode_of_verifiers_is_its_trained_traces(tmp_path: Path) -> None:
+    """The file that its evaluations save: agents that do not train the policy are left out, groups are its own."""
+    judge = {**VERIFIERS, "agent": {"config": {}, "trainable": False}}
+    cut = {**VERIFIERS, "calls": [{"finish_reason": "stop"}, {"finish_reason": "length"}]}
+    path = tmp_path / "traces.jsonl"
+    episodes = [
+        {"env": {"id": "e"}, "task": VERIFIERS["task"], "group": {"id": group}, "traces": traces}
+        for group, traces in (("a", [VERIFIERS, judge]), ("b", [cut]), ("a", [cut]), ("b", [judge, VERIFIERS]))
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    groups = read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
+    assert [[one.finish_reason for one in own] for own in groups] == [["stop", "length"], ["length", "stop"]]
+    assert {one.row["reward"] for own in groups for one in own} == {2.5}
+    assert groups[0][0].response_ids.tolist() == [3, 4, 9, 9, 5]
+    for traces, why in (([judge], "without a trace to train on"), ("x", "traces is no list"), ([3], "are no objects")):
+        path.write_text(json.dumps({**episodes[0], "traces": traces}) + "\n")
+        with pytest.raises(UserError, match=rf"traces.jsonl:1: .*{why}"):
+            read_rollouts(path, TOKENIZER, TEMPLATE, (1000, 1000))
 
 
 def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
@@ -111,6 +135,9 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
     ("change", "why"),
     [
         ({"version": 2}, "a trace of version 2, and 1 is read"),
+        ({"rewards": [1.0]}, "rewards of the trace is no object"),
+        ({"rewards": {"a": {"weight": 1.0}}}, "the reward 'a' of the trace has no numbers as score and weight"),
+        ({"rewards": {"a": 1.0}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
         ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
         ({"nodes": [node(None, [1], [True], logprobs=[])]}, "node 0 of the trace has 1 token_ids, 1 values"),

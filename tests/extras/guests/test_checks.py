@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from mugrpo_megatron.cli import main
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.guests.checks import check_guests
 from mugrpo_megatron.extras.guests.models import LAST_NORM, dividing, hook_of, teacher_recipe
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.load import validate
-from tests.tiny import save_model
+from tests.tiny import save_model, write_recipe
+
+PARSE = "tests.extras.guests.parsing:score"
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,50 @@ def test_another_vocabulary(model: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(table), encoding="utf-8")
     with pytest.raises(UserError, match=r"has another vocabulary than .* \(4 entries differ, first 'A'"):
         check_guests(recipe(model, other), print)
+
+
+def dry_run(path: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """What the command says last beside the recipe."""
+    assert main(["train", str(path), "--dry-run"]) == code
+    lines = [line for line in capsys.readouterr().err.splitlines() if code or "guest: " in line]
+    return lines[-1].removeprefix("mugrpo: ")
+
+
+def test_a_dry_run_checks_guests(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each mistake ends it with one sentence and code 2; of a model that is not here it says so."""
+    question = tmp_path / "question.j2"
+    question.write_text("{{ response }}", encoding="utf-8")
+
+    def written(guest: dict[str, Any], **judge: Any) -> Path:
+        quality = {"function": "judge", "model": "big", "prompt": str(question), "parse": PARSE, **judge}
+        functions = {"math": {"function": "math"}, "quality": {"max_tokens": 8, **quality}}
+        return write_recipe(
+            tmp_path / "r.toml",
+            model,
+            tmp_path / "run",
+            objective={"teacher": "big"},
+            reward={"functions": functions},
+            guest={"big": guest},
+            eval={"every_stages": 0},
+        )
+
+    here = {"model": str(model)}
+    assert dry_run(written(here), capsys) == f"guest: big, qwen2 ({model})"
+    elsewhere = {"model": "nobody/none"}
+    assert dry_run(written(elsewhere), capsys).endswith("not on this machine, so not checked: nobody/none")
+    for guest, judge, words in (
+        ({"model": str(tmp_path / "none")}, {}, "guest.big.model = "),
+        ({**here, "engine": {"tensors": 2}}, {}, "engine.tensors: Extra inputs"),
+        ({**here, "engine": {"extra": {"dtype": "bfloat16"}}}, {}, "engine.extra.dtype"),
+        ({**here, "engine": {"nodes": 2}}, {}, "guest.big.engine.nodes = 2"),
+        (elsewhere, {"prompt": str(tmp_path / "none.j2")}, "quality.prompt = "),
+        (elsewhere, {"parse": "tests.extras.guests.parsing:none"}, "cannot be loaded"),
+        (here, {"max_tokens": 2000}, "quality.max_tokens = 2000 leaves no room"),
+        (here, {"model": "other"}, "there is no such guest"),
+    ):
+        said = dry_run(written(guest, **judge), capsys, code=2)
+        assert words in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_checkpoint(model: Path, tmp_path: Path) -> None:

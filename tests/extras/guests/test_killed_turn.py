@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.process, pytest.mark.night]
 UPDATES = 80
 
 
-def recipe_of(folder: Path) -> Path:
+def recipe_of(folder: Path, **objective: object) -> Path:
     """A teacher, and a judge that samples: asked again, it would answer something else."""
     model = save_model(folder / "model")
     build_arithmetic_tokenizer(CHAT_ML).save_pretrained(model)
@@ -37,7 +37,7 @@ def recipe_of(folder: Path) -> Path:
         folder / "run",
         data={"prompt_style": "plain"},
         schedule={"stages": 1, "updates_per_stage": UPDATES},
-        objective={"teacher": "wise", "teacher_coef": 0.1},
+        objective={"teacher": "wise", "teacher_coef": 0.1, **objective},
         eval={"every_stages": 0},
         reward={"functions": {"coin": COIN, "quality": judge}},
         guest={"wise": {"model": str(model), "engine": {"max_running_requests": 4}}},

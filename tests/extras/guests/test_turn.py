@@ -11,6 +11,7 @@ import pytest
 
 from mugrpo_megatron.errors import EngineFailure, UserError
 from mugrpo_megatron.extras.guests import turn
+from mugrpo_megatron.extras.guests.parts import Parts
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.phases.batches import StageUpdates, columns_of
 from mugrpo_megatron.recipe import Recipe
@@ -28,7 +29,8 @@ from tests.extras.guests.stand import (
     stand,
 )
 
-LEARNER = cast(Learner, SimpleNamespace(ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")), offloaded={}))
+CPU = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+LEARNER = cast(Learner, SimpleNamespace(ranks=CPU, offload=lambda part: None, reload=lambda: None))
 COUNT = UPDATES * PROMPTS * RESPONSES
 
 
@@ -119,14 +121,14 @@ def test_an_engine_that_fails_again_and_again_ends_the_run(
 
 def test_asked_to_stop_it_keeps_what_is_done(run: Any, answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     store = sealed_stage(run.directory)
-    write = turn.Parts.write
+    write = Parts.write
 
     def stopping(self: Any, update: int, table: Any) -> None:
         write(self, update, table)
         run.stop.asked = True
 
     with monkeypatch.context() as patch:
-        patch.setattr(turn.Parts, "write", stopping)
+        patch.setattr(Parts, "write", stopping)
         with pytest.raises(Stopped, match=f"1 of {UPDATES} updates are on disk"):
             turn.take_turns(run, LEARNER, store, Cursor())
     run.stop.asked = False

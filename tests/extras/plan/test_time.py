@@ -9,12 +9,12 @@ import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.extras.plan.case import Case, Layout, make_case
+from mugrpo_megatron.extras.plan.decoding import decoding_seconds
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory, micro_batches_in_flight
 from mugrpo_megatron.extras.plan.time import (
     Schedule,
     bubble,
-    decoding_seconds,
     evaluation_seconds,
     evaluations,
     logprob_seconds,

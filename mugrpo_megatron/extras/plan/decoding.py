@@ -1,0 +1,48 @@
+"""Seconds of engines: responses that they decode, and responses that they only read."""
+
+from __future__ import annotations
+
+from mugrpo_megatron.engine.launch import kv_bytes_per_token
+from mugrpo_megatron.extras.plan.case import Case
+from mugrpo_megatron.extras.plan.hardware import engines_of
+from mugrpo_megatron.extras.plan.lengths import resident_mean, response_lengths, seconds_to_decode
+from mugrpo_megatron.extras.plan.memory import EngineMemory, cache_shares
+from mugrpo_megatron.weights.families import work_of
+
+
+def decoding_seconds(responses: int, case: Case, engine: EngineMemory) -> float:
+    """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
+    assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
+    lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
+    resident = case.mean_prompt + resident_mean(lengths)
+    sharing = cache_shares(case.architecture, share)
+    cached = kv_bytes_per_token(dict(case.config), case.recipe.model.dtype) / sharing * resident
+    work = work_of(case.architecture, case.mean_sequence)
+    of_token = (work.layers + work.head + 2 * work.attention) / share
+
+    # An engine of several nodes reduces two tensors in each layer over the network.
+    size, layers = case.architecture.letters["H"], case.architecture.layers
+    reduced = 2 * layers * 2 * (share - 1) / share * size * case.itemsize if case.recipe.engine.nodes > 1 else 0.0
+
+    def step(running: int) -> float:
+        network = running * reduced / assumptions.between
+        moved = (engine.weights + running * cached) / (device.bandwidth * assumptions.decode)
+        return network + max(assumptions.step_floor, moved, running * of_token / flops_of(case))
+
+    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    reading = mine * case.mean_prompt * (work.layers + work.attention) / share / flops_of(case)
+    return reading + seconds_to_decode(mine, max(1, engine.requests), lengths, step)
+
+
+def reading_seconds(responses: int, case: Case) -> float:
+    """Seconds until all engines have read `responses` with their prompts, and scored every token of theirs."""
+    work = work_of(case.architecture, case.mean_sequence)
+    flops = case.mean_sequence * (work.layers + work.attention) + case.mean_response * work.head
+    mine = -(-responses // engines_of(case.recipe, case.cluster))
+    return mine * flops / case.recipe.engine.tensor / flops_of(case)
+
+
+def flops_of(case: Case) -> float:
+    """FLOP/s that one device is assumed to reach on this model."""
+    share = case.assumptions.mfu_experts if case.architecture.experts else case.assumptions.mfu
+    return case.cluster.device.flops * share

@@ -1,0 +1,81 @@
+"""What a hostile tool returns: the model reads it, or one sentence about it, and the call counts as failed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from mugrpo_megatron.extras.episodes.turns import MOST_CHARS, Model
+from mugrpo_megatron.samples import Problem
+
+
+class Unprintable:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raises() -> None:
+    raise KeyError("x" * 1000)
+
+
+async def unasked(what: str, **arguments: Any) -> Any:
+    raise AssertionError(what)
+
+
+def answers(tool: Callable[..., Any], arguments: Any = None, name: str | None = None) -> tuple[list[str], int, int]:
+    """What the model reads after a call of the tool; calls, and those that failed."""
+    call = {"function": {"name": name or tool.__name__, "arguments": {} if arguments is None else arguments}}
+    with ThreadPoolExecutor(1) as threads:
+        model = Model(Problem("p", "", ""), [1], "", [], {}, unasked, threads)
+        messages = asyncio.run(model.answer({"tool_calls": [call]}, [tool]))
+    return [one["content"] for one in messages], model.calls, model.failed_calls
+
+
+def ten_megabytes() -> str:
+    return "x" * 10_000_000
+
+
+def unprintable() -> Unprintable:
+    return Unprintable()
+
+
+def bytes_of_it() -> bytes:
+    return b"\xff"
+
+
+def nested() -> dict[str, Any]:
+    return {"value": float("nan"), "list": [1]}
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "why"),
+    [
+        (raises, {}, "KeyError: 'xxx"),
+        (raises, {"unknown": 1}, "TypeError: raises() got an unexpected keyword argument 'unknown'"),
+        (raises, "{not json", "TypeError: the arguments are '{not json', not an object"),
+        (ten_megabytes, {}, f"ValueError: a text of 10,000,000 characters, and at most {MOST_CHARS:,} go to the model"),
+        (unprintable, {}, "RuntimeError: no text"),
+    ],
+)
+def test_a_tool_that_fails_is_a_sentence_for_the_model(tool: Callable[..., Any], arguments: Any, why: str) -> None:
+    [text], calls, failed = answers(tool, arguments)
+    error = json.loads(text)["error"]
+    assert error.startswith(why)
+    assert len(error) <= 300
+    assert (calls, failed) == (1, 1)
+
+
+def test_a_tool_that_is_not_there_is_a_failed_call() -> None:
+    [text], calls, failed = answers(raises, name="other")
+    assert json.loads(text) == {"error": "LookupError: there is no tool 'other'"}
+    assert (calls, failed) == (1, 1)
+
+
+@pytest.mark.parametrize(("tool", "text"), [(bytes_of_it, "b'\\xff'"), (nested, '{"value": NaN, "list": [1]}')])
+def test_what_is_no_text_is_read_as_json_or_as_python_prints_it(tool: Callable[..., Any], text: str) -> None:
+    assert answers(tool) == ([text], 1, 0)
