@@ -11,17 +11,12 @@ from mugrpo_megatron.learner.learner import Learner, holding
 from mugrpo_megatron.learner.update import record_routes, token_logprobs
 from mugrpo_megatron.observe.progress import Bar
 from mugrpo_megatron.phases.batches import StageUpdates
-from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.checkpoints import complete
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.record import check_begun
 from mugrpo_megatron.run.run import Run
 from mugrpo_megatron.stages.columns import Column, LogprobColumn
-from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.families import fingerprint
-
-GUESTS = "mugrpo_megatron.extras.guests.turn:take_turns"
-"""What other models than the policy compute of a stage, each with the devices to itself."""
 
 
 class _StopAsked(Exception):
@@ -62,15 +57,6 @@ def lacks(column: Column | None, again: bool) -> bool:
         path = column.index if column.path.exists() else column.path
         raise UserError(f"{path} is missing, and the weights that it is of have changed; {column.repair}")
     return True
-
-
-def host_guests(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
-    """Have the recipe's guests compute the columns that the cursor's sealed stage lacks. Collective.
-
-    The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
-    """
-    if run.recipe.guest.by_name:
-        load_function("guest", GUESTS)(run, learner, stage, cursor)
 
 
 def record_behaviour(run: Run, learner: Learner, stage: StageUpdates, cursor: Cursor) -> None:

@@ -20,6 +20,7 @@ from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use
 from mugrpo_megatron.observe.log import MetricLog
 from mugrpo_megatron.observe.progress import Bar
+from mugrpo_megatron.recipe.functions import load_function
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
 from mugrpo_megatron.run.leader import EngineLeader, Engines, meet, sleep_joined
@@ -32,6 +33,8 @@ from mugrpo_megatron.stages.store import StageStore
 from mugrpo_megatron.weights.check import check, unchecked
 from mugrpo_megatron.weights.sync import sync
 
+GUESTS = "mugrpo_megatron.extras.guests.turn:take_turns"
+"""What other models than the policy compute of a stage, each with the devices to itself."""
 LOOK_S = 1.0
 """How often a learner that waits for other processes looks for them."""
 
@@ -50,7 +53,7 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
             raise run.stop.all_stopped(cursor)
         stage = StageStore(run.directory.stage(cursor.stage))
         if run.world.broadcast(run.is_main and stage.sealed):
-            check_shared(run, stage, stage.wait_for(set(), sealed=True))
+            check_shared(run.world, stage, stage.wait_for(set(), sealed=True))
     return run.stage_store(cursor, engines.writer)
 
 
@@ -183,15 +186,24 @@ def generate(run: Run, engines: Engines, stage: StageStore, cursor: Cursor) -> N
         (stopping,) = run.world.any_rank(run.stop.asked)
         report_failures(run, leader)
         written = run.world.gather(stage.written)
-        check_shared(run, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
+        check_shared(run.world, stage, not run.is_main or stage.wait_for(set().union(*written), sealed=False))
         if run.is_main and not stopping and stage.named().issuperset(groups):
             stage.seal(updates, recipe.rollout.prompts_per_update)
     if any(run.world.any_rank(run.is_main and stage.sealed)):
-        check_shared(run, stage, stage.wait_for(set(), sealed=True))
+        check_shared(run.world, stage, stage.wait_for(set(), sealed=True))
     if stopping:
         raise run.stop.all_stopped(
             cursor, f"{len(stage.present())} of {len(groups)} groups of this stage are on disk; "
         )
+
+
+def host_guests(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
+    """Have the recipe's guests compute the columns that the cursor's sealed stage lacks. Collective.
+
+    The policy's engines sleep, and the learner is offloaded where there is something to compute; it stays so.
+    """
+    if run.recipe.guest.by_name:
+        load_function("guest", GUESTS)(run, learner, stage, cursor)
 
 
 def shared_queue(world: World, groups: Sequence[int]) -> PromptQueue:
@@ -279,9 +291,9 @@ def show_totals(bar: Bar, queue: PromptQueue, is_main: bool) -> None:
         bar.advance(groups - bar.done, tokens - bar.tokens)
 
 
-def check_shared(run: Run, stage: StageStore, seen: bool) -> None:
+def check_shared(world: World, stage: StageStore, seen: bool) -> None:
     """UserError on every rank when one of them does not see what another has written. Collective."""
-    blind = [rank for rank, sees in enumerate(run.world.gather(seen)) if not sees]
+    blind = [rank for rank, sees in enumerate(world.gather(seen)) if not sees]
     if blind:
         raise UserError(
             f"rank {blind[0]} does not see what other ranks have written to {stage.directory}: put run.dir on a "

@@ -12,7 +12,7 @@ from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.recipe.sections import ScheduleSection
 
 GRID = Path(__file__).with_name("grid.toml")
-SECTIONS = ("schedule", "objective", "optimizer")
+SECTIONS = ("schedule", "objective", "optimizer", "lora")
 """Sections of the recipe that a method may set."""
 
 

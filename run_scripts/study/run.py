@@ -122,8 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.dry_run:
             _show(study, options.seeds)
             return 0
-        signal.signal(signal.SIGTERM, _interrupt)
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGTERM, interrupt)
+        signal.signal(signal.SIGINT, interrupt)
         return run_all(study, options.seeds)
     except UserError as error:
         print(f"study: {error}", file=sys.stderr)
@@ -255,7 +255,8 @@ def _show(study: Study, seeds: Sequence[int]) -> None:
     print(f"{len(cells) - left} of {len(cells)} cells done; the rest takes {pace}, without stages")
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """For SIGINT and SIGTERM."""
     raise Interrupted
 
 

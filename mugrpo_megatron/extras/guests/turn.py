@@ -123,7 +123,7 @@ def _work(
         queue = shared_queue(replace(run.world, engines=slot.engines), missing)
         failure, own = _round(run, engine, store, job, queue, title)
         updates = set().union(*run.world.gather(own))
-        check_shared(run, store, not run.is_main or job.parts.wait_for(updates))
+        check_shared(run.world, store, not run.is_main or job.parts.wait_for(updates))
         if any(run.world.any_rank(run.stop.asked)):
             rest = len(run.world.broadcast(job.parts.missing()))
             raise run.stop.all_stopped(

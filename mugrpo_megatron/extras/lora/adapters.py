@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mugrpo_megatron.extras.lora.low_rank import LowRank
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, read_adapter
-from mugrpo_megatron.extras.lora.targets import Leaf, is_linear, kind, target_kinds
+from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, row_kinds, target_kinds
 from mugrpo_megatron.learner.model import PolicyModel
 from mugrpo_megatron.megatron import parallel_state
 from mugrpo_megatron.recipe import Recipe
@@ -40,12 +40,12 @@ class LoraAdapters:
     def attach(self, chunk: PolicyModel) -> None:
         """Add a module beside each linear layer, as its sibling: Megatron's layers save their own children alone."""
         chunk.requires_grad_(False)
-        table, section = entries(self._architecture), self._recipe.lora
+        table, rows, section = entries(self._architecture), adapted_rows(self._architecture), self._recipe.lora
         for name, module in list(chunk.named_modules()):
             if not isinstance(getattr(module, "weight", None), torch.nn.Parameter):
                 continue
             entry = table.get(whole_name(chunk, f"{name}.weight", self._architecture))
-            if entry is None or not is_linear(entry.row) or not {kind(one) for one in entry.hf} & {*self._kinds}:
+            if entry is None or entry.row not in rows or not {*row_kinds(entry.row)} & {*self._kinds}:
                 continue
             above, _, own = name.rpartition(".")
             adapter = LowRank(module, entry, self._architecture, section, self._kinds)
@@ -61,10 +61,12 @@ class LoraAdapters:
         start = read_adapter(section.start, self._architecture).read() if section.start else None
         for adapter in _adapters(chunks):
             for leaf in adapter.adapted():
-                name = kind(leaf.name)
-                a, b = (start[leaf.a], start[leaf.b]) if start else self._drawn(leaf)
-                adapter.a[name].copy_(a if adapter.by_rows else _shard(a, 1, adapter))
-                adapter.b[name].copy_(_shard(b, 0, adapter) if adapter.by_rows else b)
+                expert = adapter.entry.expert
+                if start:
+                    a, b = leaf.of_expert(start[leaf.a], start[leaf.b], expert)
+                else:
+                    a, b = self._drawn(leaf, expert)
+                adapter.fill(leaf, a, b)
 
     @torch.no_grad()
     def turn_off(self, chunks: Sequence[PolicyModel]) -> None:
@@ -83,23 +85,30 @@ class LoraAdapters:
         files = adapter_files(tensors, section.rank, section.alpha, self._kinds, model.path, self._base)
         return {f"{DIRECTORY}/{name}": content for name, content in files.items()}
 
-    def _drawn(self, leaf: Leaf) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, leaf: Leaf, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same factors in every layout: from `run.seed` and the layer's name."""
-        digest = hashlib.sha256(f"{self._recipe.run.seed} {leaf.name}".encode()).digest()
+        words = [self._recipe.run.seed, leaf.name, *([expert] if leaf.experts else [])]
+        digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
         rank = self._recipe.lora.rank or 0
         a = torch.rand(rank, leaf.inputs, generator=generator)
         return (2 * a - 1) / leaf.inputs**0.5, torch.zeros(leaf.outputs, rank)
 
 
+@torch.no_grad()
 def gather(chunks: Sequence[PolicyModel]) -> dict[str, torch.Tensor]:
     """Every adapter's whole factors by PEFT's names, on the host of every rank; collective."""
     own: dict[str, torch.Tensor] = {}
+    experts: dict[Leaf, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for adapter in _adapters(chunks):
         for leaf in adapter.adapted():
-            a, b = adapter.a[kind(leaf.name)].detach(), adapter.b[kind(leaf.name)].detach()
-            own[leaf.a] = (a if adapter.by_rows else _whole(a, 1, adapter)).cpu()
-            own[leaf.b] = (_whole(b, 0, adapter) if adapter.by_rows else b).cpu()
+            a, b = adapter.whole(leaf)
+            if leaf.experts:
+                experts.setdefault(leaf, []).append((a, b))
+            else:
+                own |= leaf.named(a.cpu(), b.cpu())
+    for leaf, here in experts.items():
+        own |= leaf.named(*(_over_experts(torch.stack(factor)).cpu() for factor in zip(*here, strict=True)))
     group = parallel_state.get_pipeline_model_parallel_group()
     stages: list[dict[str, torch.Tensor]] = [{}] * group.size()
     dist.all_gather_object(stages, own, group=group)
@@ -110,11 +119,9 @@ def _adapters(chunks: Sequence[PolicyModel]) -> Iterator[LowRank]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, LowRank))
 
 
-def _shard(whole: torch.Tensor, dim: int, adapter: LowRank) -> torch.Tensor:
-    return whole.chunk(adapter.group.size(), dim=dim)[adapter.group.rank()]
-
-
-def _whole(part: torch.Tensor, dim: int, adapter: LowRank) -> torch.Tensor:
-    parts = [torch.empty_like(part) for _ in range(adapter.group.size())]
-    dist.all_gather(parts, part.contiguous(), group=adapter.group)
-    return torch.cat(parts, dim=dim)
+def _over_experts(here: torch.Tensor) -> torch.Tensor:
+    """A factor of all experts, from that of the experts on each rank."""
+    group = parallel_state.get_expert_model_parallel_group()
+    parts = [torch.empty_like(here) for _ in range(group.size())]
+    dist.all_gather(parts, here, group=group)
+    return torch.cat(parts)

@@ -35,5 +35,5 @@ def check(recipe: Recipe, architecture: Architecture) -> str:
                 )
         if recipe.model.directory.exists():
             check_base(start, recipe.model.directory)
-    trained = adapter_parameters(architecture, rank, section.targets, architecture.layers)
+    trained = sum(adapter_parameters(architecture, rank, section.targets, range(architecture.layers)))
     return f"lora: rank {rank} on {', '.join(kinds)}, {trained:,} trained parameters"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +21,12 @@ from checkpoints_convert.source import check_sums
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.low_rank import merge as merged
 from mugrpo_megatron.extras.lora.peft_files import adapter_files, check_base, read_adapter
-from mugrpo_megatron.extras.lora.targets import Leaf, adapted_leaves, is_linear, kind, leaves_of
+from mugrpo_megatron.extras.lora.targets import Leaf, adapted_rows, leaves_of
 from mugrpo_megatron.files.durable import write_content
 from mugrpo_megatron.files.hf_config import read_state
 from mugrpo_megatron.files.torch_dist import Reader
 from mugrpo_megatron.weights import families
+from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import SHARD_BYTES, carry_files, check_tokenizer
 from mugrpo_megatron.weights.safetensors_dir import (
@@ -34,7 +36,7 @@ from mugrpo_megatron.weights.safetensors_dir import (
     divide,
     open_checkpoint,
 )
-from mugrpo_megatron.weights.table import ADAPTER, entries
+from mugrpo_megatron.weights.table import ADAPTER, Entry, entries, stored
 
 
 def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
@@ -48,8 +50,8 @@ def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
     checkpoint = open_checkpoint(hf, architecture)
     found = read_adapter(adapter, architecture, "--adapter")
     check_base(found, hf, "--adapter")
-    factors, scale = found.read(), found.alpha / found.rank
-    leaves = {f"{leaf.name}.weight": leaf for leaf in adapted_leaves(architecture, found.kinds)}
+    scale = found.alpha / found.rank
+    factors = _by_weight(architecture, found.kinds, found.read())
     specs = [
         TensorSpec(name, shape, checkpoint.dtypes[name])
         for entry in entries(architecture).values()
@@ -58,23 +60,45 @@ def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
     shards = divide(specs, SHARD_BYTES)
     recipe = {"source": fingerprint(hf), "adapter": fingerprint(adapter), "shards": [shard.file for shard in shards]}
     with open_output(out, recipe, sum(shard.bytes for shard in shards), overwrite) as output:
-        fill_hf(output, "adapter", shards, lambda shard: _merged(checkpoint, shard, leaves, factors, scale))
+        fill_hf(output, "adapter", shards, lambda shard: _merged(checkpoint, shard, factors, scale))
         carry_files(hf, output.directory, specs[0].dtype)
 
 
 def _merged(
-    checkpoint: HFCheckpoint,
-    shard: Shard,
-    leaves: Mapping[str, Leaf],
-    factors: Mapping[str, torch.Tensor],
-    scale: float,
+    checkpoint: HFCheckpoint, shard: Shard, factors: Mapping[str, Sequence[torch.Tensor]], scale: float
 ) -> Iterator[torch.Tensor]:
     for spec in shard.specs:
-        weight, leaf = checkpoint.read(spec.name), leaves.get(spec.name)
-        if leaf:
-            a, b = (factors[name].to(weight.dtype) for name in (leaf.a, leaf.b))  # as the learner has them
+        weight = checkpoint.read(spec.name)
+        if spec.name in factors:
+            a, b = (factor.to(weight.dtype) for factor in factors[spec.name])  # as the learner has them
             weight = merged(weight, a, b, scale).to(weight.dtype)
         yield weight
+
+
+def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple[Entry, Leaf]]:
+    """Every layer with an adapter and the parameter that it is in; of experts that of the first."""
+    rows = adapted_rows(architecture)
+    for entry in entries(architecture).values():
+        if entry.row in rows and entry.expert == 0:
+            leaves = leaves_of(entry.row, entry.layer, architecture, kinds)
+            yield from ((entry, leaf) for leaf in leaves if leaf.kind in kinds)
+
+
+def _by_weight(
+    architecture: Architecture, kinds: Sequence[str], factors: Mapping[str, torch.Tensor]
+) -> dict[str, list[torch.Tensor]]:
+    """A and B of every tensor of the model's checkpoint that an adapter changes, by the tensor's name."""
+    found = {}
+    for entry, leaf in _adapted(architecture, kinds):
+        a, b = factors[leaf.a], factors[leaf.b]
+        if not leaf.experts:
+            found[f"{leaf.name}.weight"] = [a, b]
+            continue
+        for expert in range(leaf.experts):
+            own, rows = leaf.of_expert(a, b, expert)
+            names = replace(entry, expert=expert).hf
+            found |= {name: [own, part] for name, part in zip(names, rows.chunk(leaf.tensors), strict=True)}
+    return found
 
 
 def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> None:
@@ -93,15 +117,17 @@ def extract(megatron: Path, hf: Path, out: Path, overwrite: bool = False) -> Non
     reader = Reader(megatron)
     check_sums(megatron, reader.files)
     rank, alpha, kinds = int(model["lora_rank"]), float(model["lora_alpha"]), str(model["lora_targets"]).split()
-    tensors = {}
-    for row in filter(is_linear, architecture.table):
-        above, _, own = row.megatron.removesuffix(".weight").replace("{layer}.", "").rpartition(".")
-        for layer in range(architecture.layers):
-            for leaf in leaves_of(row, layer, architecture):
-                name = kind(leaf.name)
-                for factor, (peft, shape) in zip("ab", leaf.shapes(rank).items(), strict=True):
-                    if name in kinds:
-                        tensors[peft] = reader.read(f"{above}.{ADAPTER}{own}.{factor}.{name}", (layer,), shape)
+    tensors: dict[str, torch.Tensor] = {}
+    for entry, leaf in _adapted(architecture, kinds):
+        place = stored(entry, architecture)
+        above, _, own = place.key.removesuffix(".weight").rpartition(".")
+        experts = (leaf.experts,) if leaf.experts else ()
+        index = place.index[: len(place.index) - len(experts)]
+        a, b = (
+            reader.read(f"{above}.{ADAPTER}{own}.{factor}.{leaf.kind}", index, (*experts, *shape))
+            for factor, shape in (("a", (rank, leaf.inputs)), ("b", leaf.shape_of_b(leaf.outputs, rank)))
+        )
+        tensors |= leaf.named(a, b)
     files = adapter_files(tensors, rank, alpha, kinds, hf, str(model["base"]))
     recipe = {"source": fingerprint(megatron), "like": fingerprint(hf)}
     with open_output(out, recipe, sum(one.nbytes for one in tensors.values()), overwrite) as output:

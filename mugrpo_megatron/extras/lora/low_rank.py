@@ -3,17 +3,22 @@
 With tensor parallelism a column-parallel layer has A whole on every rank and B's rows; a row-parallel layer has A's
 columns and B whole. What crosses ranks is u = A x, `rank` numbers for a token. Under sequence parallelism A works on a
 rank's own part of the sequence, and u is gathered; or u is scattered, and B works on a rank's part.
+
+Around experts Megatron's dispatcher moves tokens: a rank has all tokens of its experts, and sums outputs and the
+inputs' gradients over the tensor parallel ranks itself. Nothing crosses ranks then but the whole factor's gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mugrpo_megatron.extras.lora.targets import Leaf, kind, leaves_of
+from mugrpo_megatron.extras.lora.targets import Leaf, leaves_of
 from mugrpo_megatron.megatron import make_sharded_tensors_for_checkpoint, tensor_parallel
 from mugrpo_megatron.recipe.policy import LoraSection
 from mugrpo_megatron.weights.architecture import Architecture
@@ -41,21 +46,22 @@ class LowRank(torch.nn.Module):
         self.entry, self.architecture, self.section = entry, architecture, section
         self.scale = section.alpha / section.rank
         self.by_rows = entry.row.split == "rows"
-        self.group, self.sequence = linear.tp_group, linear.sequence_parallel
+        self.group, self.sequence = linear.tp_group, linear.sequence_parallel and not entry.of_expert
         weight = linear.weight
-        self.rows = [part.numel() // weight.shape[1] for part in split(entry, weight, architecture)]
-        self.leaves = leaves_of(entry.row, entry.layer, architecture)
+        self.leaves = leaves_of(entry.row, entry.layer, architecture, kinds)
+        rows = [part.numel() // weight.shape[1] for part in split(entry, weight, architecture)]
+        self.rows = [sum(rows)] if entry.of_expert else rows
         self.a, self.b = torch.nn.ParameterDict(), torch.nn.ParameterDict()
-        for leaf, rows in zip(self.leaves, self.rows, strict=True):
-            name = kind(leaf.name)
-            if name in kinds:
-                self.a[name] = torch.nn.Parameter(weight.new_empty(section.rank, weight.shape[1]))
-                self.b[name] = torch.nn.Parameter(weight.new_zeros(rows, section.rank))
-        for factor, dim in ((self.b, 0),) if self.by_rows else ((self.a, 1),):
-            for parameter in factor.values():
-                tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, dim, 1)
+        for leaf, count in zip(self.leaves, self.rows, strict=True):
+            if leaf.kind in kinds:
+                self.a[leaf.kind] = torch.nn.Parameter(weight.new_empty(section.rank, weight.shape[1]))
+                self.b[leaf.kind] = torch.nn.Parameter(weight.new_zeros(leaf.shape_of_b(count, section.rank)))
+        for parameter in (self.b if self.by_rows else self.a).values():
+            tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self._axis(parameter), 1)
         for parameter in (self.a if self.by_rows else self.b).values():
             parameter.sequence_parallel = self.sequence  # its gradient is of this rank's part of the sequence
+        for parameter in (*self.a.values(), *self.b.values()):
+            parameter.allreduce = weight.allreduce  # false for an expert's: the ranks that have it share its gradient
         object.__setattr__(self, "_linear", linear)  # not as a child, whose parameters would be this module's
         weight.merged = self.merged  # what a sync and a save take
         linear.register_forward_hook(lambda _, inputs, output: (self(inputs[0], output[0]), output[1]))
@@ -64,17 +70,45 @@ class LowRank(torch.nn.Module):
 
     def adapted(self) -> list[Leaf]:
         """The layers with factors, in order."""
-        return [leaf for leaf in self.leaves if kind(leaf.name) in self.a]
+        return [leaf for leaf in self.leaves if leaf.kind in self.a]
+
+    @torch.no_grad()
+    def fill(self, leaf: Leaf, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Take this rank's part of a layer's whole factors, A [rank, inputs] and B [outputs, rank]."""
+        own, size, rank = self.b[leaf.kind], self.group.size(), self.group.rank()
+        whole = b.reshape(*own.shape[:-2], -1, own.shape[-1])
+        self.a[leaf.kind].copy_(a if self.by_rows else a.chunk(size, dim=1)[rank])
+        own.copy_(whole.chunk(size, dim=-2)[rank] if self.by_rows else whole)
+
+    @torch.no_grad()
+    def whole(self, leaf: Leaf) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverse of `fill`; collective over the tensor parallel ranks."""
+        a, b = self.a[leaf.kind].detach(), self.b[leaf.kind].detach()
+        part = b if self.by_rows else a
+        parts = [torch.empty_like(part) for _ in range(self.group.size())]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        gathered = torch.cat(parts, dim=self._axis(part))
+        return (a, gathered.flatten(0, -2)) if self.by_rows else (gathered, b.flatten(0, -2))
+
+    def _axis(self, factor: torch.Tensor) -> int:
+        """The dimension of the divided factor that tensor parallelism divides."""
+        return factor.dim() - 2 if self.by_rows else 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The layer's output y [t, 1, m] for its input x [t, 1, n], with the adapter's part."""
         merged = self.section.forward == "merged"
         u = self._down(x.detach() if merged else x)  # x has its gradient through the merged matrix
-        return _Up.apply(y, u, self, merged, *self.b.values())
+        b = [factor.flatten(0, -2) for factor in self.b.values()]
+        if self.entry.of_expert and not self.by_rows:
+            b = [self._summed(factor) for factor in b]
+        return _Up.apply(y, u, self, merged, *b)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
         """u = A x of all layers, [t, 1, layers * rank], where B needs it."""
-        u, regions = x @ torch.cat(list(self.a.values())).T, tensor_parallel
+        a, regions = torch.cat(list(self.a.values())), tensor_parallel
+        if self.entry.of_expert:
+            return x @ (self._summed(a) if self.by_rows else a).T
+        u = x @ a.T
         if self.by_rows and self.sequence:
             return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
         if self.by_rows:
@@ -82,6 +116,10 @@ class LowRank(torch.nn.Module):
         if self.sequence:
             return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
         return regions.reduce_from_tensor_model_parallel_region(u, group=self.group)
+
+    def _summed(self, factor: torch.Tensor) -> torch.Tensor:
+        """The factor that every tensor parallel rank has whole; its gradient is the sum of theirs."""
+        return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.group)
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
         """This rank's outputs [..., m] -> those of each layer, [..., rows of it]."""
@@ -107,13 +145,14 @@ class LowRank(torch.nn.Module):
         """This rank's shard of W + scale B A, in float32 and then cast, layer by layer."""
         weight = self._linear.weight
         out = torch.empty_like(weight)
-        into = split(self.entry, out, self.architecture)
-        for leaf, target, part in zip(self.leaves, into, split(self.entry, weight, self.architecture), strict=True):
-            name = kind(leaf.name)
-            if name in self.a:
-                whole = part.reshape(-1, weight.shape[1])
-                part = merge(whole, self.a[name], self.b[name], self.scale).view(part.shape)
-            target.copy_(part)
+        pairs = zip(*(split(self.entry, one, self.architecture) for one in (out, weight)), strict=True)
+        for leaf in self.leaves:
+            b = self.b[leaf.kind].view(leaf.tensors, -1, self.b[leaf.kind].shape[-1]) if leaf.kind in self.b else None
+            for place, (target, part) in enumerate(islice(pairs, leaf.tensors)):
+                if b is not None:
+                    whole = part.reshape(-1, weight.shape[1])
+                    part = merge(whole, self.a[leaf.kind], b[place], self.scale).view(part.shape)
+                target.copy_(part)
         return out
 
     def _with_merged(
@@ -136,7 +175,8 @@ class LowRank(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """As Megatron's modules: both factors under the layer's stack of all layers."""
-        axes = {f"b.{name}": 0 for name in self.b} if self.by_rows else {f"a.{name}": 1 for name in self.a}
+        name, factors = ("b", self.b) if self.by_rows else ("a", self.a)
+        axes = {f"{name}.{kind}": self._axis(factor) for kind, factor in factors.items()}
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(
             state,
@@ -163,7 +203,7 @@ class _Up(torch.autograd.Function):
         products = {name: one @ factor.T for name, one, factor in each}
         shape = y.shape[:-1]
         parts = [
-            products[kind(leaf.name)] if kind(leaf.name) in products else y.new_zeros(*shape, rows)
+            products[leaf.kind] if leaf.kind in products else y.new_zeros(*shape, rows)
             for leaf, rows in zip(adapter.leaves, adapter.rows, strict=True)
         ]
         return torch.add(y, adapter.joined(parts), alpha=adapter.scale)
@@ -174,9 +214,7 @@ class _Up(torch.autograd.Function):
         """dB = scale dy^T u, du = scale dy B."""
         u, *b = ctx.saved_tensors
         adapter, dy = ctx.adapter, grads[0]
-        parts = [
-            part for leaf, part in zip(adapter.leaves, adapter.parts(dy), strict=True) if kind(leaf.name) in adapter.b
-        ]
+        parts = [part for leaf, part in zip(adapter.leaves, adapter.parts(dy), strict=True) if leaf.kind in adapter.b]
         du = torch.cat([part @ factor for part, factor in zip(parts, b, strict=True)], dim=-1).mul_(adapter.scale)
         db = [
             (part.flatten(0, -2).T @ one.flatten(0, -2)).mul_(adapter.scale)

@@ -7,13 +7,14 @@ Headers are checked without torch. The file's metadata names the weights that th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.lora.targets import adapted_leaves, kind, target_kinds
+from mugrpo_megatron.extras.lora.targets import DOWN, EXPERTS, GATE_UP, adapted_leaves, target_kinds
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe.load import shown
 from mugrpo_megatron.weights.architecture import Architecture
@@ -27,6 +28,8 @@ MOST_HEADER = 100_000_000
 """Bytes of a safetensors header, the format's own limit."""
 MOST = 2**31
 """No rank and no alpha is larger."""
+OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
+"""In the name of a tensor of experts, which does not say of which parameter: `target_parameters` does."""
 PLAIN: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "use_dora": (False, None),
@@ -80,7 +83,11 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     if not (isinstance(rank, int) and isinstance(alpha, int | float) and 0 < rank < MOST and 0 < alpha < MOST):
         raise UserError(f"{where}: r = {shown(rank)} and lora_alpha = {shown(alpha)} are not those of an adapter")
     shapes, base = _header(directory / WEIGHTS)
-    kinds = {kind(name.partition(".lora_")[0]) for name in shapes}
+    parameters = config.get("target_parameters") or []
+    if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
+        raise UserError(f"{where}: target_parameters = {shown(parameters)} is not a list of names")
+    modules = {name.partition(".lora_")[0] for name in shapes if not OF_EXPERTS.search(name)}
+    kinds = {name.rpartition(".")[2] for name in (*modules, *parameters)}
     chosen = target_kinds(architecture, sorted(kinds), where)
     expected: dict[str, tuple[int, ...]] = {}
     for leaf in adapted_leaves(architecture, chosen):
@@ -109,6 +116,8 @@ def adapter_files(
     """Name -> content of an adapter's two files; `model` is the directory or name of its base."""
     from safetensors.torch import save
 
+    routed = any(map(OF_EXPERTS.search, tensors))
+    parameters = [name for name in kinds if routed and name in (GATE_UP, DOWN)]
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -116,7 +125,8 @@ def adapter_files(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(kinds),
+        "target_modules": [name for name in kinds if name not in parameters],
+        **({"target_parameters": [f"{EXPERTS}.{name}" for name in parameters]} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

@@ -248,9 +248,11 @@ class Case:
         section = self.recipe.lora
         if section.rank is None:
             return None
-        layers = self.architecture.layers // layout.pipeline
-        numel = adapter_parameters(self.architecture, section.rank, section.targets, layers, layout.tensor)
-        return RankParameters(numel, 0, 0)
+        layers = range(self.architecture.layers)[-(self.architecture.layers // layout.pipeline) :]
+        counts = adapter_parameters(
+            self.architecture, section.rank, section.targets, layers, layout.tensor, layout.expert
+        )
+        return RankParameters(*counts, 0)
 
     def with_recipe(self, recipe: Recipe) -> Case:
         """The same case with another recipe, in that recipe's layout."""

@@ -56,10 +56,19 @@ def test_layouts_that_do_not_fit_are_refused(tmp_path: Path, model: Path) -> Non
     refused(*dry(tmp_path, model, LORA, learner=fused), says='learner.layers = "auto" may fuse norms')
 
 
-def test_experts_have_none(tmp_path: Path) -> None:
+def test_experts_have_adapters_by_the_names_of_transformers(tmp_path: Path) -> None:
     moe = save_model(tmp_path / "moe", "qwen3_moe")
-    refused(*dry(tmp_path, moe, LORA), says="experts have no adapters here")
-    assert command(*dry(tmp_path, moe, {**LORA, "targets": ["q_proj", "o_proj"]})).code == 0
+    said = command(*dry(tmp_path, moe, LORA))
+    experts = 4 * (32 + 2 * 64 + 64 + 32)
+    assert f"o_proj, gate_up_proj, down_proj, {4 * 4 * (2 * 64 + 2 * 48 + experts):,} trained" in said.err, said
+    refused(*dry(tmp_path, moe, {**LORA, "targets": ["gate_proj"]}), says="has no linear layer 'gate_proj'")
+    start = write_adapter(tmp_path / "start", moe)
+    keys = {**LORA, "start": str(start)}
+    assert command(*dry(tmp_path, moe, keys)).code == 0
+    edited(lambda config: config.update(target_parameters="mlp.experts.down_proj"))(start)
+    refused(*dry(tmp_path, moe, keys), says="target_parameters = 'mlp.experts.down_proj' is not a list of names")
+    edited(lambda config: config.update(target_parameters=["mlp.experts.down_proj"]))(start)
+    refused(*dry(tmp_path, moe, keys), says="is not of a qwen3_moe model of this config: it has")
 
 
 def test_latent_attention_has_none(tmp_path: Path) -> None:

@@ -101,15 +101,3 @@ def test_other_families_and_some_layers_alone(family: str, tmp_path: Path) -> No
             2, updates, model, start, {"parallel": {"tensor": 2}, "lora": {"targets": targets, **keys}}
         ):
             check_same(found, expected, 5e-5)
-
-
-@pytest.mark.night
-def test_the_attention_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    """Router and experts are frozen, on one rank and spread over two."""
-    models.save_model(tmp_path / "model", "qwen3_moe", vocab_size=VOCAB)
-    model, targets = str(tmp_path / "model"), ["q_proj", "k_proj", "v_proj", "o_proj"]
-    start = str(write_adapter(tmp_path / "start", tmp_path / "model", targets))
-    keys = {"lora": {"targets": targets}}
-    [alone] = run_ranks(1, updates, model, start, keys)
-    for found in run_ranks(2, updates, model, start, {"parallel": {"expert": 2}, **keys}):
-        check_same(found, alone, 5e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from safetensors.torch import load_file
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.adapters import gather
 from mugrpo_megatron.extras.lora.low_rank import LowRank, merge
-from mugrpo_megatron.extras.lora.targets import Leaf
 from mugrpo_megatron.files.torch_dist import read_index
 from mugrpo_megatron.learner import checkpoint
 from mugrpo_megatron.learner.learner import build_learner, holding
@@ -58,14 +58,26 @@ def merged_by_hand(base: dict[str, torch.Tensor], adapter: dict[str, torch.Tenso
     """W + alpha / r B A of every layer, from a checkpoint's tensors and an adapter's."""
     found = dict(base)
     for name, weight in base.items():
-        leaf = Leaf(name.removesuffix(".weight"), 0, 0)
-        if leaf.a in adapter:
-            whole = merge(weight, adapter[leaf.a], adapter[leaf.b], ALPHA / RANK)
-            found[name] = whole.to(weight.dtype)
+        expert = OF_EXPERT.fullmatch(name)
+        module = name.removesuffix(".weight")
+        if expert:
+            module = expert["module"] + ("" if expert["kind"] == "down" else ".base_layer")
+        a, b = (adapter.get(f"base_model.model.{module}.lora_{factor}.weight") for factor in "AB")
+        if a is None or b is None:
+            continue
+        if expert:
+            number, experts = int(expert["number"]), len(a) // RANK
+            a, b = a[number * RANK :][:RANK], b[:, number::experts]
+            if expert["kind"] != "down":
+                b = b.chunk(2)[expert["kind"] == "up"]
+        found[name] = merge(weight, a, b, ALPHA / RANK).to(weight.dtype)
     return found
 
 
-def what_is_sent(model: str, other: str, sections: dict[str, Any]) -> None:
+OF_EXPERT = re.compile(r"(?P<module>.*\.experts)\.(?P<number>\d+)\.(?P<kind>gate|up|down)_proj\.weight")
+
+
+def what_is_sent(model: str, other: str, sections: dict[str, Any], layers: int = 4 * 7) -> None:
     """At the start the base bit by bit; after updates the merged weights; with an anchor's weights those alone."""
     learner = adapted(model, sections)
     plain = recipe(Path(model), **{name: keys for name, keys in sections.items() if name != "lora"})
@@ -82,7 +94,7 @@ def what_is_sent(model: str, other: str, sections: dict[str, Any]) -> None:
     moved = np.concatenate(token_logprobs(learner, samples()))
     expected, now = merged_by_hand(base, gather(learner.models)), sent(learner)
     assert all(bits(now[name]) == bits(expected[name]) for name in base)
-    assert sum(bits(now[name]) != bits(base[name]) for name in base) == 4 * 7
+    assert sum(bits(now[name]) != bits(base[name]) for name in base) == layers
     before = factors(learner)
     with holding(learner, Path(model)):
         assert np.array_equal(np.concatenate(token_logprobs(learner, samples())), first)

@@ -9,7 +9,7 @@ import pytest
 
 from mugrpo_megatron.checks.layouts import bundled
 from mugrpo_megatron.errors import UserError
-from mugrpo_megatron.extras.lora.targets import adapted_leaves, adapter_parameters, linear_kinds
+from mugrpo_megatron.extras.lora.targets import adapted_leaves, adapter_parameters, target_kinds
 from mugrpo_megatron.extras.plan.case import Layout, layout_of, make_case, parameters, rank_parameters
 from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, learner_state
@@ -77,16 +77,20 @@ def test_only_optimizer_states_are_sharded_over_data_and_context_parallel_ranks(
     assert alone.optimizer == 4 * shared.optimizer
 
 
-def test_an_adapter_alone_has_gradients_and_optimizer_states() -> None:
-    model, rank = shape("Qwen3-8B"), 16
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen3-30B-A3B"])
+def test_an_adapter_alone_has_gradients_and_optimizer_states(name: str) -> None:
+    model, rank = shape(name), 16
     mine = rank_parameters(model, Layout(), 0)
-    factors = [leaf.shapes(rank) for leaf in adapted_leaves(model, linear_kinds(model))]
+    factors = [leaf.shapes(rank) for leaf in adapted_leaves(model, target_kinds(model, "all-linear"))]
     numel = sum(rows * columns for shapes in factors for rows, columns in shapes.values())
-    assert adapter_parameters(model, rank, "all-linear", model.layers) == numel
+    counts = adapter_parameters(model, rank, "all-linear", range(model.layers))
+    assert sum(counts) == numel
+    spread = adapter_parameters(model, rank, "all-linear", range(model.layers), expert=8)
+    assert (spread[0], 8 * spread[1]) == counts
     case = make_case(
         Recipe.model_validate({"lora": {"rank": rank}}),
         model,
-        bundled()["Qwen3-8B"],
+        bundled()[name],
         make_cluster(1, 1, "h100"),
         Assumptions(),
     )
