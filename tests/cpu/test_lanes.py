@@ -116,21 +116,17 @@ def test_megatrons_schedule_runs_what_shares_state(model: str, world: int, secti
     assert set(run_ranks(world, at_once, model, sections)) == {1}
 
 
-ROWS = {(1, 150): 15_000, (2, 150): 3_800, (2, 82): 2_100, (2, 80): 4_000, (2, 12): 600, (2, 10): 1_000}
-"""(threads, responses of 100 tokens in an update) -> tokens of a micro-batch."""
-
-
-def rows(model: str) -> dict[tuple[int, int], int]:
-    found, ranks = {}, None
-    for threads, responses in ROWS:
-        own = recipe(Path(model), learner={"threads": threads, "micro_batch_tokens": 16384})
-        learner = build_learner(own, ranks)
-        ranks = learner.ranks
-        plan = plan_update(learner, [Tokens(np.zeros(100, dtype=np.int32), 99)] * responses)
-        found[threads, responses] = plan.length
-    return found
+def row(model: str, threads: int, responses: int) -> int:
+    """Tokens of a micro-batch of an update of responses of 100 tokens."""
+    learner = build_learner(recipe(Path(model), learner={"threads": threads, "micro_batch_tokens": 16384}))
+    return plan_update(learner, [Tokens(np.zeros(100, dtype=np.int32), 99)] * responses).length
 
 
 @pytest.mark.process
-def test_a_lane_gets_rows_that_stay_in_the_cache(model: str) -> None:
-    assert run_ranks(1, rows, model) == [ROWS]
+@pytest.mark.parametrize(
+    ("threads", "responses", "expected"),
+    [(1, 150, 15_000), (2, 150, 3_800), (2, 82, 2_100), (2, 80, 4_000), (2, 12, 600), (2, 10, 1_000)],
+)
+def test_a_lane_gets_rows_that_stay_in_the_cache(model: str, threads: int, responses: int, expected: int) -> None:
+    [length] = run_ranks(1, row, model, threads, responses)
+    assert length == expected
