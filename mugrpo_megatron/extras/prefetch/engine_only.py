@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
@@ -26,7 +26,6 @@ from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
 from mugrpo_megatron.run.directory import RunDirectory, locked
-from mugrpo_megatron.run.leader import first_start_problem
 from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening
