@@ -111,8 +111,9 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside: one, or one each for dense and expert parameters."""
-    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    """The distributed optimizers inside: one, or one each for dense and expert parameters that are trained."""
+    chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    return [shard for shard in chained if not shard.is_stub_optimizer]
 
 
 def torch_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
