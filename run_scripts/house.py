@@ -29,6 +29,7 @@ HELD = {
     "recipe keys that nothing shipped sets": 37,
     "modules with one importer": 54,
     "basenames that occur twice": 4,
+    "circles of rooms": 0,
     "words of pages": 35_000,
 }
 """Figures that may only fall. The suite holds its own CPU seconds (tests/conftest.py)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count, islice
@@ -15,7 +16,7 @@ from mugrpo_megatron.engine.placement import ALONE, EngineSlot
 from mugrpo_megatron.engine.process import STARTING, EngineRefused, HostProcess
 from mugrpo_megatron.engine.queue import LoadRecord
 from mugrpo_megatron.engine.wire import Groups, Message, Sampling, Work
-from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.files.tensors import Sums
 from mugrpo_megatron.observe.environment import finds_cuda, group_memory
 from mugrpo_megatron.recipe import Recipe
@@ -316,3 +317,16 @@ class Engine:
             self._host.end(patience_s)
         self._host, self._ready = None, False
         self._asleep.clear()
+
+
+def first_start_problem(engine: Engine) -> str:
+    """Why the engine does not start, empty when it does. At a run's start the cause is the recipe or the machine."""
+    try:
+        engine.wait_ready()
+    except EngineStopped:
+        return ""  # another rank was asked to stop, and the next collective ends this one
+    except EngineFailure as failure:
+        errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
+        cause = errors[-1] if errors else str(failure).splitlines()[0]
+        return f"the engine does not start ({cause}): check the recipe's engine section; its output is in {engine.log}"
+    return ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from mugrpo_megatron.run.record import (
 
 WRITTEN = ("run.json", "data.json", "own_files.json", "recipe.toml", "summary.json", "hf")
 """Files that only the holder of the lock writes, so it may remove what a killed process left of them."""
+MOMENTS_S = 20.0
+"""How long `lock_soon` waits for a lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +185,22 @@ def locked(path: Path, shared: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def lock_soon(path: Path, shared: bool = False) -> Iterator[None]:
+    """`locked`, where others hold the lock for moments only; InUse when one of them does for longer."""
+    deadline = time.monotonic() + MOMENTS_S
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(locked(path, shared))
+                break
+            except InUse:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        yield
 
 
 def is_finished(recipe: Recipe) -> bool:

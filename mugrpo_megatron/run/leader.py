@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -68,19 +67,6 @@ def start(
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
     return slot, engine, verifier
-
-
-def first_start_problem(engine: Engine) -> str:
-    """Why the engine does not start, empty when it does. At a run's start the cause is the recipe or the machine."""
-    try:
-        engine.wait_ready()
-    except EngineStopped:
-        return ""  # another rank was asked to stop, and the next collective ends this one
-    except EngineFailure as failure:
-        errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
-        cause = errors[-1] if errors else str(failure).splitlines()[0]
-        return f"the engine does not start ({cause}): check the recipe's engine section; its output is in {engine.log}"
-    return ""
 
 
 @dataclass

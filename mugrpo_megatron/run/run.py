@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import Engine
+from mugrpo_megatron.engine.client import Engine, first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling_note
 from mugrpo_megatron.engine.placement import EngineSlot, slot_of_environment
 from mugrpo_megatron.engine.process import HostProcess
@@ -27,7 +27,7 @@ from mugrpo_megatron.run.checkpoints import Saver, check_stage_held, newest_curs
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import record_data
 from mugrpo_megatron.run.directory import RunDirectory, open_directory
-from mugrpo_megatron.run.leader import EngineLeader, Engines, first_start_problem, join, meet, sleep_joined, start
+from mugrpo_megatron.run.leader import EngineLeader, Engines, join, meet, sleep_joined, start
 from mugrpo_megatron.run.origin import stage_origin
 from mugrpo_megatron.run.record import Record, editable_after_failure, read_record
 from mugrpo_megatron.run.stopping import StopRequest, listening

@@ -73,13 +73,17 @@ def _recipe(
     recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
 ) -> Recipe:
     """The recipe with a guest in the policy's place; `rollout` are keys of its section."""
+    own: dict[str, Any] = {
+        "stop": [],
+        "function": None,
+    }  # SGLang needs a tokenizer for texts, and a guest plays no episodes
     return recipe.model_copy(
         update={
             "model": ModelSection(path=directory, dtype=recipe.model.dtype),
             "data": recipe.data.model_copy(update={} if room is None else {"max_prompt_tokens": room}),
             "engine": engine,
             "learner": recipe.learner.model_copy(update={"routing_replay": "off"}),
-            "rollout": recipe.rollout.model_copy(update={"stop": [], **rollout}),  # SGLang needs a tokenizer for texts
+            "rollout": recipe.rollout.model_copy(update=own | dict(rollout)),
             "eval": EvalSection(),
         }
     )

@@ -14,10 +14,9 @@ from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.engine.queue import PromptQueue
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.extras.guests.scoring import Guest, Job, guests_of, samples_per_update, write_parts
-from mugrpo_megatron.extras.prefetch.shares import lock_soon
 from mugrpo_megatron.observe.progress import Display
 from mugrpo_megatron.recipe import Recipe
-from mugrpo_megatron.run.directory import InUse, RunDirectory, locked
+from mugrpo_megatron.run.directory import InUse, RunDirectory, lock_soon, locked
 from mugrpo_megatron.run.stopping import StopRequest
 from mugrpo_megatron.stages.store import StageStore
 

@@ -13,20 +13,19 @@ from pathlib import Path
 
 from mugrpo_megatron.data.prepare import PreparedData, Problems, prepare
 from mugrpo_megatron.data.tokenizer import load_tokenizer
-from mugrpo_megatron.engine.client import MOST_FAILURES, Engine
+from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, first_start_problem
 from mugrpo_megatron.engine.launch import check_allocator, sampling
 from mugrpo_megatron.engine.placement import EngineSlot
 from mugrpo_megatron.errors import EngineFailure, EngineStopped, UserError
 from mugrpo_megatron.evaluation.scoring import Group, ScoredGroup, Scorer
 from mugrpo_megatron.extras.guests.share import ShareTurn
 from mugrpo_megatron.extras.prefetch.following import claimed, has_begun, seal_ahead, stages_ahead
-from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, lock_soon, mark_share
+from mugrpo_megatron.extras.prefetch.shares import Position, Share, begin, mark_share
 from mugrpo_megatron.observe.environment import finds_cuda
 from mugrpo_megatron.observe.progress import Bar, Display, open_display
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.rewards.pool import Verifier
-from mugrpo_megatron.run.directory import RunDirectory, locked
-from mugrpo_megatron.run.leader import first_start_problem
+from mugrpo_megatron.run.directory import RunDirectory, lock_soon, locked
 from mugrpo_megatron.run.record import editable_after_failure
 from mugrpo_megatron.run.responses import rows_of, stage_prompt
 from mugrpo_megatron.run.stopping import StopRequest, listening

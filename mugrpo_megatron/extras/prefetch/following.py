@@ -19,14 +19,14 @@ from pathlib import Path
 from mugrpo_megatron.data.prepare import Problems
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.prefetch.sealing import close_stage
-from mugrpo_megatron.extras.prefetch.shares import Position, lock_soon
+from mugrpo_megatron.extras.prefetch.shares import Position
 from mugrpo_megatron.files.durable import durable_directory, publish, remove_leftovers
 from mugrpo_megatron.files.hf_config import CURSOR
 from mugrpo_megatron.files.json_text import read_json
 from mugrpo_megatron.recipe import Recipe, load_recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.data import FILE_NAME, check_data
-from mugrpo_megatron.run.directory import RunDirectory, check_directory
+from mugrpo_megatron.run.directory import RunDirectory, check_directory, lock_soon
 from mugrpo_megatron.run.origin import hf_cursor
 from mugrpo_megatron.run.record import MARK, Record, read_record
 from mugrpo_megatron.stages.store import StageStore

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +24,7 @@ from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import CHECKPOINTS, Cursor, checkpoint_name
 from mugrpo_megatron.run.data import fingerprint as problems_fingerprint
 from mugrpo_megatron.run.data import record_data
-from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, locked, open_directory
+from mugrpo_megatron.run.directory import InUse, RunDirectory, check_directory, open_directory
 from mugrpo_megatron.run.origin import hf_cursor
 from mugrpo_megatron.run.record import Record, read_record
 from mugrpo_megatron.stages.manifest import OTHER_MANIFESTS, Origin
@@ -130,22 +128,6 @@ def begin(recipe: Recipe, problems: Problems) -> Position:
                 raise
             time.sleep(0.1)
     return position(RunDirectory(recipe.run.dir), recipe)
-
-
-@contextmanager
-def lock_soon(path: Path, shared: bool = False) -> Iterator[None]:
-    """`locked`, where others hold the lock for moments only; InUse when one of them does for longer."""
-    deadline = time.monotonic() + CLAIM_SECONDS
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(locked(path, shared))
-                break
-            except InUse:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-        yield
 
 
 def mark_share(share: Share, where: Position, problems: Problems) -> None:

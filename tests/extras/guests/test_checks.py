@@ -124,11 +124,13 @@ def test_names_without_a_guest_and_guests_without_work() -> None:
 
 
 def test_a_guests_engine_loads_its_own_weights_at_the_rollouts_temperature(model: Path) -> None:
-    own = teacher_recipe(recipe(model, model, {"memory_fraction": 0.9}, temperature=0.5, stop=["\n"]), "big", model)
+    of_policy = recipe(model, model, {"memory_fraction": 0.9}, temperature=0.5, stop=["\n"], function="play:episode")
+    own = teacher_recipe(of_policy, "big", model)
     assert own.engine.memory_fraction == 0.9
     assert own.engine.extra == {"forward_hooks": hook_of(0.5)}
     assert own.engine.quantization == "none"
     assert own.rollout.stop == []
+    assert own.rollout.function is None, "a guest plays no episodes"
     assert teacher_recipe(recipe(model, model), "big", model).engine.extra == {}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,13 @@ def test_shares_divide_a_stage(of: int, count: int) -> None:
     assert sorted(group for part in parts for group in part) == list(range(count))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     assert len({Share(number, of).writer for number in range(of)} | {0}) == of + 1, "writer 0 is left to seal"
+
+
+@pytest.mark.process
+def test_a_process_without_a_learner_imports_no_megatron() -> None:
+    """As its page says; the import takes seconds, and memory of a device."""
+    code = "import sys, mugrpo_megatron.extras.prefetch.engine_only; sys.exit('megatron' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("text", ["", "4", "4/4", "-1/4", "1/0", "0/0", "a/b", "1/4 ", "99999/100000"])
