@@ -54,9 +54,10 @@ def check_guests(recipe: Recipe, say: Callable[[str], None], on_paper: bool = Fa
 
 
 def _here(recipe: Recipe, name: str) -> bool:
-    """Whether the guest is a directory, there or not, or in the hub's cache."""
-    if model_name(recipe.guest.by_name[name].model) is None:
-        return True
+    """Whether the guest's directory is there, or its model in the hub's cache."""
+    model = recipe.guest.by_name[name].model
+    if model_name(model) is None:
+        return Path(model).exists()
     try:
         return bool(directory_of(recipe, name))
     except UserError:

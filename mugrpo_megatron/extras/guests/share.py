@@ -2,7 +2,7 @@
 
 Share I of N has every N-th update. What its guests finish goes to the same parts as in a run's own turn, so the run
 takes it from there, and a process that was killed goes on where it was. Scoring holds the stage's lock together with
-other shares; whoever makes a column of all parts holds it alone, as a run does in its turn.
+other shares; a process that makes a column of all parts holds it alone, as a run does in its turn.
 """
 
 from __future__ import annotations

@@ -82,9 +82,10 @@ def test_a_dry_run_checks_guests(model: Path, tmp_path: Path, capsys: pytest.Cap
     here = {"model": str(model)}
     assert dry_run(written(here), capsys) == f"guest: big, qwen2 ({model})"
     elsewhere = {"model": "nobody/none"}
-    assert dry_run(written(elsewhere), capsys).endswith("not on this machine, so not checked: nobody/none")
+    for absent in ("nobody/none", str(tmp_path / "none")):
+        assert dry_run(written({"model": absent}), capsys).endswith(f"not on this machine, so not checked: {absent}")
     for guest, judge, words in (
-        ({"model": str(tmp_path / "none")}, {}, "guest.big.model = "),
+        ({"model": str(tmp_path)}, {}, "guest.big.model = "),
         ({**here, "engine": {"tensors": 2}}, {}, "engine.tensors: Extra inputs"),
         ({**here, "engine": {"extra": {"dtype": "bfloat16"}}}, {}, "engine.extra.dtype"),
         ({**here, "engine": {"nodes": 2}}, {}, "guest.big.engine.nodes = 2"),
