@@ -47,7 +47,7 @@ SLOW_S = 30.0
 SLOWEST = 10
 BUDGET_S = 600.0
 """CPU seconds of the whole suite, all processes together: the goal."""
-LIMIT_S = 1800.0
+LIMIT_S = 2400.0
 """Above it the suite fails: processors differ, and a busy one counts more, so it is higher than the goal."""
 PROGRAMS = ("python", "bash", "sh", "mugrpo", "node", "chrom", "ip", "mount")
 """What counts as a process of a test; libraries ask others (ldconfig, fc-list) something at their first import."""

@@ -174,6 +174,7 @@ def test_two_processes_score_a_stage_and_one_is_killed_and_run_again(tmp_path: P
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.night
 def test_who_follows_a_run_also_scores_the_stage_ahead(tmp_path: Path) -> None:
     """The learner, which waits for that, has a guest in its own first stage alone."""
     folder = tmp_path / "early"
