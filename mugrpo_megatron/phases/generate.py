@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 from uuid import uuid4
 
 from mugrpo_megatron.engine.client import MOST_FAILURES, Engine, PromptSource
@@ -59,13 +60,18 @@ def stage_to_generate(run: Run, engines: Engines, cursor: Cursor) -> StageStore:
 
 def _wait_for_others(run: Run, cursor: Cursor) -> None:
     path = run.directory.stage_lock(cursor.stage)
-    if not path.exists():
-        return
-    with run.phase("generate", cursor), run.display.waiting(f"waiting for those that generate stage {cursor.stage}"):
+    if path.exists():
+        with run.phase("generate", cursor), ExitStack() as stack:
+            lock_once_free(run, path, f"generate stage {cursor.stage}", stack)
+
+
+def lock_once_free(run: Run, path: Path, work: str, stack: ExitStack) -> None:
+    """Hold a lock in `stack` once those that `work` have let it go, or not at all when the run is asked to stop."""
+    with run.display.waiting(f"waiting for those that {work}"):
         while not run.stop.heard():
             try:
-                with locked(path):
-                    return
+                stack.enter_context(locked(path))
+                return
             except InUse:
                 time.sleep(LOOK_S)
 

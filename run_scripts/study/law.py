@@ -28,7 +28,7 @@ from run_scripts.study.cells import Cell
 from run_scripts.study.collect import CELL_COLUMNS, CURVE_COLUMNS, collect, write_rows
 from run_scripts.study.grid import Grid, load_grid
 from run_scripts.study.results import DOCS, Row, cell_of
-from run_scripts.study.run import BASE, BULK, ROOT, Interrupted, Study, run_cell, run_logged
+from run_scripts.study.run import BASE, BULK, ROOT, Interrupted, Study, interrupt, run_cell, run_logged
 
 GRID = Path(__file__).with_name("law_grid.toml")
 SEED = 10
@@ -92,8 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _show(studies)
             return 0
         if not options.collect:
-            signal.signal(signal.SIGTERM, _interrupt)
-            signal.signal(signal.SIGINT, _interrupt)
+            signal.signal(signal.SIGTERM, interrupt)
+            signal.signal(signal.SIGINT, interrupt)
             finished = [run_step(studies[start], start, block) for start, block in STEPS]
             if not all(finished):
                 return 1
@@ -264,10 +264,6 @@ def _call(words: Sequence[str], log: Path) -> bool:
     if code:
         print(f"mugrpo {words[0]} failed with exit code {code}: see {log}", flush=True)
     return code == 0
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise Interrupted
 
 
 if __name__ == "__main__":

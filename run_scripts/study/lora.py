@@ -20,7 +20,7 @@ from mugrpo_megatron.observe.rundata import read_run
 from run_scripts.study.cells import Cell
 from run_scripts.study.collect import over, write_rows
 from run_scripts.study.grid import Grid, load_grid
-from run_scripts.study.results import DOCS, Row
+from run_scripts.study.results import DOCS, Row, markdown
 from run_scripts.study.run import BULK, Interrupted, Study, commits_of, interrupt, run_all
 
 GRID = Path(__file__).with_name("lora_grid.toml")
@@ -79,7 +79,7 @@ def rows_of(study: Study, cell: Cell) -> list[Row]:
     return rows
 
 
-HEAD = ["", "% right", "checkpoint MB"]
+HEAD = ["trained", "% right", "checkpoint MB"]
 """Seconds and memory are in lora.csv: next to other work they say little."""
 MEANS = {"kl": "kl_k3", "seconds": "seconds"}
 """Column -> metric of the updates."""
@@ -89,14 +89,14 @@ def table(grid: Grid, rows: Sequence[Row]) -> str:
     """The table of docs/lora.md: means over the seeds that have all cells, of the ends with their range."""
     ends = {(row["seed"], row["method"]): row for row in rows if row["update"] == grid.updates}
     seeds = [seed for seed in range(grid.seeds) if all((seed, method) in ends for method in grid.methods)]
-    lines = [HEAD, ["---", *(["--:"] * (len(HEAD) - 1))]]
+    lines = []
     for method in grid.methods.values():
         own = [row for row in rows if row["method"] == method.name and row["seed"] in seeds]
         last = [100 * ends[seed, method.name]["accuracy"] for seed in seeds]
         accuracy = f"{statistics.fmean(last):.1f} ({min(last):.1f}–{max(last):.1f})"
         size = statistics.fmean(row["checkpoint"] for row in own)
         lines.append([method.title, accuracy, f"{size / 1e6:.1f}"])
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines) + "\n"
+    return markdown(HEAD, lines) + "\n"
 
 
 def write_table(page: Path, lines: str) -> None:

@@ -73,10 +73,8 @@ def _recipe(
     recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
 ) -> Recipe:
     """The recipe with a guest in the policy's place; `rollout` are keys of its section."""
-    own: dict[str, Any] = {
-        "stop": [],
-        "function": None,
-    }  # SGLang needs a tokenizer for texts, and a guest plays no episodes
+    # SGLang needs a tokenizer for stop texts, and a guest plays no episodes.
+    own: dict[str, Any] = {"stop": [], "function": None}
     return recipe.model_copy(
         update={
             "model": ModelSection(path=directory, dtype=recipe.model.dtype),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,7 @@ from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.extras.guests.scoring import Guest, Job, guests_of, samples_per_update, write_parts
 from mugrpo_megatron.learner.learner import Learner
 from mugrpo_megatron.observe.environment import device_memory_in_use, finds_cuda
-from mugrpo_megatron.phases.generate import LOOK_S, check_shared, shared_queue, show_totals
+from mugrpo_megatron.phases.generate import check_shared, lock_once_free, shared_queue, show_totals
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.run.cursor import Cursor
 from mugrpo_megatron.run.directory import InUse, locked
@@ -62,16 +61,8 @@ def _lock(run: Run, cursor: Cursor, stack: ExitStack) -> None:
     path = run.directory.stage_lock(cursor.stage)
     try:
         stack.enter_context(locked(path))
-        return
     except InUse:
-        pass
-    with run.display.waiting(f"waiting for those that score stage {cursor.stage}"):
-        while not run.stop.heard():
-            try:
-                stack.enter_context(locked(path))
-                return
-            except InUse:
-                time.sleep(LOOK_S)
+        lock_once_free(run, path, f"score stage {cursor.stage}", stack)
 
 
 def _take_turn(
