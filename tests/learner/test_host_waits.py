@@ -74,7 +74,7 @@ def test_the_loss_waits_for_nothing(name: str, monkeypatch: pytest.MonkeyPatch) 
         architecture=SimpleNamespace(vocab_size=VOCAB, experts=0),
         ranks=SimpleNamespace(tp_size=1, pp_size=1, cp_size=1, device=CPU),
         lanes=1,
-        optimizer=SimpleNamespace(grad_scaler=None),
+        optimizer=SimpleNamespace(grad_scaler=None, is_stub_optimizer=False),
     )
     loss = objective.loss(learner, None)
     hidden = torch.randn(160, 8, requires_grad=True)
