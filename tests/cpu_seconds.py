@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
+import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import psutil
+
+EVERY_S = 15.0
 
 
 def cpu_seconds(of_children: bool = True) -> float:
@@ -20,3 +26,26 @@ def cpu_seconds(of_children: bool = True) -> float:
             spent = process.cpu_times()
             total += spent.user + spent.system + spent.children_user + spent.children_system
     return total
+
+
+@dataclass
+class Slowness:
+    """How slow the processor is while the suite runs, as a plugin: who shares it may make it several times slower."""
+
+    seconds: list[float] = field(default_factory=list)
+    """CPU seconds of one loop, every `EVERY_S`."""
+    last: float = -math.inf
+
+    def pytest_runtest_logfinish(self) -> None:
+        """Time the loop between tests."""
+        if time.monotonic() - self.last > EVERY_S:
+            begin, total = time.process_time(), 0
+            for number in range(1_000_000):
+                total += number
+            self.seconds.append(time.process_time() - begin)
+            self.last = time.monotonic()
+
+    @property
+    def factor(self) -> float:
+        """The loop's seconds over those on the processor that the suite's limit was set on; at least 1."""
+        return max(1.0, statistics.fmean(self.seconds) / 0.075) if self.seconds else 1.0
