@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -97,30 +98,22 @@ class Judge:
 
     def rows(self, samples: Sequence[Sample], responses: Mapping[int, Response]) -> pa.Table:
         rows = [self._row(one, responses.get(place)) for place, one in enumerate(samples)]
-        columns = [pa.array(values, field.type) for values, field in zip(zip(*rows, strict=True), SCHEMA, strict=True)]
-        return pa.table(columns, schema=SCHEMA)
+        return pa.Table.from_pylist(rows, schema=self.column.schema)
 
-    def _row(self, sample: Sample, response: Response | None) -> tuple[float | None, str, str, str]:
+    def _row(self, sample: Sample, response: Response | None) -> dict[str, float | str | None]:
+        answer, score, why = "", None, TOO_LONG
+        if response is not None:
+            answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
+            score, why = parsed(self._parse, answer)
         question = str(self._tokenizer.decode(self._question(sample)))
-        if response is None:
-            return None, question, "", TOO_LONG
-        answer = str(self._tokenizer.decode(response.ids.tolist(), skip_special_tokens=True))
-        score, why = parsed(self._parse, answer)
-        return score, question, answer, why
+        return {"score": score, "prompt": question, "answer": answer, "why": why}
 
     def metrics(self, store: StageStore) -> dict[str, float]:
         """The mean score and the number of responses without one."""
-        total, unparsed, scored = 0.0, 0, 0
-        for update in range(store.updates):
-            scores = self.column.read_table(update, ["score"])["score"]
-            unparsed += scores.null_count
-            scored += len(scores) - scores.null_count
-            total += sum(score for score in scores.to_pylist() if score is not None)
-        mean = {f"reward/{self._name}": total / scored} if scored else {}
-        return {f"unparsed/{self._name}": float(unparsed), **mean}
-
-
-SCHEMA = ScoreColumn.schema
+        scores = np.concatenate([self.column.read(update) for update in range(store.updates)])
+        unparsed = np.isnan(scores)
+        mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}
+        return {f"unparsed/{self._name}": float(unparsed.sum()), **mean}
 
 
 def sampling_of(section: FunctionSection, tokenizer: PreTrainedTokenizerBase) -> Sampling:
