@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from transformers import PreTrainedTokenizerBase
 
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.wire import Sampling
@@ -27,7 +26,6 @@ from mugrpo_megatron.extras.guests.parts import Parts
 from mugrpo_megatron.files.hf_config import read_model_config
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import load_function, told
-from mugrpo_megatron.recipe.scoring import FunctionSection
 from mugrpo_megatron.samples import Problem, Prompt, Response, Sample
 from mugrpo_megatron.stages.columns import ScoreColumn
 from mugrpo_megatron.stages.store import StageStore
@@ -60,7 +58,9 @@ class Judge:
         self._parse: Callable[[str], Any] = load_function(f"{key}.parse", section.parse)
         self._tokenizer, self._policys = load_tokenizer(directory), load_tokenizer(recipe.model.directory)
         self._room = question_room(recipe, section, read_model_config(directory))
-        self.sampling = sampling_of(section, self._tokenizer)
+        end = self._tokenizer.eos_token_id
+        self.sampling = Sampling(section.temperature, 1.0, section.max_tokens, () if end is None else (end,))
+        """Greedy at temperature 0."""
 
     def recipe(self, recipe: Recipe, name: str, directory: Path) -> Recipe:
         return judge_recipe(recipe, name, directory, self._section, self._room)
@@ -114,12 +114,6 @@ class Judge:
         unparsed = np.isnan(scores)
         mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}
         return {f"unparsed/{self._name}": float(unparsed.sum()), **mean}
-
-
-def sampling_of(section: FunctionSection, tokenizer: PreTrainedTokenizerBase) -> Sampling:
-    """How a judge answers; greedily at temperature 0."""
-    stop = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    return Sampling(section.temperature, 1.0, section.max_tokens, stop)
 
 
 def parsed(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
