@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -168,7 +167,7 @@ def _values(text: str) -> list[Any]:
 def _value(word: str) -> Any:
     try:
         table = parse_toml(f"value = {word}")
-    except (ValueError, tomllib.TOMLDecodeError):
+    except ValueError:
         return word
     return table["value"] if table.keys() == {"value"} else word
 
