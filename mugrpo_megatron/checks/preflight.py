@@ -300,7 +300,7 @@ def _check_toolkit() -> None:
 
 
 def _check_layers(recipe: Recipe) -> None:
-    if recipe.learner.layers == "transformer_engine" or recipe.learner.fp8 != "none":
+    if recipe.learner.layers not in ("local", "auto"):
         import torch  # seconds, for recipes that ask for a device's features alone
 
         check_layers(recipe, torch.cuda.is_available())

@@ -42,7 +42,7 @@ def replicas_of(engine: EngineSection, weight_bytes: float, local_engines: int, 
     """Replicas of each of a node's engines. `cores`: the node's CPU cores where they run on CPU, None on CUDA."""
     if cores is None or engine.tensor > 1 or weight_bytes > LARGEST_WEIGHTS:
         return 1
-    return max(1, min(MOST_REPLICAS, cores // (local_engines * engine.threads)))
+    return max(1, min(MOST_REPLICAS, cores // local_engines))
 
 
 def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str, Any]]:

@@ -258,17 +258,12 @@ class CheckpointSection(Section):
     responses on disk."""
     every_updates: NonNegativeInt = 0
     """Also save inside a stage every n updates; 0 saves only at stage ends."""
-    every_minutes: NonNegativeFloat = 0.0
-    """Also save inside a stage when the last save is n minutes old, under a time limit of a batch system; 0 ignores the
-    clock."""
     asynchronous: bool = True
     """Copy the state to host memory and write it while training continues; false waits for the disk,
-    where the host has no memory for the copy."""
+    where the host has no memory for the copy. At a stage's end that is also the policy for `hf/`, whole on the first
+    rank's host, from which `mugrpo generate --engine-only` samples."""
     keep: PositiveInt = 2
     """Number of newest complete checkpoints to keep."""
-    hf: bool = True
-    """Also write `hf/` when a stage's end is saved, for `mugrpo generate --engine-only`; `asynchronous` holds the whole
-    model on the first rank's host meanwhile. False writes it only at the run's end."""
 
 
 class TrackSection(Section):

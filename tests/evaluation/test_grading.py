@@ -82,5 +82,5 @@ def test_without_extracted_answers_there_is_no_majority() -> None:
 
 
 def test_the_reward_function_decides_what_the_figures_are_called() -> None:
-    assert measure_of(RewardSection(format_weight=0.5, overlong_buffer_tokens=8)) == "accuracy"
+    assert measure_of(RewardSection(overlong_buffer_tokens=8)) == "accuracy"
     assert measure_of(RewardSection(function="tests.rewards.functions:parity")) == "reward"

@@ -220,16 +220,6 @@ def test_a_function_that_fails_ends_the_run_with_its_own_words(order: str) -> No
     assert order != "raise" or "RuntimeError: no (functions.py:" in str(told.value)
 
 
-def test_the_form_is_found_in_the_worker_under_its_limit() -> None:
-    section = RewardSection(workers=1, timeout_s=6.0, format_weight=0.5, format_pattern="(a+)+$|<b>")
-    responses = ["\\boxed{3} <b>", "3 <b> <b>", "4 <b>", "a" * 40 + "! \\boxed{3}", "\\boxed{x+2} <b>"]
-    golds = ["3", "3", "3", "3", "2+x"]
-    with Verifier(section) as pool:
-        scores = pool.score(responses, golds)
-    assert [score.well_formed for score in scores] == [True, False, True, False, True]
-    assert [score.reward for score in scores] == [1.0, 0.0, 0.0, 1.0, 1.0]
-
-
 def test_nothing_in_the_current_directory_is_imported_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("random", "sympy", "json", "math_verify", "mugrpo_megatron"):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write(__name__)\n")

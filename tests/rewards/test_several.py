@@ -129,11 +129,3 @@ def test_a_source_that_no_function_scores_is_refused() -> None:
     recipe = section(own={"function": f"{OWN}:parity", "sources": ["a", "b"]})
     with Verifier(recipe) as verifier, pytest.raises(UserError, match="no reward function scores the data source 'c'"):
         verifier.submit(["1"], ["1"], sources=["c"])
-
-
-def test_the_form_is_asked_for_once() -> None:
-    recipe = section(math={"function": "math"}, own={"function": f"{OWN}:parity"})
-    with Verifier(recipe.model_copy(update={"format_weight": 0.5})) as verifier:
-        scores = verifier.score(["\\boxed{7}", "7"], ["7", "7"])
-    assert [score.well_formed for score in scores] == [True, False]
-    assert [score.components["math"] for score in scores] == [1.0, 1.0]
