@@ -2,7 +2,7 @@
 
 SGLang's scheduler is one Python process: on short responses it is busy with requests, on long ones with a single
 thread's share of the memory's bandwidth. Replicas in processes of their own, which share the host's imports, use the
-other cores for both; more threads (`engine.threads`) only speed up the products and the attention.
+other cores for both; more threads of one process would only speed up the products and the attention.
 """
 
 from __future__ import annotations

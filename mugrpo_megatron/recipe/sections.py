@@ -140,7 +140,7 @@ MOST_NUMBERED = 99_999
 class ScheduleSection(Section):
     """S stages of µ updates each. GRPO and mu-GRPO differ in this section and in `[objective]`."""
 
-    stages: int = Field(4, gt=0, json_schema_extra=changes("branch"))
+    stages: int = Field(4, gt=0, le=MOST_NUMBERED, json_schema_extra=changes("branch"))
     """S: number of stages, each generated once; stages that end early are followed by more."""
     updates_per_stage: PositiveInt = 64
     """µ: updates that one stage's responses are sampled for; the paper has 4 for GRPO and 1024 for mu-GRPO."""
@@ -157,13 +157,6 @@ class ScheduleSection(Section):
     """A stage that other processes have sealed ahead (`mugrpo generate --engine-only --follow`) is accepted if its
     weights are at most this many updates older than those at its start; `hf/` is written so long before a stage's end.
     With 0 every stage is sampled with the weights at its start; at most µ x passes."""
-
-    @field_validator("stages")
-    @classmethod
-    def _check_stages(cls, value: int) -> int:
-        if value > MOST_NUMBERED:
-            raise ValueError(f"is above {MOST_NUMBERED:,}: its stages could not be numbered")
-        return value
 
     @field_validator("max_sample_age")
     @classmethod
